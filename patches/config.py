@@ -1,0 +1,198 @@
+"""The one place that knows how transformers spells RoPE in a config, read and written.
+
+Reading: `rope_parameters` (flat or one dict per layer type), theta, the original length, per rope type. Writing: the
+native form of a method where there is one, else a rope type under our own name, so that plain loading stops there.
+Beside either form goes a record under the top-level key `rope_ext_hf`: the method, and what the config said before.
+transformers keeps unknown keys, so the record survives saving and loading.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Protocol
+
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.patches.families import Family
+from rope_ext_hf.scaling import Rotary, Scaling, method_from_dict, methods, resolve_method
+
+__all__ = ["FOREIGN", "RECORD", "SLIDING", "Config", "original_settings", "read_rope", "rope_dict", "write_rope"]
+
+RECORD = "rope_ext_hf"
+FOREIGN = "rope_ext_hf/"
+SLIDING = frozenset({"sliding_attention", "chunked_attention"})
+"""Layer types that never attend past their window, whatever their rotary embedding does."""
+
+# transformers' rope type -> our method and the parameters it takes from the dict.
+_READ: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("default", {}),
+    "linear": ("linear", {}),
+    "dynamic": ("dynamic-ntk", {"growth": "hf"}),
+    "yarn": ("yarn", {}),
+    "longrope": ("longrope", {}),
+    "su": ("longrope", {}),
+    "llama3": ("llama3", {}),
+}
+_HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
+_SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
+
+
+class Config(Protocol):
+    """The part of a transformers config used here; attributes differ from family to family."""
+
+    model_type: str
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+
+
+def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
+    """The rope settings of one layer type (None: of a model that has one set for all layers)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    found = parameters.get(layer_type) if layer_type is not None else parameters
+    if not found or found.get("rope_theta") is None:
+        raise UnsupportedModelError(
+            f"the config of this {config.model_type!r} model has no rope_parameters with a rope_theta"
+            + (f" for its {layer_type!r} layers" if layer_type else "")
+        )
+    return dict(found)
+
+
+def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[Rotary, Scaling]:
+    """Geometry and method a config describes, for `dim` rotated dims per head.
+
+    The trained length is the original one where the rope type keeps it (yarn, llama3, longrope); linear and dynamic
+    keep it in max_position_embeddings, as transformers documents.
+    """
+    settings = rope_dict(config, layer_type)
+    rope_type = settings.get("rope_type", "default")
+    turning = None
+    if rope_type == "proportional":
+        turning = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
+        rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
+    if rope_type not in _READ:
+        raise UnsupportedModelError(
+            f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; "
+            f"known: {', '.join(sorted(_READ))}, proportional"
+            + ("; load this folder with rope_ext_hf.from_pretrained" if str(rope_type).startswith(FOREIGN) else "")
+        )
+    trained_length = config.max_position_embeddings
+    if rope_type in _HAS_ORIGINAL:
+        trained_length = (
+            getattr(config, "original_max_position_embeddings", None)
+            or settings.get("original_max_position_embeddings")
+            or trained_length
+        )
+    rotary = Rotary(dim, float(settings["rope_theta"]), int(trained_length), turning)
+    name, implied = _READ[rope_type]
+    accepted = {item.name for item in fields(methods()[name])}
+    given = {key: value for key, value in settings.items() if key in accepted and value is not None}
+    if rope_type == "yarn" and layer_type is not None:  # transformers reads it from the top level of nested dicts
+        given["truncate"] = config.rope_parameters.get("truncate", True)
+    if name in ("yarn", "longrope") and "factor" not in given:
+        given["factor"] = max(1.0, config.max_position_embeddings / trained_length)
+    if name == "yarn":  # transformers takes a 0 for "not given"
+        given = {k: v for k, v in given.items() if not (k in ("beta_fast", "beta_slow") and not v)}
+    given = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in given.items()}
+    return rotary, resolve_method(name, rotary, **(given | implied))
+
+
+def write_rope(
+    config: Any,
+    rotary: Rotary,
+    method: Scaling,
+    family: Family,
+    layer_types: list[str | None],
+    target_length: int | None,
+    native: bool,
+) -> str:
+    """Write a method into a config, which must be a copy of the caller's own.
+
+    Args:
+        layer_types: the layer types it applies to; [None] for a config with one set for all layers.
+        target_length: the length asked for in tokens, where the method's parameters do not say it.
+        native: accept a native form that is known to behave otherwise.
+
+    Returns:
+        The rope type plain transformers will read; it begins with `FOREIGN` where it will stop there.
+    """
+    before = {key: copy.deepcopy(getattr(config, key)) for key in _SAVED_KEYS if hasattr(config, key)}
+    form = method.native(rotary)
+    if form is None and native:
+        form = method.native_approximation(rotary)
+        if form is None:
+            raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
+    accepted = family.rope_types
+    if form is not None and accepted is not None and form["rope_type"] not in accepted:
+        form = None if method.length_dependent else method.as_longrope(rotary)
+    if form is None:
+        form = {"rope_type": FOREIGN + method.name, "rope_theta": rotary.theta}
+
+    extended = target_length or method.extended_length(rotary)
+    length = extended or config.max_position_embeddings
+    if form["rope_type"] == "dynamic":  # transformers takes its trained length from max_position_embeddings
+        length = rotary.trained_length
+    if family.original_in_config and form["rope_type"] == "longrope":
+        # generate() starts over when it crosses the original length; a static method has nothing to switch there.
+        original = rotary.trained_length if method.length_dependent else length
+        config.original_max_position_embeddings = form["original_max_position_embeddings"] = original
+    if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
+        config.head_dim = config.hidden_size // config.num_attention_heads
+
+    parameters = dict(config.rope_parameters)
+    for layer_type in layer_types:
+        partial = rope_dict(config, layer_type).get("partial_rotary_factor")
+        kept = {} if partial is None else {"partial_rotary_factor": partial}
+        if layer_type is None:
+            parameters = kept | form
+        else:
+            parameters[layer_type] = kept | form
+            if "truncate" in form:
+                parameters["truncate"] = form["truncate"]
+    if accepted is None or form["rope_type"] in accepted:
+        config.rope_parameters = parameters  # else the config class would refuse to be saved; see saving.py
+    config.max_position_embeddings = length
+    setattr(
+        config,
+        RECORD,
+        {
+            "method": method.to_dict(),
+            "target_length": extended,
+            "layer_types": layer_types,
+            "rope_parameters": copy.deepcopy(parameters),
+            "before": before,
+        },
+    )
+    return str(form["rope_type"])
+
+
+def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config dict as it was before the patch recorded in it, without the record; None where there is no record.
+
+    Raises:
+        CheckpointError: somebody changed rope_parameters after the patch, so the record no longer speaks of them.
+    """
+    record = config.get(RECORD)
+    if record is None:
+        return None
+    if not _says(config.get("rope_parameters"), record["rope_parameters"]):
+        raise CheckpointError(
+            f"this config carries a {RECORD!r} record, but its rope_parameters were changed since; "
+            f"delete the {RECORD!r} key to use them as they stand"
+        )
+    restored = {key: value for key, value in config.items() if key != RECORD}
+    for key in _SAVED_KEYS:
+        restored.pop(key, None)
+    return restored | copy.deepcopy(record["before"])
+
+
+def _says(now: Any, then: Any) -> bool:
+    """Whether every setting written then still stands; transformers may have added defaults beside them."""
+    if isinstance(then, Mapping):
+        return isinstance(now, Mapping) and all(_says(now.get(key), value) for key, value in then.items())
+    return bool(now == then)
+
+
+def recorded_method(record: Mapping[str, Any]) -> Scaling:
+    """The method a record names."""
+    return method_from_dict(record["method"])

@@ -1,0 +1,65 @@
+"""The family table: what a live model does not tell about itself, read from `families.toml`.
+
+    >>> family("phi3").rope_types
+    ('default', 'longrope')
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+__all__ = ["Family", "families", "family", "parse_families"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One table of families.toml; the comments there say what each field means."""
+
+    pairing: str | None = None
+    rope_types: tuple[str, ...] | None = None
+    original_in_config: bool = False
+    softmax_mscale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pairing not in (None, "half", "interleaved"):
+            raise ValueError(f"pairing must be 'half' or 'interleaved', got {self.pairing!r}")
+        if self.rope_types is not None:
+            object.__setattr__(self, "rope_types", tuple(self.rope_types))
+
+
+def parse_families(text: str) -> dict[str, Family]:
+    """Read the table strictly.
+
+    Raises:
+        ValueError: naming the table, on an unknown key, a wrong value, or a `like` that names no earlier table.
+    """
+    known = {item.name for item in fields(Family)}
+    raw: dict[str, dict[str, Any]] = {}
+    parsed: dict[str, Family] = {}
+    for name, table in tomllib.loads(text).items():
+        base = table.pop("like", None)
+        if base is not None and base not in raw:
+            raise ValueError(f"[{name}]: like = {base!r} names no table above it")
+        if unknown := sorted(set(table) - known):
+            raise ValueError(f"[{name}]: unknown key {', '.join(unknown)}; known keys: like, {', '.join(sorted(known))}")
+        raw[name] = (raw[base] if base else {}) | table
+        try:
+            parsed[name] = Family(**raw[name])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"[{name}]: {error}") from error
+    return parsed
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Every family by the `model_type` of its text config."""
+    return parse_families(files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8"))
+
+
+def family(model_type: str) -> Family:
+    """The family of a model_type; one that is not in the table has nothing special to it."""
+    return families().get(model_type, Family())

@@ -1,0 +1,109 @@
+"""Loading a folder that was saved patched, and saving where a config class would refuse our name.
+
+    model = from_pretrained("folder")      # AutoModelForCausalLM, plus the patch saved with the folder
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.patches.config import FOREIGN, RECORD, original_settings, recorded_method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["SaveForeign", "from_pretrained", "load_config"]
+
+
+class SaveForeign:
+    """Stands in for `save_pretrained` on one model whose config class accepts no rope type of ours (Phi-3).
+
+    The config is saved as the class likes it, then its rope type is replaced on disk, so that plain loading stops
+    rather than runs without the method.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        if push_to_hub:
+            raise CheckpointError("this method has no native form for this family; save to a folder and upload that")
+        type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)  # type: ignore[operator]
+        file = Path(save_directory) / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config["rope_parameters"] = config[RECORD]["rope_parameters"]
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def attach(cls, model: nn.Module) -> None:
+        from transformers import PreTrainedModel
+
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.__dict__["save_pretrained"] = cls(module)
+
+    @classmethod
+    def detach(cls, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get("save_pretrained"), cls):
+                del module.__dict__["save_pretrained"]
+
+
+def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None.
+
+    Raises:
+        CheckpointError: no such folder or Hub id, or a record that contradicts the config.
+    """
+    from transformers import AutoConfig
+    from transformers.configuration_utils import PreTrainedConfig
+
+    name = str(path)
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
+        raise CheckpointError(f"no such model folder: {name!r}")
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
+    except OSError as error:
+        raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id: {_first_line(error)}") from error
+    if not raw:
+        raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
+    inner = next((key for key, value in raw.items() if isinstance(value, dict) and RECORD in value), None)
+    record = (raw[inner] if inner else raw).get(RECORD)
+    if record is None:
+        return AutoConfig.from_pretrained(path, **kwargs), None
+    plain = raw | {inner: original_settings(raw[inner])} if inner else original_settings(raw)
+    plain = dict(plain or {})
+    return AutoConfig.for_model(plain.pop("model_type"), **plain), record
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`, plus the patch saved with the folder, if there is one.
+
+    Args:
+        path: a local folder or a Hub id.
+        **kwargs: handed on to transformers (dtype, device_map, revision, ...).
+
+    Raises:
+        CheckpointError: no such folder, or its record of a patch contradicts its config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from rope_ext_hf.patches.patching import patch
+
+    hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code") if key in kwargs}
+    config, record = load_config(path, **hub)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
+    if record is None:
+        return model
+    method = recorded_method(record)
+    is_native = not str(record["rope_parameters"].get("rope_type", "")).startswith(FOREIGN)
+    return patch(model, method, native=is_native and method.length_dependent)

@@ -1,0 +1,178 @@
+"""Where a model's rotary modules are, and how each wants its angles: found by looking, not by class names.
+
+A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
+text config. Its layout is what its own forward does with a few made-up frequencies.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches.config import SLIDING, read_rope
+from rope_ext_hf.rotary import Layout, RotaryEmbedding
+from rope_ext_hf.scaling import Rotary, Scaling
+
+__all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A rotary module in a model.
+
+    Attributes:
+        parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
+        config: the config it was built from.
+        native: per layer type (None: all layers) the geometry and method its config describes.
+        layout, cast: how its angles come out, see `RotaryEmbedding`.
+    """
+
+    parent: nn.Module
+    attribute: str
+    module: nn.Module
+    config: Any
+    native: dict[str | None, tuple[Rotary, Scaling]]
+    layout: Layout
+    cast: bool
+
+    @property
+    def scaled_layers(self) -> list[str | None]:
+        """The layer types a method applies to: all but those with a sliding window, if the model keeps them apart."""
+        return [layer_type for layer_type in self.native if layer_type not in SLIDING]
+
+
+class PatchedSlot(nn.Module):
+    """What stands in a slot while a model is patched.
+
+    Args:
+        slot: the slot; its module is kept as a child, so that `.to` reaches it and unpatching is exact.
+        method: what the scaled layers get; the others keep what their config says.
+        rotary: the geometry the method works on.
+        record: what unpatching and describing need to know, shared by all slots of a model.
+    """
+
+    def __init__(self, slot: Slot, method: Scaling, rotary: Rotary, record: Any) -> None:
+        super().__init__()
+        scaled = slot.scaled_layers
+        self.tables = nn.ModuleDict()
+        for layer_type, (native_rotary, native_method) in slot.native.items():
+            chosen = (method, rotary) if layer_type in scaled else (native_method, native_rotary)
+            self.tables[layer_type or "all"] = RotaryEmbedding(*chosen, layout=slot.layout, cast=slot.cast)
+        self.replaced = slot.module
+        self.record = record
+        self.guard: RemovableHandle | None = None  # of the hook that watches for lengths the method cannot know
+        if (buffer := next(slot.module.buffers(), None)) is not None:
+            self.tables.to(buffer.device)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        return self.tables[layer_type or "all"](x, position_ids)
+
+
+def patched_slots(model: nn.Module) -> list[PatchedSlot]:
+    """The slots of a model that hold one of our modules."""
+    return [module for module in model.modules() if isinstance(module, PatchedSlot)]
+
+
+def find_slots(model: nn.Module) -> list[Slot]:
+    """Every slot of a model's decoder; in a patched model the modules that were replaced count as what is there.
+
+    Raises:
+        UnsupportedModelError: no rotary embedding, or one that does something no method here can replace.
+    """
+    root = getattr(model, "config", None)
+    if root is None or not hasattr(root, "model_type"):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
+    text_type = root.get_text_config().model_type if hasattr(root, "get_text_config") else root.model_type
+    slots = [
+        _inspect(parent, attribute, module, config)
+        for parent, attribute, module, config in _candidates(model)
+        if config.model_type == text_type
+    ]
+    if not slots:
+        learned = "absolute or ALiBi positions, or none" if not hasattr(root, "rope_parameters") else "no module found"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding to patch ({learned})"
+        )
+    return slots
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, Any]]:
+    for parent in model.modules():
+        if isinstance(parent, PatchedSlot):
+            continue
+        for attribute, child in parent.named_children():
+            module = child.replaced if isinstance(child, PatchedSlot) else child
+            config = getattr(module, "config", None) or getattr(parent, "config", None)
+            if config is not None and _frequency_names(module) and _takes_positions(module):
+                yield parent, attribute, module, config
+
+
+def _frequency_names(module: nn.Module) -> list[str]:
+    """Names of the buffers that hold inverse frequencies, originals left aside."""
+    return [
+        name
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+    ]
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
+    native: dict[str | None, tuple[Rotary, Scaling]] = {}
+    layout: Layout = "half"
+    cast = True
+    for name in _frequency_names(module):
+        layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
+        inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
+        native[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
+        _check_against_config(config, inv_freq, *native[layer_type])
+        layout, cast = _probe(module, inv_freq.shape[-1], layer_type)
+    return Slot(parent, attribute, module, config, native, layout, cast)
+
+
+def _check_against_config(config: Any, inv_freq: Tensor, rotary: Rotary, method: Scaling) -> None:
+    """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
+    if inv_freq.device.type == "meta":
+        return
+    tolerance = 1e-4 if inv_freq.dtype in (torch.float32, torch.float64) else 1e-2
+    expected = method.frequencies(rotary).inv_freq
+    if not torch.allclose(inv_freq.double().cpu(), expected, rtol=tolerance, atol=1e-12):
+        raise UnsupportedModelError(
+            f"the inverse frequencies of this {config.model_type!r} model are not what its config describes "
+            f"({method.name}, theta {rotary.theta:g}, {rotary.dim} dims); its rotary module cannot be replaced safely"
+        )
+
+
+def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layout, bool]:
+    """Run a stand-in of the module, with known frequencies, on three rows of one position, and look at what comes out."""
+    stand_in = copy.copy(module)
+    known = torch.linspace(0.1, 1.0, pairs, device="cpu")
+    stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else b for name, b in module._buffers.items()}
+    x = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
+    kwargs = {} if layer_type is None else {"layer_type": layer_type}
+    out = type(module).forward(stand_in, x, torch.ones(3, 1, 1, dtype=torch.int64, device="cpu"), **kwargs)
+    if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
+        return "complex", True
+    if isinstance(out, tuple) and len(out) == 2 and out[0].shape[0] == 3 and out[0].dtype in (x.dtype, torch.float32):
+        cos, cast = out[0][0, 0].float().flatten(), out[0].dtype == x.dtype
+        if cos.shape[0] == pairs:
+            return "bare", cast
+        if cos.shape[0] == 2 * pairs and torch.equal(cos[:pairs], cos[pairs:]):
+            return "half", cast
+        if cos.shape[0] == 2 * pairs and torch.equal(cos[0::2], cos[1::2]):
+            return "interleaved", cast
+    raise UnsupportedModelError(
+        f"{type(module).__name__} does more with its angles than a plain rotary embedding (several position axes, as in "
+        "vision-language models, or another arrangement); it cannot be replaced"
+    )
