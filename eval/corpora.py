@@ -67,7 +67,11 @@ def stdlib_held_out() -> list[Document]:
     """The held-out modules this Python installation has (some distributions split a few off), in `HELD_OUT`'s order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [root / f"{name}.py" for name in HELD_OUT]
-    documents = [Document(name, file.read_text(encoding="utf-8")) for name, file in zip(HELD_OUT, files, strict=True) if file.is_file()]
+    documents = [
+        Document(name, file.read_text(encoding="utf-8"))
+        for name, file in zip(HELD_OUT, files, strict=True)
+        if file.is_file()
+    ]
     if not documents:
         raise CorpusError(f"no source of the standard library found in {root}; give a text file with --data FILE")
     return documents

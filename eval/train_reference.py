@@ -91,7 +91,9 @@ def train(out: Path, device: str) -> None:
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
     sampler = torch.Generator().manual_seed(SEED)
-    print(f"{model.num_parameters():,} parameters, {len(stream):,} training bytes, {len(held_out):,} held out", flush=True)
+    print(
+        f"{model.num_parameters():,} parameters, {len(stream):,} training bytes, {len(held_out):,} held out", flush=True
+    )
 
     curve = []
     running, started = 0.0, time.perf_counter()
@@ -100,7 +102,7 @@ def train(out: Path, device: str) -> None:
             group["lr"] = learning_rate(step)
         starts = torch.randint(0, len(stream) - TRAINED_LENGTH - 1, (BATCH,), generator=sampler)
         loss = mean_loss(model, windows(stream, starts).to(device))
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

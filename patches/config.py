@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.patches.families import Family
-from rope_ext_hf.scaling import Rotary, Scaling, method_from_dict, methods, resolve_method
+from rope_ext_hf.scaling import Rotary, Scaling, methods, resolve_method
 
 __all__ = ["FOREIGN", "RECORD", "SLIDING", "Config", "original_settings", "read_rope", "rope_dict", "write_rope"]
 
@@ -158,6 +158,7 @@ def write_rope(
         {
             "method": method.to_dict(),
             "target_length": extended,
+            "native": native,
             "layer_types": layer_types,
             "rope_parameters": copy.deepcopy(parameters),
             "before": before,
@@ -183,7 +184,8 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     restored = {key: value for key, value in config.items() if key != RECORD}
     for key in _SAVED_KEYS:
         restored.pop(key, None)
-    return restored | copy.deepcopy(record["before"])
+    before: dict[str, Any] = copy.deepcopy(record["before"])
+    return restored | before
 
 
 def _says(now: Any, then: Any) -> bool:
@@ -191,8 +193,3 @@ def _says(now: Any, then: Any) -> bool:
     if isinstance(then, Mapping):
         return isinstance(now, Mapping) and all(_says(now.get(key), value) for key, value in then.items())
     return bool(now == then)
-
-
-def recorded_method(record: Mapping[str, Any]) -> Scaling:
-    """The method a record names."""
-    return method_from_dict(record["method"])

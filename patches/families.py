@@ -1,7 +1,7 @@
 """The family table: what a live model does not tell about itself, read from `families.toml`.
 
-    >>> family("phi3").rope_types
-    ('default', 'longrope')
+>>> family("phi3").rope_types
+('default', 'longrope')
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def parse_families(text: str) -> dict[str, Family]:
         if base is not None and base not in raw:
             raise ValueError(f"[{name}]: like = {base!r} names no table above it")
         if unknown := sorted(set(table) - known):
-            raise ValueError(f"[{name}]: unknown key {', '.join(unknown)}; known keys: like, {', '.join(sorted(known))}")
+            raise ValueError(
+                f"[{name}]: unknown key {', '.join(unknown)}; known keys: like, {', '.join(sorted(known))}"
+            )
         raw[name] = (raw[base] if base else {}) | table
         try:
             parsed[name] = Family(**raw[name])

@@ -49,7 +49,7 @@ class LengthGuard:
             return
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise LengthError(
-                f"{changing[0]} needs each row's number of tokens, which a prepared attention mask does not tell. {_REMEDY}"
+                f"{changing[0]} cannot read each row's number of tokens off a prepared attention mask. {_REMEDY}"
             )
         if not bool(mask.all()):
             raise LengthError(f"{changing[0]} does not know the length of each row of a padded batch yet. {_REMEDY}")

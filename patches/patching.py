@@ -29,7 +29,7 @@ from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slo
 from rope_ext_hf.rotary import RotaryEmbedding
 from rope_ext_hf.scaling import TWO_PI, Rotary, Scaling, resolve_method
 
-__all__ = ["Description", "describe", "fixed_length", "patch", "patched", "reset", "unpatch"]
+__all__ = ["Description", "describe", "fixed_length", "geometry", "install", "patch", "patched", "reset", "unpatch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,13 +82,14 @@ def patch(
     def resolve(rotary: Rotary) -> Scaling:
         return resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
 
-    record = _install(model, resolve, target_length, native)
+    record = install(model, resolve, target_length, native)
     if any(note.startswith(_EVERY_LAYER) for note in record.notes):
         warnings.warn(next(note for note in record.notes if note.startswith(_EVERY_LAYER)), stacklevel=2)
     return model
 
 
-def _install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_length: int | None, native: bool) -> Record:
+def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_length: int | None, native: bool) -> Record:
+    """`patch`, for a method that is known once the geometry is."""
     slots = find_slots(model)
     first = slots[0]
     known = family(first.config.model_type)
@@ -147,7 +148,7 @@ def patched(model: M, method: str | Scaling, **kwargs: Any) -> Iterator[M]:
     finally:
         unpatch(model)
         if before is not None:
-            _install(model, lambda rotary: before.method, before.target_length, before.native)
+            install(model, lambda rotary: before.method, before.target_length, before.native)
 
 
 @contextmanager
@@ -166,7 +167,13 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
     if length < 1:
         raise MethodError(f"length must be at least 1 token, got {length}")
     slots = patched_slots(model)
-    own = {} if slots else {method.name for slot in find_slots(model) for _, method in slot.native.values() if method.length_dependent}
+    own = (
+        {}
+        if slots
+        else {
+            method.name for slot in find_slots(model) for _, method in slot.native.values() if method.length_dependent
+        }
+    )
     if own:
         raise UnsupportedModelError(
             f"this model's own {min(own)} follows the input inside transformers and cannot be held from here; "
@@ -187,7 +194,12 @@ def reset(model: M) -> M:
 
 
 def _tables(model: nn.Module) -> list[RotaryEmbedding]:
-    return [module for slot in patched_slots(model) for module in slot.tables.values() if isinstance(module, RotaryEmbedding)]
+    return [
+        module
+        for slot in patched_slots(model)
+        for module in slot.tables.values()
+        if isinstance(module, RotaryEmbedding)
+    ]
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[tuple[Any, Any]]:
@@ -220,13 +232,29 @@ def _forget_saved_patch(config: Any) -> None:
         delattr(config, RECORD)
 
 
+def geometry(model: nn.Module) -> Rotary:
+    """The rotary geometry a patch of this model starts from, whatever patch it carries now.
+
+    Raises:
+        UnsupportedModelError: a model without rotary embeddings.
+    """
+    slots = find_slots(model)
+    config = copy.deepcopy(slots[0].config)
+    _forget_saved_patch(config)
+    return _shared_geometry(slots, config)
+
+
 def _shared_geometry(slots: Sequence[Slot], config: Any) -> Rotary:
     geometries = {
-        read_rope(config, slot.native[layer_type][0].dim, layer_type)[0] for slot in slots for layer_type in slot.scaled_layers
+        read_rope(config, slot.native[layer_type][0].dim, layer_type)[0]
+        for slot in slots
+        for layer_type in slot.scaled_layers
     }
     if len(geometries) != 1:
         found = "; ".join(map(str, geometries)) or "none: every layer has a sliding window"
-        raise UnsupportedModelError(f"one method needs one rotary geometry over all full-attention layers, found {found}")
+        raise UnsupportedModelError(
+            f"one method needs one rotary geometry over all full-attention layers, found {found}"
+        )
     return geometries.pop()
 
 

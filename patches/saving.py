@@ -1,23 +1,28 @@
 """Loading a folder that was saved patched, and saving where a config class would refuse our name.
 
-    model = from_pretrained("folder")      # AutoModelForCausalLM, plus the patch saved with the folder
+model = from_pretrained("folder")      # AutoModelForCausalLM, plus the patch saved with the folder
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.patches.config import FOREIGN, RECORD, original_settings, recorded_method
+from rope_ext_hf.patches.config import RECORD, original_settings
+from rope_ext_hf.scaling import method_from_dict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SaveForeign", "from_pretrained", "load_config"]
+__all__ = ["SaveForeign", "from_pretrained", "load_config", "restore_patch", "save_patched_folder"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class SaveForeign:
@@ -27,17 +32,14 @@ class SaveForeign:
     rather than runs without the method.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
     def __call__(self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         if push_to_hub:
             raise CheckpointError("this method has no native form for this family; save to a folder and upload that")
-        type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)  # type: ignore[operator]
-        file = Path(save_directory) / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config["rope_parameters"] = config[RECORD]["rope_parameters"]
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
+        _write_rope_parameters(Path(save_directory))
 
     @classmethod
     def attach(cls, model: nn.Module) -> None:
@@ -52,6 +54,16 @@ class SaveForeign:
         for module in model.modules():
             if isinstance(module.__dict__.get("save_pretrained"), cls):
                 del module.__dict__["save_pretrained"]
+
+
+def _write_rope_parameters(folder: Path) -> None:
+    """Put the rope settings a config's record names where transformers reads them."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for part in [config, *config.values()]:
+        if isinstance(part, dict) and RECORD in part:
+            part["rope_parameters"] = part[RECORD]["rope_parameters"]
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
@@ -69,7 +81,9 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
     except OSError as error:
-        raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"{name!r} is neither a folder with a config.json nor a model id: {_first_line(error)}"
+        ) from error
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     inner = next((key for key, value in raw.items() if isinstance(value, dict) and RECORD in value), None)
@@ -97,13 +111,40 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    from rope_ext_hf.patches.patching import patch
-
-    hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code") if key in kwargs}
+    hub = {
+        key: kwargs[key]
+        for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
+        if key in kwargs
+    }
     config, record = load_config(path, **hub)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
-    if record is None:
-        return model
-    method = recorded_method(record)
-    is_native = not str(record["rope_parameters"].get("rope_type", "")).startswith(FOREIGN)
-    return patch(model, method, native=is_native and method.length_dependent)
+    return model if record is None else restore_patch(model, record)
+
+
+def restore_patch(model: M, record: Mapping[str, Any]) -> M:
+    """Patch a model as a record in its config says."""
+    from rope_ext_hf.patches.patching import install
+
+    method = method_from_dict(record["method"])
+    install(model, lambda rotary: method, record["target_length"], record["native"])
+    return model
+
+
+def save_patched_folder(model: PreTrainedModel, source: Path, out: Path) -> None:
+    """A copy of a model's folder with the config of a patched model (whose weights are not needed).
+
+    Raises:
+        CheckpointError: `out` exists, or the copy fails; nothing is left of it then.
+    """
+    if out.exists():
+        raise CheckpointError(f"{str(out)!r} exists already; give a new folder")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(source, unfinished, ignore=shutil.ignore_patterns("config.json", "__pycache__", "__init__.py"))
+        model.config.save_pretrained(unfinished)
+        _write_rope_parameters(unfinished)
+        unfinished.rename(out)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"{str(out)!r} could not be written: {error.strerror or error}") from error

@@ -155,7 +155,7 @@ def _check_against_config(config: Any, inv_freq: Tensor, rotary: Rotary, method:
 
 
 def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layout, bool]:
-    """Run a stand-in of the module, with known frequencies, on three rows of one position, and look at what comes out."""
+    """Run a stand-in of the module, with known frequencies, on three rows of one position, and look at its output."""
     stand_in = copy.copy(module)
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
     stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else b for name, b in module._buffers.items()}
@@ -173,6 +173,6 @@ def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layou
         if cos.shape[0] == 2 * pairs and torch.equal(cos[0::2], cos[1::2]):
             return "interleaved", cast
     raise UnsupportedModelError(
-        f"{type(module).__name__} does more with its angles than a plain rotary embedding (several position axes, as in "
-        "vision-language models, or another arrangement); it cannot be replaced"
+        f"{type(module).__name__} does more with its angles than a plain rotary embedding (several position axes, as "
+        "in vision-language models, or another arrangement); it cannot be replaced"
     )

@@ -1,7 +1,7 @@
 """Longer context for Hugging Face models: RoPE methods for loaded models, checkpoints and measurements.
 
-    import rope_ext_hf as rope
-    model = rope.patch(model, "yarn", factor=8)
+import rope_ext_hf as rope
+model = rope.patch(model, "yarn", factor=8)
 """
 
 from __future__ import annotations

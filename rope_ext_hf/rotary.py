@@ -5,8 +5,9 @@
 
 Angles are kept as fixed-point fractions of a turn: a frequency is an integer number of 2^-64 turns per position, and
 position x frequency in wrapping 64-bit arithmetic is the angle modulo one turn, exact to 2^-41 turns at position 2^24.
-A float32 product is off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)`
-has rounded the frequencies; integers are out of reach of such casts and need no float64, which some devices lack.
+A float32 product is off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once
+`model.to(bfloat16)` has rounded the frequencies; integers are out of reach of such casts and need no float64, which
+some devices lack.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def fixed_point(inv_freq: Tensor) -> Tensor:
 
 
 def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
-    """Angles modulo a turn, (..., length, dim // 2) float32 in [-pi, pi]; integer positions, fixed-point frequencies."""
+    """Angles modulo a turn, float32 in [-pi, pi], (..., length, dim // 2), from integer positions and `fixed_point`."""
     return (position_ids[..., None].to(torch.int64) * frequency).to(torch.float32) * (TWO_PI / _TURN)
 
 
@@ -121,7 +122,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         # `to_empty` hands back an uninitialised buffer, and it is not in any checkpoint: the tuple is the truth.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._fill()
         return self
 

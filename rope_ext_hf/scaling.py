@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError
 
 __all__ = [
+    "NTK",
     "ByParts",
     "Default",
     "DynamicNTK",
@@ -35,7 +37,6 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRoPE",
-    "NTK",
     "Rotary",
     "Scaling",
     "Theta",
@@ -96,7 +97,7 @@ class Frequencies(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(ABC):
     """Base of the frequency-level methods; a subclass adds its parameters and its formula."""
 
     name: ClassVar[str] = ""
@@ -133,10 +134,11 @@ class Scaling:
         """
         return self._scale(rotary, lengths.unsqueeze(-1))
 
+    @abstractmethod
     def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        raise TypeError(f"{type(self).__name__} has no formula")
+        """The formula: length (..., 1) float64 -> inv_freq (..., dim // 2), attention factor (..., 1) or one number."""
 
-    def check(self, rotary: Rotary) -> None:
+    def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every geometry
         """Raise MethodError where the parameters cannot go with this geometry."""
 
     def native(self, rotary: Rotary) -> dict[str, Any] | None:
@@ -176,7 +178,9 @@ class Scaling:
         """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {"method": self.name} | {
-            key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in values.items()
+            if value is not None
         }
 
 
@@ -226,7 +230,11 @@ class Linear(Scaling):
         return rotary.inv_freq(device=length.device) / self.factor, 1.0
 
     def native(self, rotary: Rotary) -> dict[str, Any] | None:
-        return {"rope_type": "linear" if rotary.turning is None else "proportional", "rope_theta": rotary.theta, "factor": self.factor}
+        return {
+            "rope_type": "linear" if rotary.turning is None else "proportional",
+            "rope_theta": rotary.theta,
+            "factor": self.factor,
+        }
 
 
 @scaling("theta")
@@ -338,7 +346,7 @@ class DynamicNTK(Scaling):
         return rotary.inv_freq(ntk_theta(rotary, self.alpha(rotary, length)), length.device), 1.0
 
     def native_approximation(self, rotary: Rotary) -> dict[str, Any] | None:
-        """transformers' "dynamic": the same rule, but with a memory of earlier calls and one length for a whole batch."""
+        """transformers' "dynamic": the same rule, with a memory of earlier calls and one length for a whole batch."""
         if self.growth != "hf":
             return None
         return {"rope_type": "dynamic", "rope_theta": rotary.theta, "factor": self.factor}
@@ -405,7 +413,7 @@ class _Ramped(Scaling):
 @scaling("by-parts")
 @dataclass(frozen=True, kw_only=True)
 class ByParts(_Ramped):
-    """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate the dims that turn slowly, keep the fast ones."""
+    """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow dims, keep fast ones."""
 
     factor: float
 
@@ -523,7 +531,9 @@ class Llama3(Scaling):
 
     def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         inv_freq = rotary.inv_freq(device=length.device)
-        return _mix(inv_freq, self.factor, _ramp_by_turns(rotary, self.high_freq_factor, self.low_freq_factor, inv_freq)), 1.0
+        return _mix(
+            inv_freq, self.factor, _ramp_by_turns(rotary, self.high_freq_factor, self.low_freq_factor, inv_freq)
+        ), 1.0
 
     def native(self, rotary: Rotary) -> dict[str, Any] | None:
         return _native_llama3(rotary, self.factor, self.low_freq_factor, self.high_freq_factor)
@@ -652,7 +662,9 @@ def resolve_method(
         if extra := sorted(key for key, value in given.items() if value is not None):
             raise TypeError(f"{', '.join(extra)} given beside a {type(method).__name__} object; put it into the object")
         if target_length is not None:
-            raise TypeError(f"target_length given beside a {type(method).__name__} object; put its factor into the object")
+            raise TypeError(
+                f"target_length given beside a {type(method).__name__} object; put its factor into the object"
+            )
         if rotary is not None:
             method.check(rotary)
         return method
@@ -691,7 +703,9 @@ def resolve_method(
     return resolved
 
 
-def _factor_for(cls: type[Scaling], values: Mapping[str, Any], rotary: Rotary | None, target_length: int) -> float | None:
+def _factor_for(
+    cls: type[Scaling], values: Mapping[str, Any], rotary: Rotary | None, target_length: int
+) -> float | None:
     """target_length as a factor, None where the method (or its growth rule) has none."""
     takes_factor = any(item.name == "factor" for item in fields(cls))
     if issubclass(cls, DynamicNTK):
@@ -700,7 +714,7 @@ def _factor_for(cls: type[Scaling], values: Mapping[str, Any], rotary: Rotary | 
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
     if target_length < rotary.trained_length:
         raise MethodError(
-            f"target_length={target_length} is below the trained length {rotary.trained_length}; there is nothing to extend"
+            f"target_length={target_length} is below the trained length {rotary.trained_length}: nothing to extend"
         )
     return target_length / rotary.trained_length if takes_factor else None
 

@@ -1,7 +1,7 @@
 """The bundled pretrained model: a small Llama over bytes, trained at 256 tokens on Python's standard library.
 
-    from rope_ext_hf.reference import path
-    model = AutoModelForCausalLM.from_pretrained(path())
+from rope_ext_hf.reference import path
+model = AutoModelForCausalLM.from_pretrained(path())
 """
 
 from __future__ import annotations

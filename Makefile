@@ -1,0 +1,28 @@
+# make demo | test | lint | bench: each does its own set-up in .venv, with the versions pinned in constraints.txt.
+PYTHON ?= python3
+RUN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/ready
+	$(RUN)/rope-ext demo
+
+test: .venv/ready
+	$(RUN)/python -m pytest -n 2 --dist loadscope
+
+lint: .venv/ready
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+bench: .venv/ready
+	$(RUN)/python benchmarks/overhead.py
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN)/pip install -q -c constraints.txt torch==2.13.0
+	$(RUN)/pip install -q -c constraints.txt -e '.[eval,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,145 @@
+"""What a patch costs: prefill and decode of a patched model against the stock model, in interleaved pairs.
+
+    python benchmarks/overhead.py [--device cuda] [--out benchmarks/results.jsonl]
+
+One model, patched and unpatched in turn, so that weights and memory are the same on both sides; which comes first
+alternates. A row is the median ratio patched / stock with its 95% bootstrap interval. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import rope_ext_hf as rope
+from rope_ext_hf.reference import path
+
+METHOD: dict[str, Any] = {"method": "yarn", "factor": 8.0}
+PREFILL = 2048
+
+
+def random_model(layers: int = 12, hidden: int = 768) -> LlamaForCausalLM:
+    """About 100 million random parameters with the default 12 layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 192,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def timed(run: Callable[[], object], device: str) -> float:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def interleaved(model: LlamaForCausalLM, run: Callable[[], object], pairs: int, device: str) -> dict[str, Any]:
+    """Ratios patched / stock over pairs of single runs."""
+    for _ in range(2):
+        run()
+    with rope.patched(model, **METHOD):
+        run()
+    ratios, stock_seconds = [], []
+    for pair in range(pairs):
+        seconds = {}
+        for patched in (True, False) if pair % 2 else (False, True):
+            if patched:
+                rope.patch(model, **METHOD)
+            seconds[patched] = timed(run, device)
+            rope.unpatch(model)
+        ratios.append(seconds[True] / seconds[False])
+        stock_seconds.append(seconds[False])
+    draws = random.Random(0)
+    medians = sorted(statistics.median(draws.choices(ratios, k=pairs)) for _ in range(2000))
+    return {
+        "pairs": pairs,
+        "stock_seconds": round(statistics.median(stock_seconds), 6),
+        "ratio": round(statistics.median(ratios), 4),
+        "low": round(medians[50], 4),
+        "high": round(medians[1949], 4),
+    }
+
+
+def measure(name: str, model: LlamaForCausalLM, pairs: int, device: str) -> list[dict[str, Any]]:
+    model = model.to(device)
+    ids = torch.randint(3, 200, (1, PREFILL), generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.inference_mode():
+        prefill = interleaved(model, lambda: model(ids, use_cache=False, logits_to_keep=1), pairs, device)
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+
+        def decode() -> None:
+            model(ids[:, :1], past_key_values=cache)
+            cache.crop(PREFILL)
+
+        step = interleaved(model, decode, max(pairs, 200), device)
+    parameters = model.num_parameters()
+    rows = [{"what": f"prefill {PREFILL}", **prefill}, {"what": f"decode at {PREFILL}", **step}]
+    return [{"model": name, "parameters": parameters, **row} for row in rows]
+
+
+def patch_milliseconds() -> float:
+    """Median time to patch a live model of 32 layers."""
+    model = random_model(layers=32, hidden=384)
+    seconds = []
+    for _ in range(15):
+        seconds.append(timed(lambda: rope.patch(model, **METHOD), "cpu"))
+        rope.unpatch(model)
+    return round(1000 * statistics.median(seconds), 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    arguments = parser.parse_args()
+    bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+    rows = measure("bundled", bundled, max(arguments.pairs, 60), arguments.device)
+    rows += measure("random", random_model(), arguments.pairs, arguments.device)
+    for row in rows:
+        print(
+            f"{row['model']:8} {row['parameters']:>12,}  {row['what']:15} {row['ratio']:.3f} "
+            f"[{row['low']:.3f}, {row['high']:.3f}] of {1000 * row['stock_seconds']:.2f} ms"
+        )
+    result = {
+        "benchmark": "overhead",
+        "method": METHOD,
+        "rows": rows,
+        "patch_32_layers_ms": patch_milliseconds(),
+        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+    }
+    line = json.dumps(result)
+    if arguments.out:
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Results for people: a table in the terminal, curves in a PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from rope_ext_hf.eval.results import Result, label
+
+__all__ = ["curves", "table"]
+
+
+def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results grouped by label, in the order they came."""
+    rows: dict[str, list[Result]] = {}
+    for result in results:
+        rows.setdefault(label(result), []).append(result)
+    return rows
+
+
+def table(results: Sequence[Result], trained_length: int) -> Table:
+    """One row per method, one column per context length; perplexity over bits per byte, the best of a column marked."""
+    lengths = sorted({result.length for result in results})
+    first = results[0]
+    view = Table(
+        title=f"Perplexity and (bits per byte) by context length, trained at {trained_length:,} tokens",
+        caption=f"protocol {first.protocol}: the same {first.tokens:,} tokens scored at every length, "
+        f"the last {first.targets} of {first.windows} windows; * best of a column",
+    )
+    view.add_column("method", no_wrap=True)
+    for length in lengths:
+        view.add_column(f"{length:,}" + (f"\n{length / trained_length:g}x"), justify="right", no_wrap=True)
+    best = {
+        length: min((r.loss for r in results if r.length == length and math.isfinite(r.loss)), default=math.nan)
+        for length in lengths
+    }
+    for name, row in by_method(results).items():
+        cells = []
+        for length in lengths:
+            found = next((result for result in row if result.length == length), None)
+            if found is None:
+                cells.append("")
+            elif not math.isfinite(found.loss):
+                cells.append("[red]not finite[/red]")
+            else:
+                text = f"{found.perplexity:.4g} ({found.bits_per_byte:.2f})"
+                cells.append(f"[bold green]{text} *[/bold green]" if found.loss == best[length] else text)
+        view.add_row(name, *cells)
+    return view
+
+
+def curves(results: Sequence[Result], trained_length: int, path: Path, title: str) -> None:
+    """Loss against context length, one line per method, as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.2, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    lengths = sorted({result.length for result in results})
+    markers = "osD^vP*Xhd"
+    ends: list[tuple[float, str, str]] = []
+    for index, (name, row) in enumerate(by_method(results).items()):
+        points = [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
+        if not points:
+            continue
+        colour = "#222222" if name == "as loaded" else f"C{index}"
+        axes.plot(
+            *zip(*points, strict=True),
+            marker=markers[index % len(markers)],
+            markersize=5,
+            linewidth=2.4 if name == "as loaded" else 1.6,
+            linestyle="--" if name == "as loaded" else "-",
+            color=colour,
+            label=name,
+        )
+        ends.append((points[-1][1], name, colour))
+    axes.axvline(trained_length, color="#888888", linewidth=1, linestyle=":")
+    axes.annotate(
+        "trained length",
+        (trained_length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+        color="#666666",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("context length (tokens)")
+    axes.set_ylabel("bits per byte of held-out text (lower is better)")
+    axes.set_title(title, fontsize=11)
+    axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    low, high = axes.get_ylim()
+    gap = (high - low) / 24
+    at = -math.inf
+    for value, name, colour in sorted(ends):  # names beside the line ends, pushed apart where they would overlap
+        at = max(value, at + gap)
+        axes.annotate(
+            name,
+            (1.01, at),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            color=colour,
+            va="center",
+            annotation_clip=False,
+        )
+    figure.savefig(path)
