@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from rope_ext_hf.eval.results import Result, label
@@ -21,6 +22,11 @@ def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     return rows
 
 
+def _perplexity(value: float) -> str:
+    """Two decimals as long as they mean something."""
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
+
+
 def table(results: Sequence[Result], trained_length: int) -> Table:
     """One row per method, one column per context length; perplexity over bits per byte, the best of a column marked."""
     lengths = sorted({result.length for result in results})
@@ -29,10 +35,12 @@ def table(results: Sequence[Result], trained_length: int) -> Table:
         title=f"Perplexity and (bits per byte) by context length, trained at {trained_length:,} tokens",
         caption=f"protocol {first.protocol}: the same {first.tokens:,} tokens scored at every length, "
         f"the last {first.targets} of {first.windows} windows; * best of a column",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    view.add_column("method", no_wrap=True)
+    view.add_column("method", overflow="fold")
     for length in lengths:
-        view.add_column(f"{length:,}" + (f"\n{length / trained_length:g}x"), justify="right", no_wrap=True)
+        view.add_column(f"{length:,}" + (f"\n{length / trained_length:g}x"), justify="right", overflow="fold")
     best = {
         length: min((r.loss for r in results if r.length == length and math.isfinite(r.loss)), default=math.nan)
         for length in lengths
@@ -46,8 +54,8 @@ def table(results: Sequence[Result], trained_length: int) -> Table:
             elif not math.isfinite(found.loss):
                 cells.append("[red]not finite[/red]")
             else:
-                text = f"{found.perplexity:.4g} ({found.bits_per_byte:.2f})"
-                cells.append(f"[bold green]{text} *[/bold green]" if found.loss == best[length] else text)
+                text = f"{_perplexity(found.perplexity)} ({found.bits_per_byte:.2f})"
+                cells.append(f"[bold green]{text}*[/bold green]" if found.loss == best[length] else f"{text} ")
         view.add_row(name, *cells)
     return view
 

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rope_ext_hf import MethodError
+from rope_ext_hf.cli import app, parse_length, parse_parameters
+from rope_ext_hf.reference import path
+
+runner = CliRunner()
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("256", 256), ("4k", 4096), ("32K", 32768), ("1M", 1048576), ("1.5k", 1536), (" 8k ", 8192)]
+)
+def test_lengths(text: str, tokens: int) -> None:
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "4x", "-1", "0", "nan", "inf", "1.5", "4kk"])
+def test_what_is_no_length(text: str) -> None:
+    with pytest.raises(MethodError, match="not a length in tokens"):
+        parse_length(text)
+
+
+def test_parameters_keep_their_names() -> None:
+    arguments = ["--beta-fast", "16", "--ramp=turns", "--sticky", "--truncate", "false", "--factors", "1,2.5"]
+    assert parse_parameters(arguments) == {
+        "beta_fast": 16,
+        "ramp": "turns",
+        "sticky": True,
+        "truncate": False,
+        "factors": (1.0, 2.5),
+    }
+    with pytest.raises(MethodError, match="unexpected argument 'stray'"):
+        parse_parameters(["stray"])
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from rope_ext_hf.cli import app; "
+        "r = CliRunner().invoke(app, ['--help']); assert r.exit_code == 0, r.output; "
+        "assert 'demo' in r.output; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands if command.callback])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"rope-ext {command}" in out
+
+
+def test_methods_lists_every_method() -> None:
+    from rope_ext_hf import methods
+
+    code, out, _ = run("methods", "--json")
+    assert code == 0
+    assert [row["method"] for row in json.loads(out)] == list(methods())
+    code, out, _ = run("methods")
+    assert code == 0
+    assert "dynamic-yarn" in out
+
+
+def test_describe() -> None:
+    code, out, _ = run("describe", "reference", "--method", "yarn", "--factor", "8", "--beta-fast", "16", "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert (said["method"], said["params"]["beta_fast"], said["trained_length"]) == ("yarn", 16, 256)
+    assert said["extended_length"] == 2048
+    code, out, _ = run("describe", "reference")
+    assert code == 0
+    assert "as loaded" in out
+
+
+def test_patch_writes_a_folder_plain_transformers_loads(tmp_path: Path) -> None:
+    out = tmp_path / "patched"
+    code, _, err = run("patch", "reference", "--method", "yarn", "--target-length", "2k", "--out", str(out))
+    assert code == 0, err
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rope_ext_hf import Rotary, frequencies
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    expected = frequencies("yarn", Rotary(64, 10000.0, 256), factor=8)
+    found = model.model.rotary_emb.inv_freq.double()
+    assert ((found - expected.inv_freq).abs() <= 2e-5 * expected.inv_freq).all()
+    assert model.config.max_position_embeddings == 2048
+    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"]
+    assert (out / "model.safetensors").read_bytes() == (path() / "model.safetensors").read_bytes()
+    code, _, err = run("patch", "reference", "--method", "yarn", "--factor", "8", "--out", str(out))
+    assert (code, "exists already" in err) == (2, True)
+    # a folder patched before is understood and patched anew, never twice over
+    again = tmp_path / "again"
+    assert run("patch", str(out), "--method", "linear", "--factor", "4", "--out", str(again))[0] == 0
+    assert json.loads((again / "config.json").read_text())["rope_parameters"]["factor"] == 4.0
+    assert json.loads((again / "config.json").read_text())["max_position_embeddings"] == 1024
+
+
+def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(first, second):\n    return first + second\n" * 40, encoding="utf-8")
+    common = ["ppl", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--data", str(text)]
+    code, out, err = run(*common, "--out", str(tmp_path / "out"), "--dtype", "float32")
+    assert code == 0, err
+    assert "as loaded" in out
+    assert "ntk x4" in out
+    saved = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert [(r["method"], r["length"]) for r in saved["results"]] == [
+        ("default", 256),
+        ("default", 512),
+        ("ntk", 256),
+        ("ntk", 512),
+    ]
+    assert saved["provenance"]["dtype"] == "float32"
+    assert saved["provenance"]["versions"]["torch"]
+    assert (tmp_path / "out" / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert all(r["tokens"] == saved["results"][0]["tokens"] for r in saved["results"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ppl", "reference", "--lengths", "256", "--method", "yran"], "Did you mean 'yarn'"),
+        (["ppl", "reference", "--lengths", "256", "--method", "yarn"], "yarn needs factor"),
+        (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "0.5"], "at least 1, got 0.5"),
+        (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "nan"], "must be finite"),
+        (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--target-length", "1k"], "give one"),
+        (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--beta-fats", "3"], "'beta_fast'"),
+        (["ppl", "reference", "--lengths", "256", "--factor", "2"], "add --method"),
+        (["ppl", "reference", "--lengths", "x"], "not a length"),
+        (["ppl", "reference", "--lengths", "9M"], "no document has 9437184 tokens"),
+        (["ppl", "reference", "--lengths", "256", "--data", "no-such-file.txt"], "no such text file"),
+        (["ppl", "reference", "--lengths", "256", "--dtype", "float3"], "unknown dtype"),
+        (["ppl", "reference", "--lengths", "256", "--device", "quantum"], "cannot be used here"),
+        (["ppl", "./no-such-folder", "--lengths", "256"], "no such model folder"),
+        (["describe", "./no-such-folder"], "no such model folder"),
+        (["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"], "give factor"),
+        (["patch", "reference", "--method", "nope", "--out", "x"], "unknown method 'nope'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    if arguments[0] == "ppl":
+        arguments = [*arguments, "--out", str(tmp_path)]
+    code, out, err = run(*arguments)
+    assert code == 2, (out, err)
+    assert message in err
+    assert err.strip().count("\n") == 0
+    assert "Traceback" not in err
+
+
+def test_a_model_without_rope_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32).save_pretrained(tmp_path)
+    code, _, err = run("describe", str(tmp_path))
+    assert code == 2
+    assert "gpt2" in err
+    assert "no rotary position embedding" in err
+
+
+def test_a_loss_that_is_not_finite_ends_with_exit_code_1(tmp_path: Path) -> None:
+    import math
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    shutil.copytree(path(), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = run("ppl", str(folder), "--lengths", "256", "--max-windows", "2", "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert "not finite" in out
+    assert "the loss is not finite: as loaded at 256 in" in err
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["results"][0]["loss"] is None

@@ -1,0 +1,140 @@
+"""What installs, what is exported, and that the README tells the truth."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rope_ext_hf as rope
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = [
+    "CheckpointError",
+    "CorpusError",
+    "Description",
+    "Frequencies",
+    "LengthError",
+    "MethodError",
+    "NTKAwareRoPE",
+    "RopeExtError",
+    "Rotary",
+    "RotaryEmbedding",
+    "Scaling",
+    "UnsupportedModelError",
+    "__version__",
+    "apply_rotary_pos_emb",
+    "describe",
+    "fixed_length",
+    "frequencies",
+    "from_pretrained",
+    "methods",
+    "patch",
+    "patched",
+    "reset",
+    "unpatch",
+]
+
+
+def test_exports() -> None:
+    assert rope.__all__ == PUBLIC
+    for name in PUBLIC:
+        value = getattr(rope, name)
+        assert name == "__version__" or inspect.getdoc(value), f"{name} has no docstring"
+    with pytest.raises(AttributeError, match="no attribute 'pacth'"):
+        rope.pacth  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        ("patch", "(model, method, *, factor=None, target_length=None, native=False, **params)"),
+        ("unpatch", "(model)"),
+        ("patched", "(model, method, **kwargs)"),
+        ("describe", "(model)"),
+        ("methods", "()"),
+        ("frequencies", "(method, rotary, *, length=None, **params)"),
+        ("fixed_length", "(model, length)"),
+        ("from_pretrained", "(path, **kwargs)"),
+        ("apply_rotary_pos_emb", "(x, cos, sin)"),
+        ("NTKAwareRoPE", "(head_dim, max_seq_len, base=10000, k=1, dynamic=False, dtype=torch.float32, device=None)"),
+    ],
+)
+def test_signatures(function: str, signature: str) -> None:
+    found = inspect.signature(getattr(rope, function))
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]
+    assert str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)) == signature
+
+
+def test_importing_is_free_and_changes_nothing() -> None:
+    code = (
+        "import sys, rope_ext_hf; heavy = {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules); "
+        "assert not heavy, heavy; import torch; rope_ext_hf.Rotary, rope_ext_hf.RotaryEmbedding, rope_ext_hf.patch; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_wheel_holds_every_source_file_under_one_name(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
+    for link in ("patches", "eval"):  # the build must not depend on the symlinks
+        (tree / "rope_ext_hf" / link).unlink()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)],
+        check=True,
+        env=os.environ | {"PIP_NO_INDEX": "1"},
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        f"rope_ext_hf/{prefix}{file.relative_to(tree / folder).as_posix()}"
+        for folder, prefix in (("rope_ext_hf", ""), ("patches", "patches/"), ("eval", "eval/"))
+        for file in (tree / folder).rglob("*")
+        if file.is_file()
+    }
+    assert names == expected
+    assert {"rope_ext_hf/py.typed", "rope_ext_hf/patches/families.toml"} < names
+    assert "rope_ext_hf/reference/model.safetensors" in names
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_readme_python_runs(tmp_path: Path) -> None:
+    blocks = readme_blocks("python")
+    assert blocks
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path, timeout=300)
+
+
+def test_readme_commands_run(tmp_path: Path) -> None:
+    """Every `rope-ext` line of the README, with few windows so that it is quick; `make` lines name real targets."""
+    lines = [line for block in readme_blocks("sh") for line in block.splitlines() if line and not line.startswith("#")]
+    commands = [line.split("#")[0].split() for line in lines]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    script = Path(sys.executable).with_name("rope-ext")
+    ran = 0
+    for command in commands:
+        if command[0] == "make":
+            assert set(command[1:]) <= targets, command
+        elif command[0] == "rope-ext" and "MODEL" not in command:
+            quick = {"demo": ["--windows", "2"], "ppl": ["--max-windows", "2"]}.get(command[1], [])
+            subprocess.run([script, *command[1:], *quick], check=True, cwd=tmp_path, timeout=300, stdout=subprocess.DEVNULL)
+            ran += 1
+    assert ran >= 2
+
+
+def test_nothing_speaks_of_stubs() -> None:
+    for folder in ("rope_ext_hf", "patches", "eval"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not re.search(r"NotImplementedError|TODO|FIXME", file.read_text(encoding="utf-8")), file
