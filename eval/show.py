@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rope_ext_hf.eval.results import Result, label
 
-__all__ = ["curves", "table"]
+__all__ = ["curves", "spread", "table"]
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -58,6 +58,16 @@ def table(results: Sequence[Result], trained_length: int) -> Table:
                 cells.append(f"[bold green]{text}*[/bold green]" if found.loss == best[length] else f"{text} ")
         view.add_row(name, *cells)
     return view
+
+
+def spread(heights: Sequence[float], gap: float, top: float) -> list[float]:
+    """Ascending heights moved as little as needed to be `gap` apart, none above `top`."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + gap) if placed else height)
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else top)
+    return placed
 
 
 def curves(results: Sequence[Result], trained_length: int, path: Path, title: str) -> None:
@@ -110,13 +120,12 @@ def curves(results: Sequence[Result], trained_length: int, path: Path, title: st
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     low, high = axes.get_ylim()
-    gap = (high - low) / 24
-    at = -math.inf
-    for value, name, colour in sorted(ends):  # names beside the line ends, pushed apart where they would overlap
-        at = max(value, at + gap)
+    ends.sort()
+    heights = spread([value for value, _, _ in ends], (high - low) / 22, high)
+    for height, (_, name, colour) in zip(heights, ends, strict=True):
         axes.annotate(
             name,
-            (1.01, at),
+            (1.01, height),
             xycoords=("axes fraction", "data"),
             fontsize=8,
             color=colour,

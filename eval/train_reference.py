@@ -20,12 +20,13 @@ import torch
 from torch.nn import functional
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from rope_ext_hf.eval.corpora import Document, stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.corpora import HELD_OUT, Document, stdlib_held_out, stdlib_training
 
 SEED = 20240517
 TRAINED_LENGTH = 256
 BATCH = 32
 STEPS = 3000
+LOG_EVERY = 100
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 END_OF_TEXT = 1  # ByT5's </s>
@@ -107,13 +108,13 @@ def train(out: Path, device: str) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         running += loss.item()
-        if (step + 1) % 100 == 0:
+        if (step + 1) % LOG_EVERY == 0:
             with torch.no_grad():
                 held_out_bits = mean_loss(model, probe).item() / math.log(2)
             point = {
                 "step": step + 1,
                 "seconds": round(time.perf_counter() - started, 1),
-                "train_bits_per_byte": round(running / 100 / math.log(2), 4),
+                "train_bits_per_byte": round(running / LOG_EVERY / math.log(2), 4),
                 "held_out_bits_per_byte": round(held_out_bits, 4),
             }
             curve.append(point)
@@ -139,6 +140,71 @@ def train(out: Path, device: str) -> None:
         "curve": curve,
     }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_card(out)
+
+
+CARD = """---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+tags: [llama, byte-level, rope, long-context]
+---
+
+# rope_ext_hf reference model
+
+A Llama of {parameters:,} parameters over bytes (ByT5 tokenizer, no vocabulary file): {layers} layers, {heads} query and
+{kv_heads} key/value heads of 64, RoPE with theta 10,000, trained at {trained_length} bytes and no further. It is there
+so that the effect of RoPE methods beyond the trained length can be seen and tested without a download. It writes
+plausible Python and is of no other use.
+
+## Training
+
+`python -m rope_ext_hf.eval.train_reference --out DIR`, seed {seed}: {steps:,} steps of {batch} x {trained_length} bytes
+(AdamW, peak learning rate {peak_learning_rate:g}, cosine to zero) on {training_bytes:,} bytes: the sources and
+documentation of the standard library of Python {python}, less tests, encoding tables and the modules held out for
+measurements: {held_out}.
+
+The shipped weights were made on {device} with {threads} threads by torch {torch} in {minutes:.0f} minutes. At the end,
+over whole windows of {trained_length} bytes: {train:.3f} bits per byte on training text, {held:.3f} on held-out text.
+
+![loss curve](loss.png)
+
+The text it was trained on is under the Python Software Foundation License; the weights are under Apache-2.0.
+"""
+
+
+def write_card(folder: Path) -> None:
+    """The model card and its loss curve, from the folder's config.json and training.json."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    model = LlamaForCausalLM(config())
+    curve = record["curve"]
+    card = CARD.format(
+        **record,
+        parameters=model.num_parameters(),
+        layers=model.config.num_hidden_layers,
+        heads=model.config.num_attention_heads,
+        kv_heads=model.config.num_key_value_heads,
+        held_out=", ".join(f"`{name}`" for name in HELD_OUT),
+        minutes=curve[-1]["seconds"] / 60,
+        train=curve[-1]["train_bits_per_byte"],
+        held=curve[-1]["held_out_bits_per_byte"],
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    figure = Figure(figsize=(6.4, 3.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = [point["step"] for point in curve]
+    axes.plot(steps, [point["train_bits_per_byte"] for point in curve], label="training text (mean of 100 steps)")
+    axes.plot(steps, [point["held_out_bits_per_byte"] for point in curve], label="held-out text")
+    axes.set(xlabel="step", ylabel="bits per byte", title="Training of the reference model")
+    axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(folder / "loss.png")
 
 
 def main() -> None:

@@ -15,9 +15,19 @@ from typing import Any, Protocol
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.patches.families import Family
-from rope_ext_hf.scaling import Rotary, Scaling, methods, resolve_method
+from rope_ext_hf.scaling import Rotary, Scaling, method_from_dict, methods, resolve_method
 
-__all__ = ["FOREIGN", "RECORD", "SLIDING", "Config", "original_settings", "read_rope", "rope_dict", "write_rope"]
+__all__ = [
+    "FOREIGN",
+    "RECORD",
+    "SAVED_KEYS",
+    "SLIDING",
+    "Config",
+    "read_rope",
+    "rope_dict",
+    "settings_before",
+    "write_rope",
+]
 
 RECORD = "rope_ext_hf"
 FOREIGN = "rope_ext_hf/"
@@ -35,7 +45,8 @@ _READ: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3", {}),
 }
 _HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
-_SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
+# Everything a patch may change in a config.
+SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 
 
 class Config(Protocol):
@@ -116,7 +127,7 @@ def write_rope(
     Returns:
         The rope type plain transformers will read; it begins with `FOREIGN` where it will stop there.
     """
-    before = {key: copy.deepcopy(getattr(config, key)) for key in _SAVED_KEYS if hasattr(config, key)}
+    before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     form = method.native(rotary)
     if form is None and native:
         form = method.native_approximation(rotary)
@@ -136,7 +147,7 @@ def write_rope(
         # generate() starts over when it crosses the original length; a static method has nothing to switch there.
         original = rotary.trained_length if method.length_dependent else length
         config.original_max_position_embeddings = form["original_max_position_embeddings"] = original
-    if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
+    if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
         config.head_dim = config.hidden_size // config.num_attention_heads
 
     parameters = dict(config.rope_parameters)
@@ -147,8 +158,8 @@ def write_rope(
             parameters = kept | form
         else:
             parameters[layer_type] = kept | form
-            if "truncate" in form:
-                parameters["truncate"] = form["truncate"]
+            if form.get("truncate") is False:  # transformers looks for it here, and nowhere else
+                parameters["truncate"] = False
     if accepted is None or form["rope_type"] in accepted:
         config.rope_parameters = parameters  # else the config class would refuse to be saved; see saving.py
     config.max_position_embeddings = length
@@ -167,25 +178,30 @@ def write_rope(
     return str(form["rope_type"])
 
 
-def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A config dict as it was before the patch recorded in it, without the record; None where there is no record.
+def settings_before(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The settings a config dict had before the patch recorded in it; None where there is no record.
 
     Raises:
-        CheckpointError: somebody changed rope_parameters after the patch, so the record no longer speaks of them.
+        CheckpointError: a damaged record, or rope_parameters that were changed after the patch, so that the record no
+            longer speaks of them.
     """
     record = config.get(RECORD)
     if record is None:
         return None
-    if not _says(config.get("rope_parameters"), record["rope_parameters"]):
+    try:
+        written, before = record["rope_parameters"], record["before"]
+        restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
+        method_from_dict(record["method"])
+    except (KeyError, TypeError, MethodError) as error:
+        raise CheckpointError(
+            f"the {RECORD!r} record of this config is damaged ({error!r}); delete that key"
+        ) from error
+    if not _says(config.get("rope_parameters"), written):
         raise CheckpointError(
             f"this config carries a {RECORD!r} record, but its rope_parameters were changed since; "
             f"delete the {RECORD!r} key to use them as they stand"
         )
-    restored = {key: value for key, value in config.items() if key != RECORD}
-    for key in _SAVED_KEYS:
-        restored.pop(key, None)
-    before: dict[str, Any] = copy.deepcopy(record["before"])
-    return restored | before
+    return restored
 
 
 def _says(now: Any, then: Any) -> bool:

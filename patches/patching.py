@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.config import FOREIGN, RECORD, SLIDING, original_settings, read_rope, write_rope
+from rope_ext_hf.patches.config import FOREIGN, RECORD, SLIDING, read_rope, settings_before, write_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.guard import LengthGuard
 from rope_ext_hf.patches.saving import SaveForeign
@@ -113,7 +113,8 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
     for slot, filling in zip(slots, fillings, strict=True):
         filling.train(slot.module.training)
         setattr(slot.parent, slot.attribute, filling)
-        slot.module.config = slot.config
+        if "config" in slot.module.__dict__:
+            slot.module.config = slot.config  # what was replaced keeps what it was built from
         if method.length_dependent:
             filling.guard = slot.parent.register_forward_pre_hook(LengthGuard(slot.attribute), with_kwargs=True)
     if rope_type.startswith(FOREIGN) and known.rope_types is not None:
@@ -225,9 +226,9 @@ def _repoint(model: nn.Module, other: Mapping[int, Any]) -> None:
 
 def _forget_saved_patch(config: Any) -> None:
     """Turn the config of a model loaded from a patched folder back into what it was before that patch."""
-    now = config.to_dict()
-    if original_settings(now) is not None:
-        for key, value in now[RECORD]["before"].items():
+    before = settings_before(config.to_dict())
+    if before is not None:
+        for key, value in before.items():
             setattr(config, key, value)
         delattr(config, RECORD)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.patches.config import RECORD, original_settings
+from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, settings_before
 from rope_ext_hf.scaling import method_from_dict
 
 if TYPE_CHECKING:
@@ -90,9 +90,13 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     record = (raw[inner] if inner else raw).get(RECORD)
     if record is None:
         return AutoConfig.from_pretrained(path, **kwargs), None
-    plain = raw | {inner: original_settings(raw[inner])} if inner else original_settings(raw)
-    plain = dict(plain or {})
+    plain = raw | {inner: _without_record(raw[inner])} if inner else _without_record(raw)
     return AutoConfig.for_model(plain.pop("model_type"), **plain), record
+
+
+def _without_record(config: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in (RECORD, *SAVED_KEYS)}
+    return kept | (settings_before(config) or {})
 
 
 def _first_line(error: Exception) -> str:

@@ -69,7 +69,8 @@ class PatchedSlot(nn.Module):
         self.replaced = slot.module
         self.record = record
         self.guard: RemovableHandle | None = None  # of the hook that watches for lengths the method cannot know
-        if (buffer := next(slot.module.buffers(), None)) is not None:
+        buffer = next(slot.module.buffers())
+        if buffer.device.type != "meta":  # a table of a few numbers needs no offloading
             self.tables.to(buffer.device)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
@@ -97,9 +98,9 @@ def find_slots(model: nn.Module) -> list[Slot]:
         if config.model_type == text_type
     ]
     if not slots:
-        learned = "absolute or ALiBi positions, or none" if not hasattr(root, "rope_parameters") else "no module found"
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding to patch ({learned})"
+            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; "
+            "its positions are learned, absolute, ALiBi, or built into its attention"
         )
     return slots
 

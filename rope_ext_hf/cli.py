@@ -7,6 +7,7 @@ inside the commands, so that --help answers at once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,16 +59,11 @@ def parse_length(text: str) -> int:
     Raises:
         MethodError: anything else.
     """
-    units = {"k": 1024, "m": 1024**2}
-    unit = units.get(text.strip()[-1:].lower(), 0)
-    number = text.strip()[:-1] if unit else text.strip()
-    try:
-        value = float(number) * (unit or 1)
-    except ValueError:
-        value = 0.5
-    if value < 1 or value != int(value):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    tokens = float(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()] if found else 0
+    if tokens < 1 or tokens != int(tokens):
         raise MethodError(f"not a length in tokens: {text!r}; write 4096, 4k or 1M")
-    return int(value)
+    return int(tokens)
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:
@@ -340,7 +336,7 @@ def ppl(
 @app.command()
 def demo(
     out: Out = Path("rope-ext-results"),
-    windows: Annotated[int, typer.Option(min=1, help="Windows per length; more is slower and steadier.")] = 24,
+    windows: Annotated[int, typer.Option(min=1, help="Windows per length; more is slower and steadier.")] = 32,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -349,7 +345,7 @@ def demo(
     Example: `rope-ext demo`
     """
     with _errors():
-        from rope_ext_hf.scaling import NTK, ByParts, DynamicNTK, Linear, Yarn
+        from rope_ext_hf.scaling import NTK, DynamicNTK, DynamicYarn, Linear, Yarn
 
         model, tokenizer = _load("reference", "float32", device, None, False)
         trained = _rotary(model).trained_length
@@ -357,8 +353,8 @@ def demo(
             None,
             Linear(factor=8.0),
             NTK(factor=8.0),
-            DynamicNTK(),
-            ByParts(factor=8.0),
+            DynamicNTK(growth="hf", factor=4.0),
+            DynamicYarn(),
             Yarn(factor=4.0),
             Yarn(factor=8.0),
         ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,8 @@ class RotaryEmbedding(nn.Module):
     """
 
     frequency: Tensor
+    attention_factor: float
+    fixed_length: int | None
 
     def __init__(
         self,
@@ -72,16 +74,15 @@ class RotaryEmbedding(nn.Module):
         **params: Any,
     ) -> None:
         super().__init__()
+        if layout not in get_args(Layout):
+            raise MethodError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
         self.method = resolve_method(method, rotary, **params)
         self.rotary = rotary
         self.layout = layout
         self.cast = cast
-        self.fixed_length: int | None = None
         self.longest: Tensor | None = None  # sticky growth only: the longest length met, (), on the device
-        self._table: tuple[int, ...] = ()
-        self.attention_factor = 1.0
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
-        self._set_table()
+        self._fix(None)
 
     @property
     def length_dependent(self) -> bool:
@@ -107,13 +108,10 @@ class RotaryEmbedding(nn.Module):
         self.longest = None
 
     def _fix(self, length: int | None) -> None:
-        self.fixed_length = length
-        self._set_table()
-
-    def _set_table(self) -> None:
-        """Take the method's frequencies at the fixed (or trained) length as the current table."""
-        inv_freq, self.attention_factor = self.frequencies()
+        """Take the method's frequencies at `length` (None: the trained length, for static methods) as the table."""
+        inv_freq, self.attention_factor = self.method.frequencies(self.rotary, length)
         self._table = tuple(fixed_point(inv_freq).tolist())
+        self.fixed_length = length
         self._fill()
 
     def _fill(self) -> None:
@@ -190,8 +188,15 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x's shape, dtype and device; computed in the wider of x's dtype and cos's.
     """
     rotated = cos.shape[-1]
+    if x.ndim != 4:
+        raise ValueError(f"x must be (batch, length, heads, head_dim), got {tuple(x.shape)}")
     if rotated > x.shape[-1] or rotated % 2:
         raise ValueError(f"cos has {rotated} columns; they must be even in number and at most head_dim = {x.shape[-1]}")
+    if cos.shape != sin.shape or cos.shape[:-1] not in ((x.shape[1],), (1, x.shape[1]), tuple(x.shape[:2])):
+        raise ValueError(
+            f"cos and sin must both be ({x.shape[1]}, rotated) or ({x.shape[0]}, {x.shape[1]}, rotated), "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
     turned = x[..., :rotated] * cos + torch.cat((-second, first), dim=-1) * sin
@@ -247,9 +252,16 @@ class NTKAwareRoPE(nn.Module):
 
     def _tables(self, k: float, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         frequency = fixed_point(self.rotary.inv_freq(ntk_theta(self.rotary, k))).to(device)
-        positions = torch.arange(math.floor(self.rotary.trained_length * k), device=frequency.device)
+        reach = math.floor(round(self.rotary.trained_length * k, 6))  # 100 x 1.15 is 114.99999999999999
+        positions = torch.arange(reach, device=frequency.device)
         angle = angles(positions, frequency)
         return torch.cat((angle.cos(),) * 2, dim=-1).to(dtype), torch.cat((angle.sin(),) * 2, dim=-1).to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NTKAwareRoPE:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.C.device.type != "meta":  # `to_empty` leaves them uninitialised
+            self.C, self.S = self._tables(self.k, self.C.dtype, self.C.device)
+        return self
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """Rotate x: (batch, length, heads, head_dim), whose first token stands at position `offset`."""

@@ -72,7 +72,7 @@ class Rotary:
             raise MethodError(f"a rotary embedding turns an even number of dims, at least 2; got dim={self.dim}")
         if not (math.isfinite(self.theta) and self.theta > 1):
             raise MethodError(f"theta must be a finite number above 1, got {self.theta}")
-        if self.trained_length < 1:
+        if not self.trained_length >= 1:
             raise MethodError(f"trained_length must be at least 1 token, got {self.trained_length}")
         if self.turning is not None and not 0 <= self.turning <= self.dim // 2:
             raise MethodError(f"turning must be between 0 and dim // 2 = {self.dim // 2}, got {self.turning}")
@@ -583,6 +583,8 @@ class LongRoPE(Scaling):
     def check(self, rotary: Rotary) -> None:
         _check_divisors(self.name, "short_factor", self.short_factor, rotary)
         _check_divisors(self.name, "long_factor", self.long_factor, rotary)
+        if self.attention_factor is None and rotary.trained_length == 1:
+            raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
 
     def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         short = torch.tensor(self.short_factor, dtype=torch.float64, device=length.device)
@@ -683,13 +685,13 @@ def resolve_method(
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
             raise MethodError(f"{name} has no parameter {key!r}.{_nearest(key, list(accepted))} It takes: {parameters}")
     if factor is not None and target_length is not None:
-        raise MethodError(f"factor={factor:g} and target_length={target_length} say the same thing; give one of them")
+        raise MethodError(f"factor={factor} and target_length={target_length} say the same thing; give one of them")
     if target_length is not None:
         factor = _factor_for(cls, values, rotary, target_length)
     if factor is not None:
         if "factor" not in accepted:
             raise MethodError(f"{name} takes no factor; target_length=... states the length it is meant for")
-        values["factor"] = float(factor)
+        values["factor"] = factor if isinstance(factor, str) else float(factor)
     missing = [k for k, item in accepted.items() if item.default is MISSING and k not in values]
     if missing:
         hint = " (or target_length)" if "factor" in missing else ""
@@ -710,6 +712,8 @@ def _factor_for(
     takes_factor = any(item.name == "factor" for item in fields(cls))
     if issubclass(cls, DynamicNTK):
         takes_factor = values.get("growth") == "hf"
+    if not isinstance(target_length, int):
+        raise MethodError(f"target_length must be a whole number of tokens, got {target_length!r}")
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
     if target_length < rotary.trained_length:
@@ -722,7 +726,9 @@ def _factor_for(
 def method_from_dict(saved: Mapping[str, Any]) -> Scaling:
     """The inverse of `Scaling.to_dict`."""
     values = dict(saved)
-    return resolve_method(values.pop("method"), None, **values)
+    if not isinstance(name := values.pop("method", None), str):
+        raise MethodError(f"no method in {dict(saved)}")
+    return resolve_method(name, None, **values)
 
 
 def frequencies(method: str | Scaling, rotary: Rotary, *, length: int | None = None, **params: Any) -> Frequencies:

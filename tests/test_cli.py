@@ -55,7 +55,9 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands if command.callback])
+@pytest.mark.parametrize(
+    "command", [command.callback.__name__ for command in app.registered_commands if command.callback]
+)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -146,7 +148,10 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["ppl", "reference", "--lengths", "256", "--device", "quantum"], "cannot be used here"),
         (["ppl", "./no-such-folder", "--lengths", "256"], "no such model folder"),
         (["describe", "./no-such-folder"], "no such model folder"),
-        (["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"], "give factor"),
+        (
+            ["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"],
+            "give factor",
+        ),
         (["patch", "reference", "--method", "nope", "--out", "x"], "unknown method 'nope'"),
     ],
 )

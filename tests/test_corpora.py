@@ -25,7 +25,8 @@ def test_a_file_is_one_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such text file"), (b"", "is empty"), (b" \n ", "is empty"), (b"\xff\xfe", "UTF-8")]
+    ("content", "message"),
+    [(None, "no such text file"), (b"", "is empty"), (b" \n ", "is empty"), (b"\xff\xfe", "UTF-8")],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     file = tmp_path / "a.txt"

@@ -84,12 +84,25 @@ def test_importing_is_free_and_changes_nothing() -> None:
 
 def test_the_wheel_holds_every_source_file_under_one_name(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+    )
     shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
     for link in ("patches", "eval"):  # the build must not depend on the symlinks
         (tree / "rope_ext_hf" / link).unlink()
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(tmp_path),
+            str(tree),
+        ],
         check=True,
         env=os.environ | {"PIP_NO_INDEX": "1"},
     )
@@ -129,7 +142,9 @@ def test_readme_commands_run(tmp_path: Path) -> None:
             assert set(command[1:]) <= targets, command
         elif command[0] == "rope-ext" and "MODEL" not in command:
             quick = {"demo": ["--windows", "2"], "ppl": ["--max-windows", "2"]}.get(command[1], [])
-            subprocess.run([script, *command[1:], *quick], check=True, cwd=tmp_path, timeout=300, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [script, *command[1:], *quick], check=True, cwd=tmp_path, timeout=300, stdout=subprocess.DEVNULL
+            )
             ran += 1
     assert ran >= 2
 

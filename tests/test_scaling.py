@@ -41,7 +41,7 @@ NATIVE = 2e-5  # transformers computes in float32
 
 DIMS = (32, 64, 80, 128, 256)
 THETAS = (1e4, 5e5, 1e6)
-TRAINED_LENGTHS = (256, 2048, 4096, 8192, 32768)
+TRAINED_LENGTHS = (256, 2048, 4096, 8192, 32768, 131072)
 FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, 32.0)
 
 LLAMA2 = Rotary(dim=128, theta=1e4, trained_length=4096)
@@ -50,6 +50,7 @@ GEOMETRIES = (
     Rotary(dim=64, theta=5e5, trained_length=8192),
     Rotary(dim=80, theta=1e6, trained_length=256),
     Rotary(dim=32, theta=1e4, trained_length=2048),
+    Rotary(dim=64, theta=1e4, trained_length=131072),  # even the lowest frequency makes more than one turn
 )
 
 
@@ -195,7 +196,7 @@ class TestAgainstThePapers:
     @pytest.mark.parametrize("factor", FACTORS)
     @pytest.mark.parametrize(("slow", "fast"), [(1.0, 32.0), (1.0, 4.0), (2.0, 20.0)])
     def test_by_parts(self, rotary: Rotary, factor: float, slow: float, fast: float) -> None:
-        given_ = {"factor": factor, "beta_slow": slow, "beta_fast": fast}
+        given_: dict[str, Any] = {"factor": factor, "beta_slow": slow, "beta_fast": fast}
         turns = frequencies("by-parts", rotary, ramp="turns", **given_)
         assert_same(turns.inv_freq, by_turns(rotary, factor, slow, fast))
         whole = frequencies("by-parts", rotary, **given_)
@@ -271,7 +272,7 @@ class TestAgainstThePapers:
         ({"attention_factor": 1.7, "mscale": 0.707, "mscale_all_dim": 1.0}, 1.7),  # the explicit value wins
     ],
 )
-def test_yarn_attention_factor_variants(params: dict[str, float], expected: float) -> None:
+def test_yarn_attention_factor_variants(params: dict[str, Any], expected: float) -> None:
     result = frequencies("yarn", LLAMA2, factor=40, **params)
     assert result.attention_factor == pytest.approx(expected, rel=EXACT)
     assert_same(result.inv_freq, by_dimension(LLAMA2, 40))  # a matter of cos and sin alone
@@ -471,7 +472,10 @@ class TestAgainstTransformers:
     def test_longrope(self, dim: int, theta: float) -> None:
         for rotary, factor, native in self.grid(dim, theta):
             trained = rotary.trained_length
-            lists = {"short_factor": ascending(rotary, 1.5), "long_factor": ascending(rotary, 1.1 * factor)}
+            lists: dict[str, Any] = {
+                "short_factor": ascending(rotary, 1.5),
+                "long_factor": ascending(rotary, 1.1 * factor),
+            }
             native |= {"rope_type": "longrope", "original_max_position_embeddings": trained} | lists
             for length in (None, trained, trained + 1, 4 * trained):
                 ours = frequencies("longrope", rotary, factor=factor, length=length, **lists)
@@ -483,7 +487,7 @@ class TestAgainstTransformers:
         for rotary, factor, native in self.grid(dim, theta):
             native |= {"rope_type": "llama3", "original_max_position_embeddings": rotary.trained_length}
             for low, high in ((1.0, 4.0), (1.5, 16.0)):
-                params = {"low_freq_factor": low, "high_freq_factor": high}
+                params: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
                 assert_native(rotary, frequencies("llama3", rotary, factor=factor, **params), native | params)
 
     def test_llama3_is_by_parts_with_a_ramp_in_turns(self, dim: int, theta: float) -> None:
@@ -825,6 +829,8 @@ def test_rope_frequencies_is_the_public_function() -> None:
         ("longrope", {"short_factor": [1.0] * 64, "long_factor": [1.0] * 64}, ["longrope", "factor"]),
         ("longrope", {"factor": 4}, ["short_factor", "long_factor"]),
         ("linear", {"factor": "four"}, ["linear", "four"]),
+        ("linear", {"factor": "four", "target_length": 8192}, ["four", "8192"]),
+        ("linear", {"target_length": "4k"}, ["4k"]),
         ("yarn", {"factor": 4, "beta_fast": "many"}, ["yarn", "many"]),
         ("factors", {"factors": 2.0}, ["factors", "2.0"]),
     ],
@@ -848,6 +854,7 @@ def test_refused(method: str, params: dict[str, Any], said: list[str]) -> None:
         ({"theta": math.nan}, "nan"),
         ({"theta": math.inf}, "inf"),
         ({"trained_length": 0}, "0"),
+        ({"trained_length": math.nan}, "nan"),
         ({"turning": 33}, "33"),
         ({"turning": -1}, "-1"),
     ],
@@ -885,6 +892,17 @@ def test_something_that_is_no_method_is_a_type_error() -> None:
 def test_an_object_with_lists_of_another_geometry_is_refused() -> None:
     with pytest.raises(MethodError, match=r"64.*32"):
         frequencies(Factors(factors=(1.0,) * 32), LLAMA2)
+
+
+def test_longrope_has_no_attention_factor_for_a_trained_length_of_one_token() -> None:
+    """sqrt(1 + ln s / ln L0) divides by ln 1."""
+    with pytest.raises(MethodError, match="longrope"):
+        frequencies("longrope", Rotary(4, 1e4, 1), short_factor=[1, 1], long_factor=[2, 2], factor=4)
+
+
+def test_a_saved_form_without_a_method_is_refused() -> None:
+    with pytest.raises(MethodError, match="method"):
+        method_from_dict({"factor": 4})
 
 
 def test_target_length_needs_a_geometry() -> None:

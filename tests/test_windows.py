@@ -29,9 +29,7 @@ def test_matched_scores_the_same_targets_at_every_length(tokens: int, lengths: l
     lengths.sort()
     targets = data.draw(st.integers(1, lengths[0] - 1))
     windows = list(matched(tokens, lengths, targets))
-    scored = {
-        length: [range(w.score_from, w.stop) for w in windows if w.length == length] for length in lengths
-    }
+    scored = {length: [range(w.score_from, w.stop) for w in windows if w.length == length] for length in lengths}
     assert all(spans == scored[lengths[0]] for spans in scored.values())
     for window in windows:
         assert 0 <= window.start < window.score_from < window.stop <= tokens  # a token before the first target

@@ -1,0 +1,86 @@
+"""The bundled model: real weights on real text, so that what the methods are for can be seen to happen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval import perplexity, train_reference
+from rope_ext_hf.eval.corpora import HELD_OUT
+from rope_ext_hf.reference import path
+
+LENGTHS = [256, 512, 1024]
+
+
+@cache
+def bits_per_byte(method: str | None, **params: float) -> dict[int, float]:
+    """Held-out bits per byte by length over 16 windows, protocol matched."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+    if method is not None:
+        rope.patch(model, method, **params)
+    return {r.length: r.bits_per_byte for r in perplexity(model, "stdlib", lengths=LENGTHS, max_windows=16)}
+
+
+def test_plain_rope_reads_at_its_trained_length_and_fails_beyond() -> None:
+    plain = bits_per_byte(None)
+    assert plain[256] <= 1.4
+    assert plain[512] >= plain[256] + 1.0
+    assert plain[1024] >= plain[256] + 1.0
+
+
+def test_the_best_method_reads_on_at_four_times_the_trained_length() -> None:
+    found = {name: bits_per_byte(name, factor=4.0)[1024] for name in ("linear", "ntk", "by-parts", "yarn", "llama3")}
+    assert min(found.values()) <= bits_per_byte(None)[256] + 0.25, found
+    assert found["yarn"] < bits_per_byte(None)[1024] - 1.0
+    assert found["yarn"] < found["ntk"] - 1.0  # a factor of 4 does not carry NTK-aware scaling to 4x, as the paper says
+
+
+def test_dynamic_scaling_costs_nothing_at_the_trained_length() -> None:
+    dynamic = bits_per_byte("dynamic", factor=4.0)
+    assert dynamic[256] == pytest.approx(bits_per_byte(None)[256], abs=1e-5)
+    assert dynamic[512] < bits_per_byte(None)[512] - 1.0
+
+
+def test_it_loads_with_plain_transformers_and_is_small() -> None:
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer; "
+        f"p = {str(path())!r}; m = AutoModelForCausalLM.from_pretrained(p); t = AutoTokenizer.from_pretrained(p); "
+        "ids = t('import ', add_special_tokens=False, return_tensors='pt'); "
+        "text = t.decode(m.generate(**ids, max_new_tokens=8)[0]); "
+        "assert text.startswith('import '), text; assert 'rope_ext_hf' not in sys.modules; "
+        "assert m.config.head_dim == 64 and m.config.num_key_value_heads < m.config.num_attention_heads"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (path() / "model.safetensors").stat().st_size <= 8_000_000
+
+
+def test_the_card_tells_how_it_was_made() -> None:
+    card = (path() / "README.md").read_text(encoding="utf-8")
+    record = json.loads((path() / "training.json").read_text(encoding="utf-8"))
+    assert all(f"`{name}`" in card for name in HELD_OUT)
+    assert f"seed {record['seed']}" in card
+    assert f"{record['curve'][-1]['held_out_bits_per_byte']:.3f}" in card
+    assert (path() / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert record["steps"] == train_reference.STEPS
+    assert record["seed"] == train_reference.SEED
+
+
+def test_training_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEPS": 2, "BATCH": 2, "LOG_EVERY": 1}.items():
+        monkeypatch.setattr(train_reference, name, value)
+    monkeypatch.setattr(train_reference, "stdlib_training", train_reference.stdlib_held_out)
+    for folder in ("one", "two"):
+        train_reference.train(tmp_path / folder, "cpu")
+    one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
+    assert one == two
+    assert one != (path() / "model.safetensors").read_bytes()
+    assert "trained at 256 bytes" in (tmp_path / "one" / "README.md").read_text(encoding="utf-8")
