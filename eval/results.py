@@ -79,7 +79,7 @@ class Result:
             targets=targets,
             bos=bos,
             loss=loss,
-            perplexity=math.exp(loss) if loss < 700 else math.inf,
+            perplexity=math.inf if loss >= 700 else math.exp(loss),
             bits_per_token=loss / math.log(2),
             bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
             tokens=tokens,

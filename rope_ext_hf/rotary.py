@@ -150,7 +150,12 @@ class RotaryEmbedding(nn.Module):
         Returns:
             cos and sin, (batch, length, dim), (batch, length, dim // 2) if bare; or one complex64 tensor
             (batch, length, dim // 2).
+
+        Raises:
+            TypeError: positions that are not integers.
         """
+        if position_ids.is_floating_point():
+            raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
         position_ids = position_ids.to(x.device)
         attention_factor: Tensor | float = self.attention_factor
         if self.length_dependent:
@@ -246,7 +251,7 @@ class NTKAwareRoPE(nn.Module):
         self.rotary = Rotary(head_dim, float(base), max_seq_len)
         self.k = k
         self.dynamic = dynamic
-        cos, sin = self._tables(k, dtype, device)
+        cos, sin = self._tables(k, dtype, torch.get_default_device() if device is None else device)
         self.register_buffer("C", cos, persistent=False)
         self.register_buffer("S", sin, persistent=False)
 

@@ -19,6 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -96,6 +97,23 @@ class Frequencies(NamedTuple):
     attention_factor: float
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_number, value))
+
+
+# Annotation of a parameter -> what it must be, in words and as a test.
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "float": ("a number", _is_number),
+    "float | None": ("a number", _is_number),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "tuple[float, ...]": ("a list of numbers", _are_numbers),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scaling(ABC):
     """Base of the frequency-level methods; a subclass adds its parameters and its formula."""
@@ -107,6 +125,9 @@ class Scaling(ABC):
             value = getattr(self, item.name)
             if isinstance(value, list):  # so that a method read from JSON is hashable and equals one written in Python
                 object.__setattr__(self, item.name, value := tuple(value))
+            what, fits = _KINDS.get(str(item.type), ("", None))
+            if fits is not None and not fits(value) and (value is not None or item.default is not None):
+                raise MethodError(f"{self.name}: {item.name} must be {what}, got {value!r}")
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
@@ -121,6 +142,7 @@ class Scaling(ABC):
 
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
         """The method's frequencies for one input of `length` tokens (None: of the trained length)."""
+        self.check(rotary)
         if length is not None and length < 1:
             raise MethodError(f"length must be at least 1 token, got {length}")
         tokens = torch.tensor(rotary.trained_length if length is None else length, dtype=torch.float64, device="cpu")
@@ -549,6 +571,12 @@ def _check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rota
         raise MethodError(f"{name}: every number in {key} must be above 0, got {min(divisors):g}")
 
 
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Copied once, because a copy from the host makes the host wait for the device."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
 def _check_attention_factor(name: str, attention_factor: float | None) -> None:
     if attention_factor is not None and attention_factor <= 0:
         raise MethodError(f"{name}: attention_factor must be above 0, got {attention_factor:g}")
@@ -587,8 +615,8 @@ class LongRoPE(Scaling):
             raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
 
     def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        short = torch.tensor(self.short_factor, dtype=torch.float64, device=length.device)
-        long = torch.tensor(self.long_factor, dtype=torch.float64, device=length.device)
+        short = _on_device(self.short_factor, length.device)
+        long = _on_device(self.long_factor, length.device)
         divisors = torch.where(length > rotary.trained_length, long, short) if self.length_dependent else long
         return rotary.inv_freq(device=length.device) / divisors, self._attention_factor(rotary)
 
@@ -624,8 +652,7 @@ class Factors(Scaling):
         _check_divisors(self.name, "factors", self.factors, rotary)
 
     def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        divisors = torch.tensor(self.factors, dtype=torch.float64, device=length.device)
-        return rotary.inv_freq(device=length.device) / divisors, self.attention_factor
+        return rotary.inv_freq(device=length.device) / _on_device(self.factors, length.device), self.attention_factor
 
 
 def methods() -> dict[str, type[Scaling]]:
@@ -691,15 +718,12 @@ def resolve_method(
     if factor is not None:
         if "factor" not in accepted:
             raise MethodError(f"{name} takes no factor; target_length=... states the length it is meant for")
-        values["factor"] = factor if isinstance(factor, str) else float(factor)
+        values["factor"] = float(factor) if _is_number(factor) else factor
     missing = [k for k, item in accepted.items() if item.default is MISSING and k not in values]
     if missing:
         hint = " (or target_length)" if "factor" in missing else ""
         raise MethodError(f"{name} needs {', '.join(missing)}{hint}")
-    try:
-        resolved = cls(**values)
-    except (TypeError, AttributeError) as error:
-        raise MethodError(f"{name}: a parameter has the wrong type: {values} ({error})") from error
+    resolved = cls(**values)
     if rotary is not None:
         resolved.check(rotary)
     return resolved

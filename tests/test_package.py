@@ -49,7 +49,7 @@ def test_exports() -> None:
         value = getattr(rope, name)
         assert name == "__version__" or inspect.getdoc(value), f"{name} has no docstring"
     with pytest.raises(AttributeError, match="no attribute 'pacth'"):
-        rope.pacth  # type: ignore[attr-defined]  # noqa: B018
+        rope.pacth  # noqa: B018
 
 
 @pytest.mark.parametrize(

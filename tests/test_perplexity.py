@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import build
 from torch import Tensor
 
 import rope_ext_hf as rope
@@ -13,6 +12,7 @@ from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import Document
 from rope_ext_hf.eval.perplexity import HEAD_CHUNK, Tokens, tokenize
 from rope_ext_hf.reference import path
+from tests.models import build
 
 
 def tokens(name: str, count: int, seed: int) -> Tokens:
@@ -152,7 +152,7 @@ def test_bytes_of_a_tokenizer_with_offsets() -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "Grüße": 1, "漢字": 2, "a": 3}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (document,) = tokenize([Document("x", "a Grüße 漢字")], PreTrainedTokenizerFast(tokenizer_object=words))
     assert document.ids.tolist() == [3, 1, 2]
     assert document.ends == (1, 9, 16)  # "a" ends at 1; " Grüße" is 8 bytes, " 漢字" is 7

@@ -13,20 +13,20 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, train_reference
-from rope_ext_hf.eval.corpora import HELD_OUT
+from rope_ext_hf.eval.corpora import HELD_OUT, stdlib_held_out
 from rope_ext_hf.reference import path
 
 LENGTHS = [256, 512, 1024]
 
 
 @cache
-def bits_per_byte(method: str | None, **params: float) -> dict[int, float]:
+def bits_per_byte(method: str | None, factor: float | None = None) -> dict[int, float]:
     """Held-out bits per byte by length over 16 windows, protocol matched."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
     if method is not None:
-        rope.patch(model, method, **params)
+        rope.patch(model, method, factor=factor)
     return {r.length: r.bits_per_byte for r in perplexity(model, "stdlib", lengths=LENGTHS, max_windows=16)}
 
 
@@ -77,7 +77,7 @@ def test_the_card_tells_how_it_was_made() -> None:
 def test_training_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEPS": 2, "BATCH": 2, "LOG_EVERY": 1}.items():
         monkeypatch.setattr(train_reference, name, value)
-    monkeypatch.setattr(train_reference, "stdlib_training", train_reference.stdlib_held_out)
+    monkeypatch.setattr(train_reference, "stdlib_training", stdlib_held_out)
     for folder in ("one", "two"):
         train_reference.train(tmp_path / folder, "cpu")
     one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
