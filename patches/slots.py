@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,18 +162,37 @@ def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layou
     stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else b for name, b in module._buffers.items()}
     x = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
-    out = type(module).forward(stand_in, x, torch.ones(3, 1, 1, dtype=torch.int64, device="cpu"), **kwargs)
-    if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
-        return "complex", True
-    if isinstance(out, tuple) and len(out) == 2 and out[0].shape[0] == 3 and out[0].dtype in (x.dtype, torch.float32):
-        cos, cast = out[0][0, 0].float().flatten(), out[0].dtype == x.dtype
-        if cos.shape[0] == pairs:
-            return "bare", cast
-        if cos.shape[0] == 2 * pairs and torch.equal(cos[:pairs], cos[pairs:]):
-            return "half", cast
-        if cos.shape[0] == 2 * pairs and torch.equal(cos[0::2], cos[1::2]):
-            return "interleaved", cast
+
+    def run(*shape: int) -> Any:
+        return type(module).forward(stand_in, x, torch.ones(shape, dtype=torch.int64, device="cpu"), **kwargs)
+
+    out = run(3, 1)
+    if not _merges_axes(run):
+        if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
+            return "complex", True
+        if (
+            isinstance(out, tuple)
+            and len(out) == 2
+            and out[0].shape[0] == 3
+            and out[0].dtype in (x.dtype, torch.float32)
+        ):
+            cos, cast = out[0][0, 0].float(), out[0].dtype == x.dtype
+            if cos.shape[0] == pairs:
+                return "bare", cast
+            if cos.shape[0] == 2 * pairs and torch.equal(cos[:pairs], cos[pairs:]):
+                return "half", cast
+            if cos.shape[0] == 2 * pairs and torch.equal(cos[0::2], cos[1::2]):
+                return "interleaved", cast
     raise UnsupportedModelError(
         f"{type(module).__name__} does more with its angles than a plain rotary embedding (several position axes, as "
         "in vision-language models, or another arrangement); it cannot be replaced"
     )
+
+
+def _merges_axes(run: Callable[..., Any]) -> bool:
+    """Whether positions (3, batch, length), one row per axis, come out as one row: multimodal RoPE."""
+    try:
+        out = run(3, 1, 1)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return isinstance(out, tuple) and out[0].shape[0] == 1

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ VOCABULARY = 97
 TRAINED = 64
 THETA = 10_000.0
 LAYERS = 2
-# Large enough that attention looks at some tokens more than at others; logits then spread over a few units.
-SPREAD = 0.3
+# Large enough that attention looks at some tokens more than at others; much larger, and float32 rounding shows.
+SPREAD = 0.15
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ FAMILIES: dict[str, Family] = {
         settings=_GQA | {"original_max_position_embeddings": TRAINED, "sliding_window": None},
         forms=("default", "longrope"),
     ),
-    "gemma2": Family("Gemma2Config", settings=_GQA | {"head_dim": 16, "sliding_window": 32}),
+    "gemma2": Family("Gemma2Config", settings=_GQA | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": False}),
     "gemma3": Family(
         "Gemma3TextConfig",
         settings=_GQA | {"head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
@@ -127,6 +127,8 @@ def build_config(name: str, form: dict[str, Any] | None = None, **overrides: Any
         "pad_token_id": 0,
         "rope_parameters": rope_parameters(name, form),
     }
+    if name == "mixtral" and form:  # its head_dim is None, with which transformers' yarn and longrope cannot reckon
+        sizes["head_dim"] = 16
     return getattr(transformers, family.config)(**copy.deepcopy(sizes | family.settings | overrides))
 
 
@@ -137,10 +139,9 @@ def build(name: str, form: dict[str, Any] | None = None, *, seed: int = 0, **ove
 
 def from_config(config: Any, seed: int = 0) -> Any:
     """A model that holds this very config object, as models built by their class do."""
-    cls = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return cls(config).eval()
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def tokens(length: int, batch: int = 1, seed: int = 1) -> Tensor:
@@ -153,3 +154,113 @@ def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     """(batch, length, vocabulary) of one forward without a cache."""
     out: Tensor = model(input_ids=ids, use_cache=False, **kwargs).logits
     return out
+
+
+# --- methods, in our words and in transformers' -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method on one family, and how transformers is told the same thing, written here by hand."""
+
+    method: str
+    params: dict[str, Any]
+    form: dict[str, Any]
+
+
+def static_cases(name: str, factor: float = 4.0) -> dict[str, Case]:
+    """Every static method on a family, with a native form that its config accepts."""
+    family = FAMILIES[name]
+    pairs = family.rotated // 2
+    lists = {"short_factor": [1.0 + i / 2 for i in range(pairs)], "long_factor": [1.0 + i / 2 for i in range(pairs)]}
+    original = {"original_max_position_embeddings": TRAINED}
+    yarn = {"rope_type": "yarn", "factor": factor} | original
+    llama3 = {"rope_type": "llama3", "factor": factor} | original
+    longrope = {"rope_type": "longrope"} | original | lists
+    cases = {
+        "default": Case("default", {}, {}),
+        "linear": Case("linear", {"factor": factor}, {"rope_type": "linear", "factor": factor}),
+        "ntk": Case(
+            "ntk", {"factor": factor}, {"rope_theta": THETA * factor ** (family.rotated / (family.rotated - 2))}
+        ),
+        "theta": Case("theta", {"theta": 300_000.0}, {"rope_theta": 300_000.0}),
+        "yarn": Case("yarn", {"factor": factor}, yarn),
+        "yarn, own ramp": Case(
+            "yarn",
+            {"factor": factor, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.1},
+            yarn | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.1},
+        ),
+        "yarn, mscale": Case(
+            "yarn",
+            {"factor": factor, "beta_fast": 8.0, "mscale": 1.4, "mscale_all_dim": 0.6},
+            yarn | {"beta_fast": 8.0, "mscale": 1.4, "mscale_all_dim": 0.6},
+        ),
+        "by-parts": Case(
+            "by-parts", {"factor": factor, "beta_fast": 8.0}, yarn | {"beta_fast": 8.0, "attention_factor": 1.0}
+        ),
+        "by-parts, turns": Case(
+            "by-parts",
+            {"factor": factor, "beta_fast": 8.0, "ramp": "turns"},
+            llama3 | {"low_freq_factor": 1.0, "high_freq_factor": 8.0},
+        ),
+        "llama3": Case(
+            "llama3",
+            {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 6.0},
+            llama3 | {"low_freq_factor": 1.0, "high_freq_factor": 6.0},
+        ),
+        "longrope": Case(
+            "longrope",
+            {"factor": factor} | lists,
+            longrope | {"attention_factor": (1 + math.log(factor) / math.log(TRAINED)) ** 0.5},
+        ),
+        "factors": Case(
+            "factors",
+            {"factors": lists["long_factor"], "attention_factor": 1.2},
+            longrope | {"attention_factor": 1.2},
+        ),
+    }
+    if name == "deepseek_v3":  # its attention is built for one mscale_all_dim; another cannot be patched in
+        del cases["yarn, mscale"]
+    return {key: Case(case.method, case.params, _accepted(name, case.form)) for key, case in cases.items()}
+
+
+def _accepted(name: str, form: dict[str, Any]) -> dict[str, Any]:
+    """The form, or the frequencies transformers computes from it written out as longrope, where it is not accepted."""
+    family = FAMILIES[name]
+    if form.get("rope_type", "default") not in family.forms:
+        plain, scaled = (
+            transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+                transformers.LlamaConfig(
+                    hidden_size=4 * family.rotated,
+                    num_attention_heads=4,
+                    max_position_embeddings=4 * TRAINED,
+                    rope_parameters={"rope_type": "default", "rope_theta": THETA} | parameters,
+                )
+            )
+            for parameters in ({}, copy.deepcopy(form))
+        )
+        divisors = (plain.inv_freq / scaled.inv_freq).tolist()
+        form = {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "attention_factor": scaled.attention_scaling,
+            "original_max_position_embeddings": TRAINED,
+        }
+    return form | ({"factor": 4.0} if form.get("rope_type") == "longrope" else {})
+
+
+def dynamic_cases(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every length-dependent method on a family: name and parameters."""
+    pairs = FAMILIES[name].rotated // 2
+    return {
+        "paper": ("dynamic-ntk", {}),
+        "hf": ("dynamic", {"factor": 4.0}),
+        "even": ("dynamic-ntk", {"growth": "even"}),
+        "pow2": ("dynamic-ntk", {"growth": "pow2"}),
+        "dynamic-yarn": ("dynamic-yarn", {}),
+        "longrope": (
+            "longrope",
+            {"factor": 4.0, "short_factor": [1.0] * pairs, "long_factor": [1.0 + i for i in range(pairs)]},
+        ),
+    }

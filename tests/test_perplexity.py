@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import Document
 from rope_ext_hf.eval.perplexity import HEAD_CHUNK, Tokens, tokenize
 from rope_ext_hf.reference import path
-from tests.models import build
+from tests.models import build, from_config
 
 
 def tokens(name: str, count: int, seed: int) -> Tokens:
@@ -33,10 +34,26 @@ def naive(model: Any, ids: Tensor, length: int, longest: int, targets: int) -> t
     return nats, scored
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
-def test_equals_a_naive_computation(family: str) -> None:
-    """Families with a plain head, a soft cap, a factor and a divisor behind it."""
-    model = build(family)
+def granite() -> Any:
+    from transformers import GraniteConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return from_config(GraniteConfig(vocab_size=97, logits_scaling=3.0, initializer_range=0.3, **sizes))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build("llama"),
+        lambda: build("gemma2", final_logit_softcapping=2.0),
+        lambda: build("cohere", logit_scale=0.25),
+        granite,
+    ],
+    ids=["plain", "soft cap", "factor", "divisor"],
+)
+def test_equals_a_naive_computation(make: Callable[[], Any]) -> None:
+    """Whatever stands behind the head."""
+    model = make()
     corpus = [tokens("a", 150, 1), tokens("b", 70, 2), tokens("short", 63, 3)]
     for result in perplexity(model, corpus, lengths=[16, 32, 64], targets=7, bos=False):
         parts = [naive(model, document.ids, result.length, 64, 7) for document in corpus]
@@ -58,14 +75,6 @@ def test_more_targets_than_one_pass_of_the_head() -> None:
 
 
 def test_a_head_that_cannot_be_run_apart_is_measured_through_the_whole_model() -> None:
-    class Odd(torch.nn.Module):
-        def __init__(self, head: torch.nn.Module) -> None:
-            super().__init__()
-            self.head, self.weight = head, head.weight
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return torch.as_tensor(self.head(hidden)) + hidden.mean(-2, keepdim=True)[..., :1] * 5
-
     model = build("llama")
     model.config.logit_scale = 2.0  # a key the model's own forward does not read: run apart, logits would be doubled
     document = tokens("a", 64, 5)
