@@ -93,7 +93,7 @@ def measure(name: str, model: LlamaForCausalLM, pairs: int, device: str) -> list
 
         def decode() -> None:
             model(ids[:, :1], past_key_values=cache)
-            cache.crop(PREFILL)
+            cache.crop(-1)
 
         step = interleaved(model, decode, max(pairs, 200), device)
     parameters = model.num_parameters()

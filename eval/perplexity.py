@@ -4,35 +4,33 @@
     for result in perplexity(model, "stdlib", lengths=[256, 1024]):
         print(result.length, result.perplexity)
 
-One forward of the decoder per window; the language-model head runs over the scored tokens alone, a few hundred at a
-time, in float32; sums are float64. No tensor of shape (length, vocabulary) exists.
+A protocol says which windows are read and what of them is scored (`windows.py`), a reader reads them in fixed memory
+(`reading.py`), and sums per document make a result with its confidence interval (`results.py`).
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import Document, load
+from rope_ext_hf.eval.reading import Reader
 from rope_ext_hf.eval.results import DocumentLoss, Result
-from rope_ext_hf.eval.windows import Window, check_lengths, matched
-from rope_ext_hf.patches.patching import describe, fixed_length
-from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.eval.windows import PROTOCOLS, Plan, Window, check_lengths
+from rope_ext_hf.patches.patching import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Tokens", "count_windows", "finite", "perplexity", "tokenize"]
-
-HEAD_CHUNK = 512  # scored tokens per pass of the language-model head
+__all__ = ["Reading", "Tokens", "finite", "perplexity", "plan_reading", "tokenize"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Tokens:
         return self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
 
 
-def tokenize(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     """Documents as token ids, no special tokens added."""
     return [_tokenize(document, tokenizer) for document in documents]
 
@@ -60,8 +58,8 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         text,
         add_special_tokens=False,
         return_offsets_mapping=tokenizer.is_fast,
-        verbose=False,
         return_attention_mask=False,
+        verbose=False,
     )
     ids: list[int] = encoded["input_ids"]
     if not tokenizer.is_fast:  # no offsets; exact for byte tokenizers, where tokens and bytes are as many
@@ -72,6 +70,159 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), tuple(ends))
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a measurement reads, worked out before it starts; the same for every method.
+
+    Attributes:
+        windows: per document with anything to read, its windows in reading order.
+        lengths: ascending context lengths.
+        prefix: the token that stands first in each window (before the document, under `blocks`), or None.
+        left_out: documents too short for the lengths.
+    """
+
+    protocol: str
+    lengths: tuple[int, ...]
+    plan: Plan
+    prefix: int | None
+    windows: tuple[tuple[Tokens, tuple[Window, ...]], ...]
+    left_out: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model."""
+        return sum(w.stop - w.start for _, windows in self.windows for w in _distinct(windows))
+
+    def measure(
+        self, reader: Reader, progress: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[int, DocumentLoss]]:
+        """Read everything; yields (context length, one document's loss) as soon as each is complete."""
+        for document, windows in self.windows:
+            yield from self.measure_document(reader, document, windows, progress)
+
+    def measure_document(
+        self,
+        reader: Reader,
+        document: Tokens,
+        windows: Sequence[Window],
+        progress: Callable[[int], None] | None = None,
+    ) -> Iterator[tuple[int, DocumentLoss]]:
+        """The part of `measure` that reads one document."""
+        for context, same_context in groupby(windows, key=lambda window: window.context):
+            found: dict[int, DocumentLoss] = {}
+            for (start, stop), spans in groupby(same_context, key=lambda window: (window.start, window.stop)):
+                scored = list(spans)
+                first = min(window.score_from for window in scored)
+                ids, shift = self._ids(document, start, stop)
+                losses = reader.losses(ids, first - shift, length=context).to(torch.float64)
+                for span in scored:
+                    nats = losses[span.score_from - first : span.score_to - first].sum().item()
+                    size = document.bytes_between(span.score_from, span.score_to)
+                    before = found.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
+                    found[span.length] = before.plus(nats, span.score_to - span.score_from, size)
+                if progress is not None:
+                    progress(stop - start)
+            yield from found.items()
+
+    def _ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
+        """A window's ids and the document position of the first of them."""
+        ids = document.ids[max(start, 0) : stop].clone()
+        if start < 0:
+            assert self.prefix is not None
+            return torch.cat([ids.new_tensor([self.prefix]), ids]), -1
+        if self.prefix is not None and self.protocol != "blocks":
+            ids[0] = self.prefix
+        return ids, start
+
+
+def plan_reading(
+    documents: Sequence[Tokens],
+    *,
+    lengths: Sequence[int],
+    protocol: str = "matched",
+    targets: int | None = None,
+    stride: int = 256,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    bos: bool | None = None,
+    max_windows: int | None = None,
+) -> Reading:
+    """Work out what `perplexity` reads; the arguments are its.
+
+    Raises:
+        CorpusError, MethodError: as `perplexity` does.
+    """
+    if protocol not in PROTOCOLS:
+        near = difflib.get_close_matches(protocol, PROTOCOLS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise MethodError(f"unknown protocol {protocol!r}.{hint} Known protocols: {', '.join(PROTOCOLS)}")
+    try:
+        ordered, scored = check_lengths(lengths, targets)
+    except ValueError as error:
+        raise MethodError(str(error)) from error
+    if stride < 1:
+        raise MethodError(f"stride must be at least 1 token, got {stride}")
+    plan = Plan(scored, stride)
+    prefix = _prefix(tokenizer, bos, protocol)
+    found: list[tuple[Tokens, list[Window]]] = []
+    for document in documents:
+        windows = list(PROTOCOLS[protocol](len(document.ids), ordered, plan))
+        if prefix is None:  # nothing stands before the first token, so it cannot be scored
+            windows = [w if w.start >= 0 else w._replace(start=0, score_from=max(1, w.score_from)) for w in windows]
+        found.append((document, [w for w in windows if w.score_from < w.score_to]))
+    if max_windows is not None:
+        found = _thinned(found, ordered, max_windows)
+    read = tuple((document, tuple(sorted(windows, key=_order))) for document, windows in found if windows)
+    measured = {window.length for _, windows in read for window in windows}
+    if missing := [length for length in ordered if length not in measured]:
+        longest = max((len(document.ids) for document in documents), default=0)
+        raise CorpusError(
+            f"no document has {missing[-1]} tokens, the longest length asked for; "
+            f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
+        )
+    return Reading(protocol, tuple(ordered), plan, prefix, read, len(documents) - len(read))
+
+
+def _order(window: Window) -> tuple[int, int, int, int]:
+    return window.context, window.start, window.stop, window.score_from
+
+
+def _distinct(windows: Sequence[Window]) -> list[Window]:
+    """One window per pass: spans of one pass come one after the other."""
+    return [
+        next(group) for _, group in groupby(windows, key=lambda window: (window.context, window.start, window.stop))
+    ]
+
+
+def _thinned(
+    found: Sequence[tuple[Tokens, list[Window]]], lengths: Sequence[int], most: int
+) -> list[tuple[Tokens, list[Window]]]:
+    """At most so many windows per length, taken evenly over the corpus; under `matched` the same ones at each."""
+    kept: list[tuple[Tokens, list[Window]]] = [(document, []) for document, _ in found]
+    for length in lengths:
+        flat = [(i, window) for i, (_, windows) in enumerate(found) for window in windows if window.length == length]
+        count = min(most, len(flat))
+        for n in range(count):
+            i, window = flat[(2 * n + 1) * len(flat) // (2 * count)]
+            kept[i][1].append(window)
+    return kept
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, protocol: str) -> int | None:
+    """The token windows begin with: as asked for, else as the tokenizer does; under `blocks` as lm-eval does."""
+    if bos is False or (bos is None and tokenizer is None):
+        return None
+    if tokenizer is None:
+        raise MethodError("bos=True needs a tokenizer")
+    token: int | None = tokenizer.bos_token_id
+    if bos is None and protocol == "blocks":
+        return token if token is not None else tokenizer.eos_token_id
+    if bos is None:
+        return token if token is not None and list(tokenizer("a")["input_ids"])[:1] == [token] else None
+    if token is None:
+        raise MethodError(f"bos=True, but {type(tokenizer).__name__} has no BOS token")
+    return token
+
+
 def perplexity(
     model: PreTrainedModel,
     corpus: str | Sequence[Document] | Sequence[Tokens],
@@ -79,22 +230,26 @@ def perplexity(
     lengths: Sequence[int],
     protocol: str = "matched",
     targets: int | None = None,
+    stride: int = 256,
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
     max_windows: int | None = None,
+    chunk: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Result]:
     """Perplexity at several context lengths.
 
     Args:
         model: a causal language model, patched or not, in any dtype, on any device.
-        corpus: "stdlib", the path of a text file, documents, or documents already tokenised.
+        corpus: what `rope_ext_hf.eval.corpora.load` takes, documents, or documents already tokenised.
         lengths: context lengths in tokens.
-        protocol: "matched", the one there is so far; see `rope_ext_hf.eval.windows`.
-        targets: tokens scored per window; default half the shortest length.
+        protocol: a name of `rope_ext_hf.eval.windows.PROTOCOLS`.
+        targets: tokens scored per window under "matched"; default half the shortest length.
+        stride: tokens between windows under "sliding" and "stream".
         tokenizer: default: the one beside the model's weights.
         bos: begin every window with the tokenizer's BOS token; default: if the tokenizer itself does so.
         max_windows: at most this many windows per length, taken evenly over the corpus.
+        chunk: tokens per pass of the decoder; default: by what fits a fixed budget.
         progress: called with the number of tokens read, after each window.
 
     Returns:
@@ -103,182 +258,56 @@ def perplexity(
 
     Raises:
         CorpusError: no document as long as the longest length, or token ids the model's vocabulary lacks.
-        MethodError: an unknown protocol, or lengths and targets that do not fit.
+        MethodError: an unknown protocol, or lengths, targets and stride that do not fit.
 
-    Length-dependent methods run under `fixed_length` of each context length.
+    Length-dependent methods are held at each context length (`fixed_length`).
     """
-    if protocol != "matched":
-        raise MethodError(f"unknown protocol {protocol!r}; known: matched")
-    ordered, scored = _lengths(lengths, targets)
-    documents = _documents(model, corpus, tokenizer)
-    first_token = _bos_token(model, tokenizer, bos)
+    given = load(corpus) if isinstance(corpus, str) else list(corpus)
+    raw = [document for document in given if isinstance(document, Document)]
+    if tokenizer is None and (raw or bos is not False):
+        tokenizer = _own_tokenizer(model, needed=bool(raw))
+    documents = [document for document in given if isinstance(document, Tokens)]
+    if raw and tokenizer is not None:
+        documents += tokenize(raw, tokenizer)
+    check_vocabulary(model, documents)
+    reading = plan_reading(
+        documents,
+        lengths=lengths,
+        protocol=protocol,
+        targets=targets,
+        stride=stride,
+        tokenizer=tokenizer,
+        bos=bos,
+        max_windows=max_windows,
+    )
+    losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
+    for length, loss in reading.measure(Reader(model, chunk=chunk), progress):
+        losses[length].append(loss)
+    return results_of(model, reading, losses)
+
+
+def results_of(model: PreTrainedModel, reading: Reading, losses: dict[int, list[DocumentLoss]]) -> list[Result]:
+    """Results from the documents' losses, one per length."""
+    description = describe(model)
+    return [Result.of(description, reading, length, losses[length]) for length in reading.lengths]
+
+
+def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
+    """Raise CorpusError where a document holds a token the model has no embedding for."""
     largest = max((int(document.ids.max()) for document in documents if len(document.ids)), default=0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if largest >= vocabulary:
         raise CorpusError(f"token id {largest} is outside the model's vocabulary of {vocabulary}; wrong tokenizer?")
 
-    windows = _plan(documents, ordered, scored, max_windows)
-    description = describe(model)
-    score = _scorer(model)
-    results = []
-    for length in ordered:
-        losses: dict[str, DocumentLoss] = {}
-        with _as_long_as(model, length), torch.inference_mode():
-            for document, window in windows[length]:
-                total = score(_read(document, window, first_token, model.device), window.stop - window.score_from)
-                size = document.bytes_between(window.score_from, window.stop)
-                before = losses.get(document.name, DocumentLoss(document.name, 0.0, 0, 0, 0))
-                losses[document.name] = before.plus(total, window.stop - window.score_from, size)
-                if progress is not None:
-                    progress(length)
-        results.append(Result.of(description, protocol, length, scored, first_token is not None, list(losses.values())))
-    return results
 
-
-def count_windows(
-    corpus: Sequence[Tokens], lengths: Sequence[int], targets: int | None = None, max_windows: int | None = None
-) -> int:
-    """How many windows `perplexity` reads per length.
-
-    Raises:
-        CorpusError, MethodError: as `perplexity` does.
-    """
-    ordered, scored = _lengths(lengths, targets)
-    return len(_plan(corpus, ordered, scored, max_windows)[ordered[0]])
-
-
-def _lengths(lengths: Sequence[int], targets: int | None) -> tuple[list[int], int]:
-    try:
-        return check_lengths(lengths, targets)
-    except ValueError as error:
-        raise MethodError(str(error)) from error
-
-
-def _documents(
-    model: PreTrainedModel,
-    corpus: str | Sequence[Document] | Sequence[Tokens],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> list[Tokens]:
-    given = load(corpus) if isinstance(corpus, str) else list(corpus)
-    raw = [document for document in given if isinstance(document, Document)]
-    ready = [document for document in given if isinstance(document, Tokens)]
-    if not raw:
-        return ready
-    return tokenize(raw, tokenizer or _own_tokenizer(model))
-
-
-def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
+def _own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
-    if not model.name_or_path:
+    if model.name_or_path:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    if needed:
         raise CorpusError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
-    return AutoTokenizer.from_pretrained(model.name_or_path)
-
-
-def _bos_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, bos: bool | None) -> int | None:
-    if bos is False or (bos is None and tokenizer is None and not model.name_or_path):
-        return None
-    tokenizer = tokenizer or _own_tokenizer(model)
-    token: int | None = tokenizer.bos_token_id
-    if bos is None:
-        encoded = tokenizer("a")["input_ids"]
-        return token if token is not None and encoded[:1] == [token] else None
-    if token is None:
-        raise MethodError(f"bos=True, but {type(tokenizer).__name__} has no BOS token")
-    return token
-
-
-def _plan(
-    documents: Sequence[Tokens], lengths: Sequence[int], targets: int, max_windows: int | None
-) -> dict[int, list[tuple[Tokens, Window]]]:
-    """The windows of each length; the same targets in each."""
-    planned: dict[int, list[tuple[Tokens, Window]]] = {length: [] for length in lengths}
-    for document in documents:
-        for window in matched(len(document.ids), lengths, targets):
-            planned[window.length].append((document, window))
-    count = len(planned[lengths[0]])
-    if not count:
-        longest = max((len(document.ids) for document in documents), default=0)
-        raise CorpusError(
-            f"no document has {lengths[-1]} tokens, the longest length asked for; "
-            f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
-        )
-    if max_windows is not None and count > max_windows:
-        chosen = [(2 * i + 1) * count // (2 * max_windows) for i in range(max_windows)]
-        planned = {length: [found[i] for i in chosen] for length, found in planned.items()}
-    return planned
-
-
-def _read(document: Tokens, window: Window, first_token: int | None, device: torch.device) -> Tensor:
-    """The window's ids, (1, length); BOS takes the place of its first token."""
-    ids = document.ids[window.start : window.stop].clone()
-    if first_token is not None:
-        ids[0] = first_token
-    return ids.unsqueeze(0).to(device)
-
-
-@contextmanager
-def _as_long_as(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """`fixed_length` where there is something to fix; an unpatched model runs as it is, whatever it does."""
-    if not patched_slots(model):
-        yield
-        return
-    with fixed_length(model, length):
-        yield
-
-
-def _scorer(model: PreTrainedModel) -> Callable[[Tensor, int], float]:
-    """A function of ids (1, length) and n: the summed negative log-likelihood of the last n tokens, in nats.
-
-    Where decoder and head can be run apart (checked once, on a few tokens), the head runs in chunks.
-    """
-    decoder, head = _decoder(model), model.get_output_embeddings()
-    probe = torch.arange(4, device=model.device).unsqueeze(0) + 3
-    apart = False
-    if decoder is not None and head is not None:
-        with torch.inference_mode():
-            whole = model(probe, use_cache=False).logits.float()
-            pieces = _logits(model, head, decoder(input_ids=probe, use_cache=False).last_hidden_state)
-        apart = whole.shape == pieces.shape and torch.allclose(whole, pieces, rtol=1e-3, atol=1e-3)
-
-    def by_chunks(ids: Tensor, count: int) -> float:
-        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -count - 1 : -1]
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for states, targets in zip(
-            torch.split(hidden, HEAD_CHUNK), torch.split(ids[0, -count:], HEAD_CHUNK), strict=True
-        ):
-            total += _nll(_logits(model, head, states), targets.to(hidden.device))
-        return total.item()
-
-    def at_once(ids: Tensor, count: int) -> float:
-        logits = model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, -count - 1 : -1].float()
-        return _nll(logits, ids[0, -count:].to(logits.device)).item()
-
-    return by_chunks if apart else at_once
-
-
-def _decoder(model: PreTrainedModel) -> Any:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return None if decoder is model else decoder
-
-
-def _logits(model: PreTrainedModel, head: Any, hidden: Tensor) -> Tensor:
-    """Logits as the common families form them from hidden states: a head, then a scale or a soft cap; float32."""
-    logits: Tensor = head(hidden).float()
-    config = model.config.get_text_config()
-    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        logits = logits * scale
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits = logits / divisor
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-        logits = torch.tanh(logits / cap) * cap
-    return logits
-
-
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Summed negative log-likelihood, float64; logits (tokens, vocabulary) float32."""
-    picked = logits.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1))
-    return -picked.to(torch.float64).sum()
+    return None
 
 
 def finite(results: Sequence[Result]) -> bool:

@@ -9,11 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from rope_ext_hf.patches.patching import Description
 
-__all__ = ["DocumentLoss", "Result", "label", "provenance", "write_json"]
+if TYPE_CHECKING:
+    from rope_ext_hf.eval.perplexity import Reading
+
+__all__ = ["DocumentLoss", "Result", "bootstrap", "label", "provenance", "write_json"]
 
 
 class DocumentLoss(NamedTuple):
@@ -29,14 +34,26 @@ class DocumentLoss(NamedTuple):
         return DocumentLoss(self.name, self.nats + nats, self.tokens + tokens, self.bytes + size, self.windows + 1)
 
 
+def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """The 95% interval of the loss per token when documents are drawn anew, with replacement."""
+    sums = torch.tensor([[document.nats, document.tokens] for document in documents], dtype=torch.float64)
+    chosen = torch.randint(len(documents), (draws, len(documents)), generator=torch.Generator().manual_seed(seed))
+    nats, tokens = sums[chosen].sum(dim=1).unbind(dim=1)
+    low, high = torch.quantile(nats / tokens, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
 @dataclass(frozen=True)
 class Result:
     """A model's loss at one context length; every token weighs the same.
 
     Attributes:
         method, params: the RoPE method and its parameters; `patched` is False for the model as loaded.
-        length: context length in tokens; the last `targets` of each window are scored.
+        protocol, targets, stride, bos: how the text was read, see `rope_ext_hf.eval.windows`.
+        length: context length in tokens.
+        left_out: documents too short to be read.
         loss: nats per token. NaN or infinite if any window's loss was; `nonfinite` names the documents.
+        low, high: its 95% interval, by resampling documents (equal to the loss where there is one document).
         perplexity, bits_per_token, bits_per_byte: the same loss in other units.
         documents: the sums it was made of.
     """
@@ -47,8 +64,12 @@ class Result:
     protocol: str
     length: int
     targets: int
+    stride: int
     bos: bool
+    left_out: int
     loss: float
+    low: float
+    high: float
     perplexity: float
     bits_per_token: float
     bits_per_byte: float
@@ -58,27 +79,25 @@ class Result:
     documents: tuple[DocumentLoss, ...]
 
     @classmethod
-    def of(
-        cls,
-        description: Description,
-        protocol: str,
-        length: int,
-        targets: int,
-        bos: bool,
-        documents: Sequence[DocumentLoss],
-    ) -> Result:
+    def of(cls, description: Description, reading: Reading, length: int, documents: Sequence[DocumentLoss]) -> Result:
+        """The result of one length, from every document's loss."""
         nats = math.fsum(document.nats for document in documents)
         tokens = sum(document.tokens for document in documents)
         loss = nats / tokens
+        low, high = bootstrap(documents)
         return cls(
             method=description.method,
             params=description.params,
             patched=description.patched,
-            protocol=protocol,
+            protocol=reading.protocol,
             length=length,
-            targets=targets,
-            bos=bos,
+            targets=reading.plan.targets,
+            stride=reading.plan.stride,
+            bos=reading.prefix is not None,
+            left_out=reading.left_out,
             loss=loss,
+            low=low,
+            high=high,
             perplexity=math.inf if loss >= 700 else math.exp(loss),
             bits_per_token=loss / math.log(2),
             bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
@@ -107,8 +126,6 @@ def label(result: Result) -> str:
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
     """Where a result comes from."""
-    import torch
-
     parameter = next(model.parameters())
     return {
         "model": model.name_or_path,

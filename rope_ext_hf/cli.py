@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -299,7 +299,9 @@ def ppl(
     factor: Factor = None,
     target_length: TargetLength = None,
     data: Data = "stdlib",
+    protocol: Annotated[str, typer.Option(help="matched, sliding, truncate, stream, blocks or position.")] = "matched",
     targets: Targets = None,
+    stride: Annotated[int, typer.Option(help="Tokens between windows under sliding and stream.")] = 256,
     max_windows: MaxWindows = None,
     bos: Annotated[
         bool | None, typer.Option("--bos/--no-bos", help="BOS before each window; default: the tokenizer's.")
@@ -330,7 +332,8 @@ def ppl(
         chosen += [
             resolve_method(name, rotary, factor=factor, target_length=length, **parameters) for name in method or []
         ]
-        _measure(loaded, tokenizer, chosen, wanted, data, scored, max_windows, bos, out, as_json)
+        options = {"targets": scored, "bos": bos, "protocol": protocol, "stride": stride}
+        _measure(loaded, tokenizer, chosen, wanted, data, max_windows, out, as_json, **options)
 
 
 @app.command()
@@ -359,7 +362,7 @@ def demo(
             Yarn(factor=8.0),
         ]
         lengths = [trained, 2 * trained, 4 * trained, 8 * trained]
-        _measure(model, tokenizer, chosen, lengths, "stdlib", None, windows, None, out, as_json)
+        _measure(model, tokenizer, chosen, lengths, "stdlib", windows, out, as_json)
 
 
 def _rotary(model: PreTrainedModel) -> Any:
@@ -374,19 +377,19 @@ def _measure(
     chosen: Sequence[Scaling | None],
     lengths: Sequence[int],
     data: str,
-    targets: int | None,
     max_windows: int | None,
-    bos: bool | None,
     out: Path,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Run every method, show progress, write and print the results."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from rope_ext_hf.eval.corpora import load
-    from rope_ext_hf.eval.perplexity import count_windows, finite, perplexity, tokenize
-    from rope_ext_hf.eval.results import label, provenance, write_json
+    from rope_ext_hf.eval.perplexity import check_vocabulary, finite, plan_reading, results_of, tokenize
+    from rope_ext_hf.eval.reading import Reader
+    from rope_ext_hf.eval.results import DocumentLoss, label, provenance, write_json
     from rope_ext_hf.eval.show import curves, table
     from rope_ext_hf.patches.patching import patched
 
@@ -395,8 +398,9 @@ def _measure(
     except OSError as error:
         raise CheckpointError(f"the folder {str(out)!r} cannot be made: {error.strerror}") from error
     corpus = tokenize(load(data), tokenizer)
-    options: dict[str, Any] = {"targets": targets, "tokenizer": tokenizer, "bos": bos, "max_windows": max_windows}
-    reading = count_windows(corpus, lengths, targets, max_windows) * sum(set(lengths))
+    check_vocabulary(model, corpus)
+    reading = plan_reading(corpus, lengths=lengths, tokenizer=tokenizer, max_windows=max_windows, **options)
+    reader = Reader(model)
     errors = Console(stderr=True)
     results: list[Result] = []
     with Progress(
@@ -409,19 +413,18 @@ def _measure(
         disable=not errors.is_terminal,
         transient=True,
     ) as bar:
-        task = bar.add_task("as loaded", total=len(chosen) * reading)
+        task = bar.add_task("as loaded", total=len(chosen) * reading.tokens)
 
         def advance(tokens: int) -> None:
             bar.advance(task, tokens)
 
         for method in chosen:
-            if method is None:
-                found = perplexity(model, corpus, lengths=lengths, progress=advance, **options)
-            else:
-                bar.update(task, description=method.name)
-                with patched(model, method):
-                    found = perplexity(model, corpus, lengths=lengths, progress=advance, **options)
-            results += found
+            bar.update(task, description=method.name if method else "as loaded")
+            losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
+            with patched(model, method) if method else nullcontext():
+                for length, loss in reading.measure(reader, advance):
+                    losses[length].append(loss)
+                results += results_of(model, reading, losses)
 
     trained = _rotary(model).trained_length
     write_json(out / "results.json", provenance(model, data), results)

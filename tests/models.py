@@ -47,6 +47,20 @@ class Family:
 
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _GQA: dict[str, Any] = {"num_key_value_heads": 2}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", settings=_GQA),
@@ -61,7 +75,9 @@ FAMILIES: dict[str, Family] = {
         settings=_GQA | {"original_max_position_embeddings": TRAINED, "sliding_window": None},
         forms=("default", "longrope"),
     ),
-    "gemma2": Family("Gemma2Config", settings=_GQA | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": False}),
+    "gemma2": Family(
+        "Gemma2Config", settings=_GQA | {"head_dim": 16, "sliding_window": 32, "tie_word_embeddings": False}
+    ),
     "gemma3": Family(
         "Gemma3TextConfig",
         settings=_GQA | {"head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
@@ -72,24 +88,29 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family("GPTNeoXConfig", rotated=8, partial=0.5),
     "glm": Family("GlmConfig", rotated=8, settings=_GQA | {"head_dim": 16}, partial=0.5),
     "cohere": Family("CohereConfig", settings=_GQA | {"logit_scale": 1.0}),
-    "deepseek_v3": Family(
-        "DeepseekV3Config",
-        rotated=8,
-        settings={
-            "num_key_value_heads": 4,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
+    "olmo3": Family(
+        "Olmo3Config",
+        settings=_GQA | {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        nested=True,
+    ),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        settings=_GQA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+    ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        settings=_GQA
+        | {
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 512,
+            "no_rope_layers": [1, 1],
+            "interleave_moe_layer_step": 1,
         },
     ),
+    "deepseek_v2": Family("DeepseekV2Config", rotated=8, settings=_LATENT | {"topk_method": "greedy"}),
+    "deepseek_v3": Family("DeepseekV3Config", rotated=8, settings=_LATENT),
 }
 
 
@@ -156,6 +177,12 @@ def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     return out
 
 
+def rotary_of(model: Any) -> Any:
+    """The one rotary module of a model's decoder."""
+    (found,) = [module for path, module in model.named_modules() if path.endswith("rotary_emb")]
+    return found
+
+
 # --- methods, in our words and in transformers' -------------------------------------------------------------------
 
 
@@ -219,7 +246,7 @@ def static_cases(name: str, factor: float = 4.0) -> dict[str, Case]:
             longrope | {"attention_factor": 1.2},
         ),
     }
-    if name == "deepseek_v3":  # its attention is built for one mscale_all_dim; another cannot be patched in
+    if name.startswith("deepseek"):  # its attention is built for one mscale_all_dim; another cannot be patched in
         del cases["yarn, mscale"]
     return {key: Case(case.method, case.params, _accepted(name, case.form)) for key, case in cases.items()}
 

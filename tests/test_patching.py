@@ -28,6 +28,7 @@ from tests.models import (
     dynamic_cases,
     from_config,
     logits,
+    rotary_of,
     static_cases,
     tokens,
 )
@@ -47,14 +48,11 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def rotary_of(model: Any) -> Any:
-    return model.base_model.rotary_emb
-
-
 def cos_of(model: Any, positions: Tensor, layer_type: str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The cosines a model's rotary module gives (batch, length, ...)."""
+    """The cosines a model's rotary module gives (batch, length, ...); of those that give complex numbers, all."""
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
-    cos: Tensor = rotary_of(model)(torch.zeros(1, dtype=dtype), positions, **kwargs)[0]
+    out = rotary_of(model)(torch.zeros(1, dtype=dtype), positions, **kwargs)
+    cos: Tensor = torch.view_as_real(out) if isinstance(out, Tensor) else out[0]
     return cos
 
 
@@ -137,6 +135,9 @@ def test_accurate_in_a_model_cast_to_bfloat16() -> None:
     assert difference(sin.double(), angle.sin()) <= 1e-6
 
 
+IN_FLOAT32 = ("olmo", "olmo2", "olmo3", "llama4", "deepseek_v2")  # whatever the model's dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @every_family
 def test_angles_come_in_the_dtype_and_shape_of_the_stock_module(name: str, dtype: torch.dtype) -> None:
@@ -146,9 +147,18 @@ def test_angles_come_in_the_dtype_and_shape_of_the_stock_module(name: str, dtype
     stock = cos_of(model, positions, layer_type, dtype)
     ours = cos_of(rope.patch(model, "default"), positions, layer_type, dtype)
     assert ours.dtype == stock.dtype
-    assert ours.dtype == (torch.float32 if name in ("olmo", "olmo2") else dtype)
+    assert ours.dtype == (torch.float32 if name in IN_FLOAT32 else dtype)
     assert ours.shape == stock.shape
     assert difference(ours.float(), stock.float()) <= 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e7])
+def test_a_model_cast_before_the_patch_is_as_good_as_one_cast_after(theta: float, dtype: torch.dtype) -> None:
+    before, after = (build("llama", {"rope_theta": theta}, head_dim=128) for _ in range(2))
+    rope.patch(before.to(dtype), "yarn", factor=4)
+    rope.patch(after, "yarn", factor=4).to(dtype)
+    assert torch.equal(logits(before, tokens(LONG)), logits(after, tokens(LONG)))
 
 
 @every_family
@@ -316,6 +326,41 @@ def test_patched_that_fails_to_patch_leaves_the_model_alone() -> None:
     with pytest.raises(MethodError), rope.patched(model, "linear", factor=0):
         pass
     assert state(model) == before
+
+
+def test_patched_restores_a_patch_with_all_its_settings() -> None:
+    model = rope.patch(build("llama"), "dynamic", factor=4, native=True)
+    said, route = copy.deepcopy(model.config.to_dict()), rope.describe(model).save_route
+    with rope.patched(model, "theta", theta=1e6, target_length=LONG):
+        assert model.config.max_position_embeddings == LONG
+    assert model.config.to_dict() == said
+    assert rope.describe(model).save_route == route
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(100, mean_resizing=False)
+
+
+def other_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def other_settings(model: Any) -> None:
+    model.config.use_cache = False
+    model.config.pad_token_id = 5
+
+
+@pytest.mark.parametrize("act", [rope.unpatch, lambda model: rope.patch(model, "linear", factor=4)])
+@pytest.mark.parametrize("change", [resize, other_attention, other_settings])
+def test_what_else_changed_in_the_config_while_patched_stays(change: Any, act: Any) -> None:
+    model, twin = rope.patch(build("llama"), "yarn", factor=4), build("llama")
+    change(model)
+    change(twin)
+    act(model)
+    act(twin)
+    assert model.config.to_dict() == twin.config.to_dict()
+    assert model.config._attn_implementation == twin.config._attn_implementation
+    assert model.lm_head.weight.shape == twin.lm_head.weight.shape
 
 
 # --- nobody else --------------------------------------------------------------------------------------------------
@@ -602,6 +647,13 @@ def test_descriptions_are_json(name: str, method: str) -> None:
         assert "rope_ext_hf.from_pretrained" in seen.save_route
 
 
+def test_a_description_with_pairs_that_do_not_turn_is_json() -> None:
+    seen = rope.describe(build("llama", {"rope_type": "proportional", "partial_rotary_factor": 0.5}))
+    assert seen.wavelengths[:4] == pytest.approx([2 * math.pi * THETA ** (2 * i / 16) for i in range(4)])
+    assert seen.wavelengths[4:] == (math.inf,) * 4
+    json.dumps(seen.to_dict(), allow_nan=False)
+
+
 def test_describe_dynamic_extends_with_the_input_unless_told() -> None:
     model = build("llama")
     assert rope.describe(rope.patch(model, "dynamic-ntk")).extended_length is None
@@ -654,6 +706,18 @@ def test_the_length_matters(which: str) -> None:
 
 
 @every_dynamic
+def test_rows_of_a_batch_do_not_touch_each_other(which: str) -> None:
+    method, params = dynamic_cases("llama")[which]
+    model, ids = rope.patch(build("llama"), method, **params), tokens(60, batch=2)
+    positions = torch.stack((torch.arange(60), torch.arange(60) + LONG))
+    both = logits(model, ids, position_ids=positions)
+    for row in range(2):
+        alone = logits(model, ids[row : row + 1], position_ids=positions[row : row + 1])
+        assert difference(both[row : row + 1], alone) <= TOLERANCE
+    assert difference(both[1:], logits(model, ids[1:])) >= CHANGED
+
+
+@every_dynamic
 def test_a_padded_batch_is_refused(which: str) -> None:
     method, params = dynamic_cases("llama")[which]
     model, ids = rope.patch(build("llama"), method, **params), tokens(80, batch=2)
@@ -673,8 +737,9 @@ def test_a_cached_decode_is_refused(name: str, which: str) -> None:
     model = rope.patch(build(name), method, **params)
     with pytest.raises(LengthError, match="fixed_length"):
         fill(model, tokens(TRAINED + 2), TRAINED)
-    with pytest.raises(LengthError, match="fixed_length"):
-        model.generate(tokens(8), max_new_tokens=3, do_sample=False)
+    for cache in ("dynamic", "static"):
+        with pytest.raises(LengthError, match="fixed_length"):
+            model.generate(tokens(8), max_new_tokens=3, do_sample=False, cache_implementation=cache)
 
 
 def test_arguments_by_position_are_seen_too() -> None:
@@ -715,15 +780,34 @@ def test_generate_is_greedy_search_without_a_cache(name: str, method: str) -> No
     model, ids, new = rope.patch(build(name), method, **params), tokens(TRAINED - 3), 8
     with rope.fixed_length(model, TRAINED - 3 + new):
         got = model.generate(
-            ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids)
+            ids,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            attention_mask=torch.ones_like(ids),
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         expected = ids
-        for _ in range(new):
+        for step in range(new):
             last = logits(model, expected)[:, -1]
+            assert difference(got.logits[step], last) <= TOLERANCE
             last[:, 2] = -torch.inf  # min_new_tokens keeps the end-of-sequence token out
             expected = torch.cat((expected, last.argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(got, expected)
-    assert len(set(got[0, -new:].tolist())) > 1
+    assert torch.equal(got.sequences, expected)
+
+
+@pytest.mark.parametrize("method", ["dynamic-ntk", "yarn"])
+def test_generate_with_a_static_cache_and_with_beams(method: str) -> None:
+    params: dict[str, Any] = {"factor": 4} if method == "yarn" else {}
+    model, ids = rope.patch(build("llama"), method, **params), tokens(TRAINED - 3, batch=2)
+    asked = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with rope.fixed_length(model, TRAINED + 5):
+        expected = model.generate(ids, **asked)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **asked), expected)
+        assert torch.equal(model.generate(ids, use_cache=False, **asked), expected)
+        beams = model.generate(ids, num_beams=3, **asked)
+        assert torch.equal(model.generate(ids, num_beams=3, use_cache=False, **asked), beams)
 
 
 def test_left_padding_under_a_fixed_length() -> None:
@@ -930,6 +1014,24 @@ def test_compiles_in_one_graph(name: str, method: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_can_be_patched_and_unpatched() -> None:
+    model: Any = torch.compile(build("llama"), backend="eager")
+    ids = tokens(LONG)
+    plain = logits(model, ids)
+    rope.patch(model, "yarn", factor=4)
+    assert difference(logits(model, ids), logits(rope.patch(build("llama"), "yarn", factor=4), ids)) <= TOLERANCE
+    rope.unpatch(model)
+    assert torch.equal(logits(model, ids), plain)
+
+
+def test_exports() -> None:
+    model, ids = rope.patch(build("llama"), "yarn", factor=4), tokens(LONG)
+    program = torch.export.export(model, (ids,), {"use_cache": False})
+    with torch.no_grad():
+        assert difference(program.module()(ids, use_cache=False).logits, logits(model, ids)) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_to_no_more_graphs_than_the_stock_model() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -945,12 +1047,12 @@ def test_compiles_to_no_more_graphs_than_the_stock_model() -> None:
     assert 1 <= patched <= stock
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Counts how often a value on the device is asked for by the host."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
@@ -959,7 +1061,8 @@ class HostReads(TorchDispatchMode):
 
 
 def host_reads(model: Any, length: int = LONG) -> int:
-    with HostReads() as seen:
+    seen = HostReads()
+    with seen:
         logits(model, tokens(length), position_ids=torch.arange(length)[None], attention_mask=None)
     return seen.count
 
@@ -974,13 +1077,28 @@ def test_static_methods_never_wait_for_the_device(name: str, which: str) -> None
 
 def test_the_rotary_module_never_waits_for_the_device() -> None:
     def reads(model: Any) -> int:
-        with HostReads() as seen:
+        seen = HostReads()
+        with seen:
             rotary_of(model)(torch.zeros(1), torch.arange(LONG)[None])
         return seen.count
 
     assert reads(rope.patch(build("llama"), "yarn", factor=4)) == 0
     assert reads(rope.patch(build("llama"), "dynamic", factor=4)) == 0
     assert reads(build("llama", {"rope_type": "dynamic", "factor": 4.0})) > 0  # so that the count can be anything else
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_patched_without_weights_and_filled_later(name: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(build_config(name)).eval()
+    rope.patch(model, "yarn", factor=4)
+    model.to_empty(device="cpu")
+    model.load_state_dict(build(name).state_dict())
+    rotary_of(model).replaced.to_empty(device="cpu")
+    if name == "gemma3":
+        model.model.embed_tokens.embed_scale.fill_(64**0.5)
+    expected = rope.patch(build(name), "yarn", factor=4)
+    assert torch.equal(logits(model, tokens(LONG)), logits(expected, tokens(LONG)))
 
 
 DEVICE_MAP = {

@@ -11,9 +11,12 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import Document
-from rope_ext_hf.eval.perplexity import HEAD_CHUNK, Tokens, tokenize
+from rope_ext_hf.eval.perplexity import Tokens, tokenize
+from rope_ext_hf.eval.reading import Reader
+from rope_ext_hf.eval.results import DocumentLoss, bootstrap
+from rope_ext_hf.eval.windows import PROTOCOLS
 from rope_ext_hf.reference import path
-from tests.models import build, from_config
+from tests.models import FAMILIES, build, from_config
 
 
 def tokens(name: str, count: int, seed: int) -> Tokens:
@@ -21,17 +24,92 @@ def tokens(name: str, count: int, seed: int) -> Tokens:
     return Tokens(name, ids, tuple(range(1, count + 1)))
 
 
-def naive(model: Any, ids: Tensor, length: int, longest: int, targets: int) -> tuple[float, int]:
-    """Nats over all matched windows of one document, from full float64 logits and one probability at a time."""
-    nats, scored = 0.0, 0
-    for stop in range(longest, len(ids) + 1, longest):
-        window = ids[stop - length : stop]
-        with torch.no_grad():
-            probabilities = model(window[None]).logits[0].double().softmax(-1)
-        for position in range(length - targets, length):
-            nats -= math.log(probabilities[position - 1, window[position]].item())
-            scored += 1
-    return nats, scored
+def nats(model: Any, window: Tensor, scored: range) -> float:
+    """From full float64 logits, one probability at a time."""
+    with torch.no_grad():
+        probabilities = model(window[None], use_cache=False).logits[0].double().softmax(-1)
+    return -math.fsum(math.log(probabilities[i - 1, window[i]].item()) for i in scored)
+
+
+# Each protocol once more, straight from its description: documents, N, the longest length -> (nats, tokens).
+# T = 7 targets, stride S = 5.
+def naive_matched(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
+    ends = range(longest, len(ids) + 1, longest)
+    return [(nats(model, ids[end - n : end], range(n - 7, n)), 7) for end in ends]
+
+
+def naive_sliding(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
+    if len(ids) < longest:
+        return []
+    return [(nats(model, ids[a : a + n], range(n - 5, n)), 5) for a in range(0, len(ids) - n + 1, 5)]
+
+
+def naive_truncate(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
+    return [(nats(model, ids[:n], range(1, n)), n - 1)] if len(ids) >= longest else []
+
+
+def naive_stream(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
+    return [(nats(model, ids[a : a + n], range(1, n)), n - 1) for a in range(0, len(ids) - n + 1, 5)]
+
+
+def naive_blocks(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
+    found = []
+    for first in range(0, len(ids), n):  # without a prefix token the very first token is not scored
+        last = min(first + n, len(ids))
+        begin = max(0, last - n - 1)
+        scored = range(max(first, 1) - begin, last - begin)
+        found.append((nats(model, ids[begin:last], scored), len(scored)))
+    return found
+
+
+def naive_position(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
+    if len(ids) < longest:
+        return []
+    after = {16: 1, 32: 16, 64: 32}[n]
+    return [(nats(model, ids[:longest], range(after, n)), n - after)]
+
+
+NAIVE = {
+    "matched": naive_matched,
+    "sliding": naive_sliding,
+    "truncate": naive_truncate,
+    "stream": naive_stream,
+    "blocks": naive_blocks,
+    "position": naive_position,
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_protocol_equals_a_naive_computation(protocol: str) -> None:
+    model = build("llama").double()
+    corpus = [tokens("a", 150, 1), tokens("b", 70, 2), tokens("short", 63, 3)]
+    for result in perplexity(
+        model, corpus, lengths=[16, 32, 64], protocol=protocol, targets=7, stride=5, bos=False, chunk=16
+    ):
+        parts = [part for d in corpus for part in NAIVE[protocol](model, d.ids, result.length, 64)]
+        expected = sum(part[0] for part in parts) / sum(part[1] for part in parts)
+        assert result.tokens == sum(part[1] for part in parts)
+        assert result.loss == pytest.approx(expected, abs=1e-6)
+        assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-6)
+        assert result.bits_per_token == pytest.approx(expected / math.log(2), abs=2e-6)
+        assert result.bits_per_byte == pytest.approx(result.bits_per_token)  # here a token is a byte
+        assert result.low <= result.loss <= result.high
+
+
+def test_blocks_equal_lm_eval() -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path())
+    text = "def add(first, second):\n    return first + second\n" * 12
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, max_length=256, batch_size=1, add_bos_token=False)
+    (theirs,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    (ours,) = perplexity(model, [Document("a", text)], lengths=[256], protocol="blocks", tokenizer=tokenizer)
+    assert ours.tokens == len(text)
+    assert -ours.loss * ours.tokens == pytest.approx(theirs, abs=1e-2)  # of hundreds of nats
+    assert ours.loss == pytest.approx(-theirs / len(text), abs=1e-5)
 
 
 def granite() -> Any:
@@ -41,37 +119,76 @@ def granite() -> Any:
     return from_config(GraniteConfig(vocab_size=97, logits_scaling=3.0, initializer_range=0.3, **sizes))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: build("llama"),
-        lambda: build("gemma2", final_logit_softcapping=2.0),
-        lambda: build("cohere", logit_scale=0.25),
-        granite,
-    ],
-    ids=["plain", "soft cap", "factor", "divisor"],
-)
-def test_equals_a_naive_computation(make: Callable[[], Any]) -> None:
-    """Whatever stands behind the head."""
-    model = make()
-    corpus = [tokens("a", 150, 1), tokens("b", 70, 2), tokens("short", 63, 3)]
-    for result in perplexity(model, corpus, lengths=[16, 32, 64], targets=7, bos=False):
-        parts = [naive(model, document.ids, result.length, 64, 7) for document in corpus]
-        nats, scored = sum(p[0] for p in parts), sum(p[1] for p in parts)
-        assert (result.tokens, scored, result.windows) == (21, 21, 3)
-        assert result.loss == pytest.approx(nats / scored, abs=1e-5)
-        assert result.perplexity == pytest.approx(math.exp(nats / scored), rel=1e-5)
-        assert result.bits_per_byte == pytest.approx(nats / scored / math.log(2), abs=1e-5)
-        assert [document.name for document in result.documents] == ["a", "b"]
+READ: dict[str, Callable[[], Any]] = {
+    **{name: lambda name=name: build(name) for name in FAMILIES},
+    "soft cap": lambda: build("gemma2", final_logit_softcapping=2.0, attn_logit_softcapping=3.0),
+    "factor": lambda: build("cohere", logit_scale=0.25),
+    "divisor": granite,
+    "window": lambda: build("mistral", sliding_window=24),
+}
 
 
-def test_more_targets_than_one_pass_of_the_head() -> None:
-    model = build("llama")
-    document = tokens("a", 2 * HEAD_CHUNK, 4)
-    targets = HEAD_CHUNK + 3
-    (result,) = perplexity(model, [document], lengths=[2 * HEAD_CHUNK], targets=targets, bos=False)
-    nats, scored = naive(model, document.ids, 2 * HEAD_CHUNK, 2 * HEAD_CHUNK, targets)
-    assert result.loss == pytest.approx(nats / scored, abs=1e-5)
+@pytest.mark.parametrize("name", READ)
+def test_reading_in_chunks_changes_nothing(name: str) -> None:
+    """Any family, whatever its attention is and whatever stands behind its head; losses token by token."""
+    model = READ[name]()
+    ids = tokens("a", 150, 1).ids
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[4:-1].float(), ids[5:], reduction="none")
+    implementation = model.config._attn_implementation
+    reader = Reader(model, chunk=37, head_chunk=16)
+    torch.testing.assert_close(reader.losses(ids, 5), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(reader.losses(ids[:60], 5), expected[:55], atol=2e-5, rtol=0)  # the cache used again
+    assert model.config._attn_implementation == implementation
+    assert reader.chunked or name in ("gpt_oss", "llama4")  # attention sinks; chunked attention
+
+
+@pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
+def test_chunks_change_nothing_under_a_length_dependent_method(method: str) -> None:
+    model = rope.patch(build("llama"), method)
+    ids = tokens("a", 300, 1).ids
+    with torch.no_grad(), rope.fixed_length(model, 300):
+        logits = model(ids[None], use_cache=False).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+    losses = Reader(model, chunk=64).losses(ids, 1)
+    torch.testing.assert_close(losses, expected, atol=2e-5, rtol=0)
+    assert losses.mean().item() == pytest.approx(expected.mean().item(), abs=1e-5)
+
+
+def test_bfloat16_in_chunks_is_near_one_shot() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.bfloat16).eval()
+    rope.patch(model, "yarn", factor=4)
+    ids = tokens("a", 1024, 1).ids
+    one, many = (Reader(model, chunk=chunk).losses(ids, 1).mean().item() for chunk in (4096, 100))
+    assert many == pytest.approx(one, abs=1e-2)
+
+
+def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
+    """No tensor the reader makes is as large as (length, vocabulary)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return out
+
+    model = build("llama", vocab_size=5000)
+    ids = tokens("a", 512, 1).ids
+    reader = Reader(model, chunk=64, head_chunk=32)
+    with Largest() as seen:
+        reader.losses(ids, 1)
+    assert reader.chunked
+    assert 32 * 5000 <= seen.elements < 512 * 5000 / 4
 
 
 def test_a_head_that_cannot_be_run_apart_is_measured_through_the_whole_model() -> None:
@@ -79,8 +196,28 @@ def test_a_head_that_cannot_be_run_apart_is_measured_through_the_whole_model() -
     model.config.logit_scale = 2.0  # a key the model's own forward does not read: run apart, logits would be doubled
     document = tokens("a", 64, 5)
     (result,) = perplexity(model, [document], lengths=[64], targets=7, bos=False)
-    nats, scored = naive(model, document.ids, 64, 64, 7)
-    assert result.loss == pytest.approx(nats / scored, abs=1e-5)
+    assert not Reader(model).chunked
+    assert result.loss == pytest.approx(nats(model, document.ids, range(57, 64)) / 7, abs=1e-5)
+
+
+def test_a_model_whose_own_method_follows_the_input_is_read_whole() -> None:
+    model = build("llama", form={"rope_type": "dynamic", "factor": 4.0})
+    document = tokens("a", 256, 6)
+    results = perplexity(model, [document], lengths=[64, 256], targets=7, bos=False, chunk=32)
+    for result in results:
+        fresh = build("llama", form={"rope_type": "dynamic", "factor": 4.0})
+        expected = nats(fresh, document.ids[256 - result.length :], range(result.length - 7, result.length)) / 7
+        assert result.loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_bootstrap_interval() -> None:
+    same = [DocumentLoss(n, 20.0, 10, 10, 1) for n in "abc"]
+    assert bootstrap(same) == (2.0, 2.0)
+    draws = torch.Generator().manual_seed(1)
+    means = torch.randn(400, generator=draws, dtype=torch.float64) + 3
+    low, high = bootstrap([DocumentLoss(str(i), 10 * m, 10, 10, 1) for i, m in enumerate(means.tolist())])
+    assert low == pytest.approx(means.mean().item() - 1.96 / 20, abs=0.02)
+    assert high == pytest.approx(means.mean().item() + 1.96 / 20, abs=0.02)
 
 
 def test_length_dependent_methods_run_at_the_context_length() -> None:
@@ -88,8 +225,8 @@ def test_length_dependent_methods_run_at_the_context_length() -> None:
     document = tokens("a", 256, 6)
     for result in perplexity(model, [document], lengths=[64, 256], targets=7, bos=False):
         with rope.fixed_length(model, result.length):
-            nats, scored = naive(model, document.ids, result.length, 256, 7)
-        assert result.loss == pytest.approx(nats / scored, abs=1e-5)
+            expected = nats(model, document.ids[256 - result.length :], range(result.length - 7, result.length)) / 7
+        assert result.loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_loss_that_is_not_finite_is_named_not_averaged_away() -> None:
@@ -117,9 +254,8 @@ def test_bos_takes_the_place_of_the_first_token() -> None:
     (result,) = perplexity(model, [document], lengths=[64], targets=7, tokenizer=tokenizer)
     ids = document.ids.clone()
     ids[0] = 2
-    nats, scored = naive(model, ids, 64, 64, 7)
     assert result.bos
-    assert result.loss == pytest.approx(nats / scored, abs=1e-5)
+    assert result.loss == pytest.approx(nats(model, ids, range(57, 64)) / 7, abs=1e-5)
     (without,) = perplexity(model, [document], lengths=[64], targets=7, tokenizer=tokenizer, bos=False)
     assert not without.bos
     assert without.loss != result.loss
@@ -135,12 +271,14 @@ def test_refusals() -> None:
     model = build("llama")
     with pytest.raises(rope.CorpusError, match=r"no document has 128 tokens.*has 64"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[128], bos=False)
-    with pytest.raises(rope.CorpusError, match="no document has"):
+    with pytest.raises(rope.CorpusError, match=r"no document has"):
         perplexity(model, [], lengths=[128], bos=False)
     with pytest.raises(rope.CorpusError, match=r"token id 400 is outside the model's vocabulary of 97"):
         perplexity(model, [Tokens("a", torch.full((64,), 400), tuple(range(64)))], lengths=[64], bos=False)
-    with pytest.raises(rope.MethodError, match="unknown protocol 'slide'"):
-        perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="slide", bos=False)
+    with pytest.raises(rope.MethodError, match=r"unknown protocol 'slidng'. Did you mean 'sliding'"):
+        perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="slidng", bos=False)
+    with pytest.raises(rope.MethodError, match="stride must be at least 1"):
+        perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="sliding", stride=0, bos=False)
     with pytest.raises(rope.MethodError, match="targets must be"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[64], targets=64, bos=False)
     with pytest.raises(rope.CorpusError, match="give tokenizer"):

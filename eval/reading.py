@@ -1,0 +1,318 @@
+"""Reading long text in fixed memory: what every measurement runs on.
+
+    reader = Reader(model)
+    nats = reader.losses(ids, first=1024)      # one number per token from the 1024th on
+
+The decoder reads a window in chunks that add their keys and values to a cache allocated once; attention of a chunk is
+to the past, without a mask, plus causal within the chunk, merged by their log-sum-exp, so that no mask is built and no
+key is repeated over query heads. The head runs over a few tokens at a time. Memory above weights and cache does not
+depend on the length. Whether a model can be read like this is checked on a few tokens; one that cannot is read whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+from rope_ext_hf.patches.patching import fixed_length
+from rope_ext_hf.patches.slots import find_slots, patched_slots
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Reader"]
+
+ATTENTION = "rope_ext_hf/chunks"
+CHUNK_BYTES = 200 * 2**20  # activations of one chunk of tokens in the decoder
+HEAD_BYTES = 160 * 2**20  # logits of one chunk of tokens, and what their softmax needs
+
+
+class UnreadableError(Exception):
+    """This model's attention wants something that chunked reading does not have."""
+
+
+class Reader:
+    """Per-token losses of a causal language model.
+
+    Args:
+        model: patched or not, in any dtype, on any device. Patching and unpatching it later is fine.
+        chunk: tokens per pass of the decoder; default: what fits `CHUNK_BYTES`.
+        head_chunk: tokens per pass of the head; default: what fits `HEAD_BYTES`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, chunk: int | None = None, head_chunk: int | None = None) -> None:
+        self.model = model
+        config = model.config.get_text_config()
+        width = torch.finfo(model.dtype).bits // 8
+        widest = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
+        self.chunk = chunk or _power_of_two(CHUNK_BYTES // (4 * width * widest))
+        self.head_chunk = head_chunk or _power_of_two(HEAD_BYTES // (config.vocab_size * (8 + width)))
+        self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+        self.head = model.get_output_embeddings()
+        self.cache: _Cache | None = None
+        self.chunked = False
+        if self.decoder is not None and self.decoder is not model and self.head is not None:
+            self.chunked = self._reads_the_same_in_chunks()
+
+    @torch.inference_mode()
+    def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
+        """Negative log-likelihoods in nats of tokens first..N of one window, given all tokens before each.
+
+        Args:
+            ids: (N,) int64.
+            first: the first scored token, at least 1.
+            length: what length-dependent methods are held at; default N.
+
+        Returns:
+            (N - first,) float32 on the CPU.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        ids = ids.to(device)
+        with _length(self.model, length or len(ids)):
+            if not self.chunked or _follows_the_input(self.model):
+                return self._whole(ids, first).cpu()
+            return torch.cat([part.cpu() for part in self._by_chunks(ids, first)])
+
+    def _whole(self, ids: Tensor, first: int) -> Tensor:
+        count = len(ids) - first
+        logits = self.model(ids[None], use_cache=False, logits_to_keep=count + 1).logits[0, -count - 1 : -1]
+        return _nll(logits.float(), ids[first:].to(logits.device))
+
+    def _by_chunks(self, ids: Tensor, first: int) -> Iterator[Tensor]:
+        for start, hidden in self._hidden(ids):
+            # the state at position p says what is at p + 1
+            begin, end = max(start, first - 1), start + hidden.shape[0]
+            for at in range(begin, end, self.head_chunk):
+                stop = min(at + self.head_chunk, end)
+                logits = self._logits(hidden[at - start : stop - start])
+                yield _nll(logits, ids[at + 1 : stop + 1].to(logits.device))
+
+    def _hidden(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The decoder's output for all but the last token, chunk by chunk: (first position, (tokens, hidden))."""
+        assert self.decoder is not None
+        ids = ids[:-1]
+        if self.cache is None or self.cache.capacity < len(ids):
+            self.cache = None  # free the old one first
+            self.cache = _Cache(len(ids))
+        self.cache.rewind()
+        with _chunked_attention(self.model):
+            for start in range(0, len(ids), self.chunk):
+                piece = ids[None, start : start + self.chunk]
+                positions = torch.arange(start, start + piece.shape[1], device=ids.device)[None]
+                out = self.decoder(input_ids=piece, position_ids=positions, past_key_values=self.cache, use_cache=True)
+                yield start, out.last_hidden_state[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits as the common families form them from hidden states: a head, then a scale or a soft cap; float32."""
+        logits: Tensor = self.head(hidden).float()
+        config = self.model.config.get_text_config()
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _reads_the_same_in_chunks(self) -> bool:
+        """Whether a few tokens, read in two chunks with the head apart, get the logits of an ordinary forward."""
+        ids = torch.arange(3, 15, device=self.model.get_input_embeddings().weight.device)
+        chunk, self.chunk = self.chunk, 7
+        try:
+            with torch.inference_mode(), _length(self.model, len(ids)):
+                whole = self.model(ids[None], use_cache=False).logits[0, :-1].float()
+                parts = torch.cat([self._logits(hidden) for _, hidden in self._hidden(ids)])
+        except (UnreadableError, TypeError, ValueError, AttributeError, RuntimeError, KeyError):
+            return False
+        finally:
+            self.chunk, self.cache = chunk, None
+        if whole.shape != parts.shape:
+            return False
+        # NaN in both is agreement: it is the model's, and shows in its losses
+        spread = max(1e-3, float(whole.nan_to_num().std()))
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        return torch.allclose(whole, parts, rtol=0, atol=tolerance * spread, equal_nan=True)
+
+
+def _power_of_two(fitting: int) -> int:
+    return 1 << max(4, min(12, fitting.bit_length() - 1))
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood per token, float32; logits (tokens, vocabulary) float32."""
+    return nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def _follows_the_input(model: PreTrainedModel) -> bool:
+    """A model as loaded whose own method depends on the length: transformers runs it right in one forward only."""
+    if patched_slots(model):
+        return False
+    return any(method.length_dependent for slot in find_slots(model) for _, method in slot.native.values())
+
+
+@contextmanager
+def _length(model: PreTrainedModel, length: int) -> Iterator[None]:
+    if not patched_slots(model):
+        yield
+        return
+    with fixed_length(model, length):
+        yield
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.filled = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_empty((*key_states.shape[:2], self.capacity, key_states.shape[-1]))
+        self.values = value_states.new_empty((*value_states.shape[:2], self.capacity, value_states.shape[-1]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        stop = self.filled + key_states.shape[-2]
+        self.keys[:, :, self.filled : stop] = key_states
+        self.values[:, :, self.filled : stop] = value_states
+        self.filled = stop
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def get_seq_length(self) -> int:
+        return self.filled
+
+
+class _Cache(Cache):  # type: ignore[misc]
+    """A cache for windows of up to `capacity` tokens, used again from window to window."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(layer_class_to_replicate=lambda: _Layer(capacity))
+        self.capacity = capacity
+
+    def rewind(self) -> None:
+        for layer in self.layers:
+            layer.filled = 0
+
+
+@contextmanager
+def _chunked_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Every attention module of this model uses `attend`, until the end of the block."""
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    configs = {id(c): c for m in model.modules() if hasattr(c := m.__dict__.get("config"), "_attn_implementation")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Windows are read one at a time and without padding: `attend` needs no mask."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of the newest queries to a cache that ends with their own keys.
+
+    Args:
+        query: (batch, heads, tokens, head_dim).
+        key, value: (batch, kv_heads, past + tokens, head_dim); heads share them in groups.
+        sliding_window: keys a query sees, itself included; None: all before it.
+
+    Returns:
+        (batch, tokens, heads, head_dim), None for the weights.
+
+    Raises:
+        UnreadableError: attention sinks, position biases or other additions to the scores.
+    """
+    unknown = {name for name in ("s_aux", "position_bias", "sinks", "head_mask") if kwargs.get(name) is not None}
+    if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnreadableError(", ".join(sorted(unknown)) or "a mask, or attention that is not causal")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    tokens = query.shape[-2]
+    if sliding_window is not None:
+        key, value = (tensor[:, :, -(sliding_window + tokens - 1) :] for tensor in (key, value))
+    past = key.shape[-2] - tokens
+    narrow = sliding_window is not None and key.shape[-2] > sliding_window
+    if softcap is not None or narrow or key.shape[-1] != value.shape[-1]:
+        out = _by_blocks(query, key, value, scale, sliding_window, softcap)
+    elif query.device.type != "cpu":  # the bias stands for a mask that the fused kernels never build
+        out = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=causal_lower_right(tokens, key.shape[-2]),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    elif past == 0 or tokens == 1:
+        out, _ = _flash(query, key, value, scale, causal=tokens > 1)
+    else:
+        before, before_lse = _flash(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
+        own, own_lse = _flash(query, key[:, :, past:], value[:, :, past:], scale, causal=True)
+        share = torch.sigmoid(before_lse - own_lse)[..., None].to(query.dtype)  # e^a / (e^a + e^b)
+        out = own.lerp_(before, share)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """The CPU's fused kernel with its log-sum-exp, (batch, heads, tokens); grouped heads need no repetition."""
+    kernel: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, causal, scale=scale)
+
+
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None, block: int = 1024
+) -> Tensor:
+    """Online softmax over blocks of keys, for what the fused kernels cannot do: a soft cap, a window."""
+    batch, heads, tokens, dim = query.shape
+    groups = heads // key.shape[1]
+    folded = query.reshape(batch, key.shape[1], groups * tokens, dim)
+    at = torch.arange(key.shape[-2] - tokens, key.shape[-2], device=query.device).repeat(groups)[:, None]
+    top = query.new_full((*folded.shape[:-1], 1), -math.inf, dtype=torch.float32)
+    total = torch.zeros_like(top)
+    out = torch.zeros((*folded.shape[:-1], value.shape[-1]), dtype=torch.float32, device=query.device)
+    for start in range(0, key.shape[-2], block):
+        keys = key[:, :, start : start + block]
+        scores = (folded @ keys.transpose(-1, -2)).float() * scale
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        seen = torch.arange(start, start + keys.shape[-2], device=query.device)
+        visible = seen <= at
+        if window is not None:
+            visible &= seen > at - window
+        scores.masked_fill_(~visible, -math.inf)
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = higher.masked_fill(higher == -math.inf, 0.0)  # a block a query sees nothing of
+        weights = (scores - base).exp_()
+        rescale = (top - base).exp_()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        out = out * rescale + (weights.to(value.dtype) @ value[:, :, start : start + block]).float()
+        top = higher
+    return (out / total).to(query.dtype).reshape(batch, heads, tokens, -1)

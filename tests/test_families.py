@@ -1,0 +1,237 @@
+"""families.toml: its loader refuses what it does not know, and every pairing in it is what transformers computes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+import rope_ext_hf as rope
+from rope_ext_hf.patches.families import Family, families, family, parse_families
+from tests.models import FAMILIES, TRAINED, build, static_cases
+
+DIM = 8
+
+# --- the loader ---------------------------------------------------------------------------------------------------
+
+
+def test_reads_tables_in_order() -> None:
+    text = """
+        [one]
+        pairing = "half"
+        rope_types = ["default", "longrope"]
+
+        [two]
+        like = "one"
+        pairing = "interleaved"
+
+        [three]
+        like = "two"
+        original_in_config = true
+
+        [four]
+    """
+    read = parse_families(text)
+    assert list(read) == ["one", "two", "three", "four"]
+    assert read["one"] == Family(pairing="half", rope_types=("default", "longrope"))
+    assert read["two"] == Family(pairing="interleaved", rope_types=("default", "longrope"))
+    assert read["three"] == Family(pairing="interleaved", rope_types=("default", "longrope"), original_in_config=True)
+    assert read["four"] == Family()
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('pairng = "half"', "pairng"),
+        ("head_dim = 64", "head_dim"),
+        ('like = "nobody"', "nobody"),
+        ('like = "later"', "later"),
+        ('like = "wrong"', "wrong"),
+        ("like = 3", "3"),
+        ('pairing = "both"', "both"),
+        ("pairing = 1", "1"),
+        ('pairing = ""', "''"),
+        ("rope_types = 3", "3|int"),
+        ('rope_types = "longrope"', "longrope"),
+        ("rope_types = [1]", "1"),
+        ('original_in_config = "yes"', "yes"),
+        ("softmax_mscale = 1", "1"),
+    ],
+)
+def test_refuses_what_it_does_not_know(table: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        parse_families(f'[fine]\npairing = "half"\n\n[wrong]\n{table}\n\n[later]\n')
+    assert "[wrong]" in str(caught.value)
+
+
+def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="pairing") as caught:
+        parse_families("[wrong]\nrope_type = []\n")
+    assert "rope_types" in str(caught.value)
+
+
+def test_a_value_outside_any_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="pairing"):
+        parse_families('pairing = "half"\n')
+
+
+def test_a_family_that_is_not_in_the_table_has_nothing_special() -> None:
+    assert "no_such_model" not in families()
+    assert family("no_such_model") == Family()
+
+
+# --- the entries --------------------------------------------------------------------------------------------------
+
+
+def modeling(model_type: str) -> Any:
+    package = model_type.removesuffix("_text")
+    return importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+
+
+def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
+    """What the family's own function makes of x (batch, heads, length, DIM) when every pair turns by its own angle.
+
+    cos and sin come in the arrangement that this family's rotary module would give them in.
+    """
+    module = modeling(model_type)
+    angle = torch.linspace(0.3, 1.2, DIM // 2).view(1, 1, -1)
+
+    if hasattr(module, "apply_rotary_emb") and not hasattr(module, "apply_rotary_pos_emb"):
+        turn = torch.polar(torch.ones_like(angle), angle)
+        if model_type == "llama4_text":  # wants (batch, length, heads, dim)
+            return lambda x: module.apply_rotary_emb(x.transpose(1, 2), x.transpose(1, 2), turn)[0].transpose(1, 2)
+        return lambda x: module.apply_rotary_emb(x, x, turn)[0]
+
+    name = "apply_rotary_pos_emb"
+    if hasattr(module, "apply_rotary_pos_emb_interleave") and interleaves(model_type):
+        name = "apply_rotary_pos_emb_interleave"
+    config = transformers.CONFIG_MAPPING[model_type](**SMALL | SMALLER.get(model_type, {}))
+    arrangement = arranged(model_type, config)
+    both = torch.repeat_interleave(angle, 2, dim=-1) if arrangement == "interleaved" else torch.cat((angle, angle), -1)
+    return lambda x: getattr(module, name)(x, x, both.cos(), both.sin())[0]
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+}
+# Heads of 8 dims, all of them turning.
+SMALLER: dict[str, dict[str, Any]] = {
+    name: {"head_dim": DIM}
+    for name in ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "qwen3", "qwen3_moe", "ernie4_5")
+} | {"deepseek_v2": {"qk_rope_head_dim": DIM}, "deepseek_v3": {"qk_rope_head_dim": DIM}}
+
+
+def interleaves(model_type: str) -> bool:
+    return bool(transformers.CONFIG_MAPPING[model_type]().rope_interleave)
+
+
+def arranged(model_type: str, config: Any) -> str:
+    """How the family's rotary module lays out its cosines: each angle twice side by side, or next to each other."""
+    module = modeling(model_type)
+    cls = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
+    rotary = cls(config)
+    layer_type = {"layer_type": "full_attention"} if model_type == "gemma3_text" else {}
+    if layer_type and "full_attention" not in config.layer_types:
+        layer_type = {"layer_type": config.layer_types[0]}
+    row = rotary(torch.zeros(1), torch.ones(1, 1, dtype=torch.int64), **layer_type)[0].flatten()
+    if torch.equal(row[0::2], row[1::2]):
+        return "interleaved"
+    assert torch.equal(row[: len(row) // 2], row[len(row) // 2 :])
+    return "half"
+
+
+@pytest.mark.parametrize("model_type", families())
+def test_pairing_is_what_transformers_computes(model_type: str) -> None:
+    rotate = rotation(model_type)
+    lit = []  # which outputs each input dim lights up; the two dims of a pair light up the same two
+    for i in range(DIM):
+        x = torch.zeros(1, 1, 1, DIM)
+        x[..., i] = 1.0
+        lit.append(frozenset(rotate(x).flatten().nonzero().flatten().tolist()))
+    assert all(len(each) == 2 for each in lit)
+    pairs = {(i, j) for i, j in combinations(range(DIM), 2) if lit[i] == lit[j]}
+    expected = {
+        "half": {(i, i + DIM // 2) for i in range(DIM // 2)},
+        "interleaved": {(2 * i, 2 * i + 1) for i in range(DIM // 2)},
+    }
+    assert pairs == expected[str(family(model_type).pairing)]
+
+
+@pytest.mark.parametrize("model_type", families())
+def test_every_model_type_exists(model_type: str) -> None:
+    assert model_type in transformers.CONFIG_MAPPING
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_accepted_rope_types_are_those_of_the_config(name: str) -> None:
+    model = build(name)
+    table = family(model.config.model_type).rope_types
+    accepted = set()
+    for rope_type, which in {"default": "theta", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}.items():
+        form = static_cases("llama")[which].form
+        try:
+            built = build(name, form, max_position_embeddings=4 * TRAINED)
+        except (ValueError, KeyError, StrictDataclassError):
+            continue
+        written = built.config.rope_parameters
+        if written.get("full_attention", written)["rope_type"] == rope_type:  # Phi-3 silently turns yarn into longrope
+            accepted.add(rope_type)
+    assert accepted == {"default", "linear", "yarn", "llama3"} & set(table or ("default", "linear", "yarn", "llama3"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_original_length_at_top_level(name: str) -> None:
+    model = build(name)
+    table = family(model.config.model_type)
+    assert table.original_in_config == ("original_max_position_embeddings" in model.config.to_dict())
+    assert rope.describe(model).pairing == table.pairing
+
+
+def test_softmax_mscale_is_in_the_attention_of_the_families_that_say_so() -> None:
+    settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    plain = build("deepseek_v3", settings)
+    scaled = build("deepseek_v3", settings | {"mscale": 1.0, "mscale_all_dim": 1.0})
+    assert family("deepseek_v3").softmax_mscale
+    assert scaled.model.layers[0].self_attn.scaling > plain.model.layers[0].self_attn.scaling
+
+
+@pytest.mark.parametrize("model_type", families())
+def test_softmax_mscale_stands_where_the_code_reads_it(model_type: str) -> None:
+    source = Path(str(modeling(model_type).__file__)).read_text(encoding="utf-8")
+    assert family(model_type).softmax_mscale == ("mscale_all_dim" in source)
+
+
+def causal_families() -> dict[str, Path]:
+    """Every model_type of a causal language model and the source of its modeling module."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    package = Path(str(transformers.__file__)).parent / "models"
+    found = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for name in (model_type, model_type.removesuffix("_text")):
+            if (source := package / name / f"modeling_{name}.py").exists():
+                found[model_type] = source
+    return found
+
+
+def test_no_family_that_scales_its_softmax_is_missing() -> None:
+    """Elsewhere a patch would save settings that rebuild the attention with another scale than the live one."""
+    scaling = {
+        model_type
+        for model_type, source in causal_families().items()
+        if "mscale_all_dim" in source.read_text(encoding="utf-8")
+    }
+    assert {"deepseek_v2", "deepseek_v3"} <= scaling
+    assert {model_type for model_type in scaling if not family(model_type).softmax_mscale} == set()
