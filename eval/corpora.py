@@ -1,19 +1,37 @@
 """Texts to train on and to measure with.
 
     from rope_ext_hf.eval.corpora import load
-    documents = load("stdlib")            # held-out modules of Python's own standard library
-    documents = load("war-and-peace.txt")  # one file, one document
+    documents = load("stdlib")                                   # held-out modules of Python's own standard library
+    documents = load("war-and-peace.txt")                        # one file, one document
+    documents = load("books/*.txt", min_bytes=100_000)           # a pattern; or a folder, read recursively
+    documents = load("reports.jsonl.zst?column=body", join=True)  # one document per line; see `load` for the kinds
+    documents = load("hf:emozilla/pg19?split=test", max_documents=10)  # streamed from the Hugging Face Hub
 
 Real text that needs no download: every Python installation carries several megabytes of English documentation and
 source code. The bundled reference model was trained on it, less the modules in `HELD_OUT`, which are what `stdlib`
 measures with.
+
+Files are untrusted: nothing in them is executed or unpickled, and what is damaged is refused with file and line.
 """
 
 from __future__ import annotations
 
+import difflib
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import random
+import re
 import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import unquote
 
 from rope_ext_hf.errors import CorpusError
 
@@ -34,6 +52,14 @@ HELD_OUT = (
 # Tests are absent from many distributions; encodings are tables of code points, not text.
 _NOT_TEXT = frozenset({"__pycache__", "encodings", "idle_test", "site-packages", "test", "tests"})
 
+SHUFFLE_BUFFER = 256
+"""Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
+
+_PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
+_PROSE = (".txt", ".md", ".rst", ".py")  # what counts as text in a folder; named alone, a file may be called anything
+_OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has no NAME= after its question mark
+_HUB_OPTIONS = ("config", "split", "column", "revision")
+
 
 @dataclass(frozen=True)
 class Document:
@@ -43,24 +69,316 @@ class Document:
     text: str
 
 
-def load(data: str) -> list[Document]:
-    """The documents named by `data`: `"stdlib"`, or the path of a UTF-8 text file.
+def load(
+    data: str,
+    *,
+    join: bool = False,
+    min_bytes: int = 0,
+    max_documents: int | None = None,
+    seed: int | None = None,
+    column: str | None = None,
+) -> list[Document]:
+    """The documents named by `data`.
+
+    | data | documents |
+    |---|---|
+    | `stdlib` | the held-out modules of Python's standard library |
+    | `FILE` | a UTF-8 text file, whatever its name: one; also `.gz`, `.zst` |
+    | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or per item of the one list; also `.gz`, `.zst` |
+    | `FILE.parquet` | one per row |
+    | `FOLDER` | of all such files under it (text: .txt .md .rst .py), sorted; not hidden ones nor links out of it |
+    | `PATTERN` | of the files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
+    | `hf:OWNER/NAME` | one per row of a dataset of the Hugging Face Hub, streamed |
+
+    The text of a row is its column `text`, else its only column of text; `?column=NAME` after any of these names
+    another. A Hub dataset also takes `config`, `revision` and `split` (default `test`, else the only one), as in
+    `hf:OWNER/NAME?config=en&split=validation&column=body`. A `%` in a value is written `%25`, an `&` `%26`.
+
+    Args:
+        data: see above.
+        join: all documents as one, two newlines between them.
+        min_bytes: leave out documents shorter than this many UTF-8 bytes.
+        max_documents: keep at most this many, and read no further; a Hub dataset without it is read to its end.
+        seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `SHUFFLE_BUFFER`.
+        column: the same as `?column=`.
+
+    Returns:
+        Documents with distinct names: the path below the folder, then `:` and the line or row, if it is one of many.
 
     Raises:
-        CorpusError: no such file, not UTF-8, or empty.
+        CorpusError: nothing of that name, not reachable, damaged, not UTF-8, no such column, no text; it names file
+            and line.
     """
-    if data == "stdlib":
-        return stdlib_held_out()
-    path = Path(data)
-    if not path.is_file():
-        raise CorpusError(f"no such text file: {data!r}; --data takes 'stdlib' or the path of a UTF-8 text file")
+    if min_bytes < 0 or (max_documents is not None and max_documents < 1):
+        raise CorpusError(
+            f"min_bytes must be at least 0 and max_documents at least 1, got {min_bytes} and {max_documents}"
+        )
+    source, options = _parse(data)
+    if column is not None and options.setdefault("column", column) != column:
+        raise CorpusError(f"{data!r} names the column {options['column']!r}, but column={column!r} is given")
+    if source.startswith("hf:"):
+        found = _hub(source.removeprefix("hf:"), options, seed)
+    else:
+        found = _local(source, options, seed)
+
+    documents: list[Document] = []
+    too_short = 0
+    for document in found:
+        if _size(document) < min_bytes:
+            too_short += 1
+            continue
+        documents.append(document)
+        if len(documents) == max_documents:
+            break
+    if too_short and not documents:
+        raise CorpusError(f"{source!r} has no document of {min_bytes} bytes: all {too_short} are shorter")
+    if not any(document.text.strip() for document in documents):
+        raise CorpusError(f"{source!r} is empty")
+    return [Document(source, "\n\n".join(document.text for document in documents))] if join else documents
+
+
+def _parse(data: str) -> tuple[str, dict[str, str]]:
+    """`SOURCE?key=value&...` as source and options; a file of exactly that name is a file of that name."""
+    match = _OPTIONS.fullmatch(data)
+    if match is None or Path(data).exists():
+        return data, {}
+    source = match[1]
+    known = _HUB_OPTIONS if source.startswith("hf:") else ("column",)
+    options: dict[str, str] = {}
+    for part in match[2].split("&"):
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise CorpusError(f"{data!r}: unknown option {key!r}.{_nearest(key, known)} Known: {', '.join(known)}")
+        if not value or key in options:
+            raise CorpusError(f"{data!r}: the option {key!r} wants one value, as in {key}=NAME")
+        options[key] = unquote(value)
+    return source, options
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _size(document: Document) -> int:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{data!r} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if not text.strip():
-        raise CorpusError(f"{data!r} is empty")
-    return [Document(path.name, text)]
+        return len(document.text.encode("utf-8"))
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
+        raise CorpusError(f"{document.name}: not text: {error.reason} at character {error.start}") from error
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _local(source: str, options: Mapping[str, str], seed: int | None) -> Iterator[Document]:
+    column = options.get("column")
+    if source == "stdlib":
+        tables, documents = False, iter(stdlib_held_out())
+    else:
+        root, files = _files(source)
+        tables = any(_kind(file) in _TABLES for file in files)
+        documents = (document for file in files for document in _read(file, file.relative_to(root).as_posix(), column))
+    if column is not None and not tables:
+        raise CorpusError(f"{source!r} is plain text, which has no column {column!r}")
+    if seed is None:
+        return documents
+    shuffled = list(documents)
+    random.Random(seed).shuffle(shuffled)
+    return iter(shuffled)
+
+
+def _files(source: str) -> tuple[Path, list[Path]]:
+    """The files that `source` names, and the folder their names are relative to."""
+    path = Path(source)
+    if path.is_file():
+        return path.parent, [path]
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if _belongs(file, path)]
+        if not files:
+            kinds = ", ".join((*_PROSE, *_TABLES))
+            raise CorpusError(f"the folder {source!r} has no files of text; looked for {kinds} (also .gz, .zst)")
+        return path, sorted(files, key=lambda file: file.relative_to(path).parts)
+    files = sorted(file for match in glob.glob(source, recursive=True) if (file := Path(match)).is_file())  # noqa: PTH207
+    if not files:
+        raise CorpusError(
+            f"no such text file, folder or pattern: {source!r}; --data takes 'stdlib', the path of a UTF-8 text, "
+            "JSON lines or parquet file, a folder, a pattern such as 'books/*.txt', or hf:OWNER/NAME"
+        )
+    return Path(os.path.commonpath([file.parent for file in files])), files
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Is this file of `folder` part of its text?"""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    if hidden or not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
+        return False
+    return _kind(file) in _PROSE or _kind(file) in _TABLES
+
+
+def _kind(file: Path) -> str:
+    """The suffix that says what is in the file, compression aside: ".jsonl" for a.jsonl.gz."""
+    if file.suffix.lower() in _OPENERS:
+        file = file.with_suffix("")
+    return file.suffix.lower()
+
+
+def _read(file: Path, name: str, column: str | None) -> Iterator[Document]:
+    opener = _OPENERS.get(file.suffix.lower(), Path.open)
+    reader = _TABLES.get(_kind(file), _prose)
+    last = ""
+    try:
+        with opener(file, "rb") as stream:
+            for where, text in reader(stream, str(file), column):
+                yield Document(name + where, text)
+                last = f" after {file}{where}"
+    except CorpusError:
+        raise
+    # What gzip, zlib, json, the codecs and pyarrow (whose errors derive from these) raise on damaged files.
+    except (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error) as error:
+        raise CorpusError(f"{str(file)!r} cannot be read{last}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text: {error.reason} at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at character {error.pos + 1}"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _open_zstd(file: Path, mode: str) -> BinaryIO:
+    return io.BufferedReader(_optional("pyarrow", "files in .zst").input_stream(str(file), compression="zstd"))
+
+
+def _optional(module: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise CorpusError(f"{purpose} need the package {package}: pip install rope-ext-hf[eval]") from error
+
+
+# -- readers: an open file, its path for messages, the column asked for -> (":" and line, or nothing; text) ------------
+
+
+def _prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+    yield "", io.TextIOWrapper(stream, encoding="utf-8-sig").read()  # a byte-order mark is no part of the text
+
+
+def _json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+    yield from _texts(_parsed(stream, where), where, column)
+
+
+def _parsed(stream: BinaryIO, where: str) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(f"{where}:{number}: {_why(error)}") from error
+        yield number, row
+
+
+def _json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+    rows = json.loads(stream.read().decode("utf-8-sig"))
+    if not isinstance(rows, list):
+        raise CorpusError(f"{where}: not a list of objects; JSON with one object per line is named .jsonl")
+    yield from _texts(enumerate(rows, 1), where, column)
+
+
+def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+    file = _optional("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
+    columns = {field.name: str(field.type) in {"string", "large_string"} for field in file.schema_arrow}
+    chosen = _choose_column(columns, where, column)
+    batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=[chosen])
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from _texts(enumerate(rows, 1), where, chosen)
+
+
+def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -> Iterator[tuple[str, str]]:
+    """The text of every row; which column that is, the first row decides."""
+    chosen = None
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise CorpusError(f"{where}:{number}: not an object with columns but {type(row).__name__}")
+        if chosen is None:
+            columns = {name: isinstance(value, str) for name, value in row.items()}
+            chosen = _choose_column(columns, f"{where}:{number}", column)
+        if chosen not in row:
+            raise CorpusError(f"{where}:{number}: no column {chosen!r}; its columns: {', '.join(row) or 'none'}")
+        text = row[chosen]
+        if not isinstance(text, str):
+            raise CorpusError(f"{where}:{number}: the column {chosen!r} holds {type(text).__name__}, not text")
+        yield f":{number}", text
+
+
+def _choose_column(columns: Mapping[str, bool], where: str, asked: str | None) -> str:
+    """The column of the text, among columns that are text or not."""
+    listed = ", ".join(columns) or "none"
+    if asked is not None:
+        if asked not in columns:
+            raise CorpusError(f"{where}: no column {asked!r}.{_nearest(asked, list(columns))} Its columns: {listed}")
+        return asked
+    texts = [name for name, is_text in columns.items() if is_text]
+    if "text" in columns:
+        return "text"
+    if len(texts) != 1:
+        raise CorpusError(
+            f"{where}: no column 'text', and {len(texts)} others are text; "
+            f"choose one with ?column=NAME. Its columns: {listed}"
+        )
+    return texts[0]
+
+
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": _open_zstd}
+_TABLES: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, str]]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json_list,
+    ".parquet": _parquet,
+}
+
+
+# -- the Hugging Face Hub ----------------------------------------------------------------------------------------------
+
+
+def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Document]:
+    # Bare names and existing folders would have `datasets` read local files, by builders that may unpickle them.
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or Path(name).exists():
+        raise CorpusError(
+            f"hf:{name} is not a dataset of the Hub: write hf:OWNER/NAME?config=...&split=...&column=..., "
+            "and a folder of your own without hf:"
+        )
+    datasets = _optional("datasets", "datasets of the Hub")
+    # Here and below, whatever comes: not found, not reachable, no such config, an error of a remote file's reader.
+    try:
+        found = datasets.load_dataset(
+            name,
+            name=options.get("config"),
+            split=options.get("split"),
+            revision=options.get("revision"),
+            streaming=True,
+            trust_remote_code=False,  # also where an environment variable allows it
+        )
+        if isinstance(found, dict):
+            found = found[_choose_split(list(found), name)]
+        if seed is not None:
+            found = found.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        for where, text in _texts(enumerate(found, 1), f"hf:{name}", options.get("column")):
+            yield Document(name + where, text)
+    except CorpusError:
+        raise
+    except Exception as error:
+        raise CorpusError(f"the Hub dataset {name!r} cannot be read: {_why(error)}") from error
+
+
+def _choose_split(splits: Sequence[str], name: str) -> str:
+    if "test" in splits:
+        return "test"
+    if len(splits) != 1:
+        raise CorpusError(f"hf:{name} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}")
+    return splits[0]
 
 
 def stdlib_held_out() -> list[Document]:

@@ -46,14 +46,21 @@ def unseen(rotary: Rotary, inv_freq: Tensor, position: int) -> Tensor:
     return (shown < TWO_PI) & (position * inv_freq.double() > shown * (1 + 1e-9))
 
 
-def similarity(inv_freq: Tensor, positions: Tensor) -> Tensor:
+def similarity(inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor:
     """Mean over pairs of cos((m - n) theta_i) for every two positions m and n: the cosine of their rotary encodings.
 
-    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, 1 on the diagonal, a function of m - n alone.
+    With `block` above 1, the mean of that over the `block` positions from m on and the `block` from n on, in closed
+    form, so that pairs faster than a coarse grid of positions do not show up as stripes (aliasing).
+
+    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, a function of m - n alone; 1 where m = n, for
+    `block` 1.
     """
-    angles = positions.double()[:, None] * inv_freq.double()
+    frequencies = inv_freq.double()
+    # |mean of exp(1j k theta) over k < block|, the Dirichlet kernel
+    kernel = torch.where(frequencies > 0, (block * frequencies / 2).sin() / (block * (frequencies / 2).sin()), 1.0)
+    angles = positions.double()[:, None] * frequencies
     # cos(a - b) = cos a cos b + sin a sin b, so no (count, count, pairs) tensor is needed
-    encodings = torch.cat((angles.cos(), angles.sin()), dim=-1)  # (count, 2 pairs)
+    encodings = torch.cat((kernel * angles.cos(), kernel * angles.sin()), dim=-1)  # (count, 2 pairs)
     return encodings @ encodings.T / len(inv_freq)
 
 
@@ -67,8 +74,8 @@ def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
     """
     frequencies = inv_freq.double()
     found = []
-    for part in distances.double().split(chunk):
-        angles = part[:, None] * frequencies  # (chunk, pairs)
+    for start in range(0, len(distances), chunk):
+        angles = distances[start : start + chunk, None].double() * frequencies  # (chunk, pairs)
         partial_sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
         found.append(partial_sums.abs().mean(dim=-1))
     return torch.cat(found)
@@ -77,7 +84,7 @@ def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
 _PAIRS = "pair of dims, fastest first"
 _SHADE = "#fbe3d6"
 _RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
-_NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": "#555555"}
+_NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 
 
 class _Curve(NamedTuple):
@@ -132,13 +139,13 @@ def draw(
         f"trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
         fontsize=10.5,
     )
-    key, body = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
-    (upper_left, upper_right), (lower_left, lower_right) = body.subfigures(2, 2)
+    rows: Any = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
+    (upper_left, upper_right), (lower_left, lower_right) = rows[1].subfigures(2, 2)
     _draw_wavelengths(upper_left.subplots(), rotary, curves, length)
     _draw_angles(upper_right.subplots(), rotary, curves, length)
     _draw_similarity(lower_left, rotary, curves, length)
     _draw_decay(lower_right.subplots(), rotary, curves, length)
-    _draw_key(key, upper_left.axes[0].get_lines(), rotary, curves, length)
+    _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves, length)
     figure.savefig(path)
 
 
@@ -185,16 +192,22 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
     for value, text in _lengths(rotary, length):
         axes.axhline(value, **_RULE)
         axes.annotate(
-            f"{text} length {value:,}", (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 3), **_NOTE
+            f"{text} length {value:,}",
+            (0.01, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            **_NOTE,
         )
     axes.set_yscale("log")
     axes.set_ylim(bottom, top)
     axes.set_xlim(-0.5, pairs - 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     mirror = axes.twinx()
     mirror.set_yscale("log")
     mirror.set_ylim(TWO_PI / bottom, TWO_PI / top)
     mirror.set_ylabel("inverse frequency (radians per token)", fontsize=8)
-    mirror.tick_params(labelsize=7.5)
+    mirror.tick_params(which="both", labelsize=7.5)
     mirror.spines["top"].set_visible(False)
     slow = never_turning(curves[0].inv_freq, rotary.trained_length)
     title = f"Wavelengths. Shaded: slow pairs, no full turn in training ({slow} of {pairs} in plain RoPE)"
@@ -228,6 +241,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
     axes.set_yscale("log")
     axes.set_ylim(bottom, top)
     axes.set_xlim(first - 0.5, last + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     positions = [
         (round(multiple * trained), float(plain[last]) * multiple) for multiple in multiples if plain[last] > 0
     ]
@@ -236,10 +250,10 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
         [(turns, f"at {_short(p)}" + (" (trained)" if p == trained else ""), "#666666") for p, turns in positions],
     )
     axes.annotate(
-        f"grey: plain RoPE at the positions on the right\ncolour: each method at {length:,}",
+        f"grey: plain RoPE at the positions on the right\nblack, coloured: each method at {length:,}",
         (0.015, 0.02),
         xycoords="axes fraction",
-        **_NOTE | {"textcoords": None},
+        **_NOTE,
     )
     _finish(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "turns made")
 
@@ -253,22 +267,22 @@ def _multiples(extension: float) -> list[float]:
 
 def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
     """One map per method, all on one scale."""
-    stride = math.ceil(length / 256)
-    positions = torch.arange(0, length, stride)
-    maps = [similarity(curve.inv_freq, positions) for curve in curves]
-    # Away from the diagonal little is above 0.5: the scale ends where a hundredth of the values begins.
-    low, high = float(torch.stack(maps).min()), max(float(found.quantile(0.99)) for found in maps)
+    block = math.ceil(length / 256)
+    positions = torch.arange(0, length, block)
+    end = len(positions) * block  # the last block may reach beyond the length
+    maps = [similarity(curve.inv_freq, positions, block=block) for curve in curves]
+    low, high = min(float(found.min()) for found in maps), max(float(found.max()) for found in maps)
     columns = max(1, round(math.sqrt(1.4 * len(maps))))
     grid = panel.subplots(math.ceil(len(maps) / columns), columns, squeeze=False)
     ticks = [0, length // 2, length]
+    marked = rotary.trained_length < length <= 32 * rotary.trained_length  # beyond, the lines would hide the diagonal
     for index, axes in enumerate(grid.flat):
         if index >= len(maps):
             axes.set_axis_off()
             continue
-        image = axes.imshow(
-            maps[index].numpy(), vmin=low, vmax=high, extent=(0, length, length, 0), cmap="viridis", aspect="auto"
-        )
-        if length > rotary.trained_length:
+        values, scale = maps[index].numpy(), {"vmin": low, "vmax": max(high, low + 1e-3)}
+        image = axes.imshow(values, extent=(0, end, end, 0), cmap="viridis", **scale)
+        if marked:
             for m, n in ((rotary.trained_length, 0), (0, rotary.trained_length)):
                 axes.axline((n, m), slope=1, color="white", linewidth=0.7, linestyle=(0, (4, 3)))
         axes.set_title(curves[index].name, fontsize=7, color=curves[index].style["color"], pad=3)
@@ -276,9 +290,11 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
         axes.set_xticks(ticks, [_short(tick) for tick in ticks] if below else [])
         axes.set_yticks(ticks, [_short(tick) for tick in ticks] if index % columns == 0 else [])
         axes.tick_params(labelsize=6.5, length=2)
-    panel.colorbar(image, ax=list(grid.flat), extend="max", pad=0.02).ax.tick_params(labelsize=7)
-    every = "" if stride == 1 else f", every {stride} tokens"
-    panel.suptitle(f"Similarity of positions m, n{every}. Dashed: |m - n| = trained length", fontsize=9)
+    panel.colorbar(image, ax=list(grid.flat), pad=0.02).ax.tick_params(labelsize=7)
+    title = "Similarity of positions m, n"
+    title += f", means of {block} x {block}" if block > 1 else ""
+    title += ". Dashed: |m - n| = trained length" if marked else ""
+    panel.suptitle(title, fontsize=9)
 
 
 def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
@@ -286,13 +302,12 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
     middles = [math.sqrt(float(part[0] * part[-1])) for part in bins]
     ends = []
     for curve in curves:
-        bounds = decay(curve.inv_freq, torch.cat(bins)).split([len(part) for part in bins])
-        means = [float(part.mean()) for part in bounds]
+        means = [float(decay(curve.inv_freq, part).mean()) for part in bins]
         axes.plot(middles, means, **curve.style)
         ends.append((statistics.fmean(means[-8:]), curve.name, curve.style["color"]))
     top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
     axes.set_xscale("log", base=2)
-    axes.set_xlim(1, length)
+    axes.set_xlim(1, max(length, 2))
     axes.set_ylim(0, top)
     octaves = math.floor(math.log2(length))
     ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
@@ -300,20 +315,33 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
     axes.minorticks_off()
     for value, text in _lengths(rotary, length):
         axes.axvline(value, **_RULE)
-        axes.annotate(f"{text} length", (value, top), xytext=(-3, -4), ha="right", va="top", rotation=90, **_NOTE)
+        axes.annotate(
+            f"{text} length",
+            (value, top),
+            xytext=(-3, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            rotation=90,
+            **_NOTE,
+        )
     _name_ends(axes, ends)
     _finish(
-        axes, "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave", "distance m - n (tokens)", "mean |S_j|"
+        axes,
+        "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
+        "distance m - n (tokens)",
+        "mean |S_j| (relative upper bound)",
     )
 
 
 def _bins(length: int) -> list[Tensor]:
     """Distances 1 .. length in bins of an eighth of an octave, at most 64 of a bin, evenly spread."""
     octaves = math.log2(length + 1)
-    edges = torch.logspace(0, octaves, 8 * math.ceil(octaves) + 1, base=2, dtype=torch.float64).round().unique()
+    steps = 8 * math.ceil(octaves)
+    edges = sorted({round(2 ** (octaves * step / steps)) for step in range(steps + 1)})
     return [
-        torch.linspace(start, stop - 1, min(64, int(stop - start)), dtype=torch.float64).round()
-        for start, stop in itertools.pairwise(edges.tolist())
+        torch.linspace(start, stop - 1, min(64, stop - start), dtype=torch.float64).round()
+        for start, stop in itertools.pairwise(edges)
     ]
 
 
@@ -336,7 +364,7 @@ def _finish(axes: Any, title: str, across: str, up: str) -> None:
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(across, fontsize=8)
     axes.set_ylabel(up, fontsize=8)
-    axes.tick_params(labelsize=7.5)
+    axes.tick_params(which="both", labelsize=7.5)
     axes.grid(visible=True, linewidth=0.4, alpha=0.6)
     axes.spines["top"].set_visible(False)
 

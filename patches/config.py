@@ -135,7 +135,7 @@ def write_rope(
             raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
     accepted = family.rope_types
     if form is not None and accepted is not None and form["rope_type"] not in accepted:
-        form = None if method.length_dependent else method.as_longrope(rotary)
+        form = None if method.length_dependent or "longrope" not in accepted else method.as_longrope(rotary)
     if form is None:
         form = {"rope_type": FOREIGN + method.name, "rope_theta": rotary.theta}
 

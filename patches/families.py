@@ -27,8 +27,14 @@ class Family:
     def __post_init__(self) -> None:
         if self.pairing not in (None, "half", "interleaved"):
             raise ValueError(f"pairing must be 'half' or 'interleaved', got {self.pairing!r}")
-        if self.rope_types is not None:
-            object.__setattr__(self, "rope_types", tuple(self.rope_types))
+        for name in ("original_in_config", "softmax_mscale"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        types: object = self.rope_types
+        if types is not None:
+            if not isinstance(types, (list, tuple)) or not all(isinstance(item, str) for item in types):
+                raise ValueError(f"rope_types must be a list of names, got {types!r}")
+            object.__setattr__(self, "rope_types", tuple(types))
 
 
 def parse_families(text: str) -> dict[str, Family]:
@@ -41,6 +47,8 @@ def parse_families(text: str) -> dict[str, Family]:
     raw: dict[str, dict[str, Any]] = {}
     parsed: dict[str, Family] = {}
     for name, table in tomllib.loads(text).items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{name} stands outside any table; known keys of one: like, {', '.join(sorted(known))}")
         base = table.pop("like", None)
         if base is not None and base not in raw:
             raise ValueError(f"[{name}]: like = {base!r} names no table above it")

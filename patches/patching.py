@@ -15,19 +15,19 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.config import FOREIGN, RECORD, SLIDING, read_rope, settings_before, write_rope
+from rope_ext_hf.patches.config import FOREIGN, RECORD, SAVED_KEYS, SLIDING, read_rope, settings_before, write_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.guard import LengthGuard
 from rope_ext_hf.patches.saving import SaveForeign
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
 from rope_ext_hf.rotary import RotaryEmbedding
-from rope_ext_hf.scaling import TWO_PI, Rotary, Scaling, resolve_method
+from rope_ext_hf.scaling import TWO_PI, Rotary, Scaling, method_from_dict, resolve_method
 
 __all__ = ["Description", "describe", "fixed_length", "geometry", "install", "patch", "patched", "reset", "unpatch"]
 
@@ -45,8 +45,30 @@ class Record:
     rope_type: str
     extended_length: int | None
     notes: tuple[str, ...]
-    configs: list[tuple[Any, Any]]
-    """(the config the model runs with, the one it had before), one pair per config object."""
+    configs: list[OwnConfig]
+
+
+@dataclass
+class OwnConfig:
+    """A config object of a patched model.
+
+    Attributes:
+        now: the copy the model runs with.
+        before: the one it had, which other models may share.
+        written: `now` as the patch left it, to tell what its user changed since.
+    """
+
+    now: Any
+    before: Any
+    written: dict[str, Any] = field(default_factory=dict)
+
+    def hand_over(self) -> None:
+        """Carry what the user changed in `now` over to `before`, as if the model had had that all the time."""
+        for key, value in vars(self.now).items():
+            if key in (RECORD, *SAVED_KEYS) or hasattr(value, "model_type"):
+                continue
+            if key not in self.written or self.written[key] != value:
+                self.before.__dict__[key] = value
 
 
 def patch(
@@ -61,7 +83,8 @@ def patch(
     """Change the RoPE method of a loaded model, in place; a patched model gets the new method instead of the old.
 
     Args:
-        model: a transformers model with rotary embeddings, bare or inside PEFT, DDP and the like.
+        model: a transformers model with rotary embeddings, bare or inside PEFT, DDP and the like; the whole model,
+            because a decoder taken out of it has no hold on the config that is saved.
         method: a name of `rope_ext_hf.methods()`, or a method object.
         factor: how many times the trained length the model is to reach.
         target_length: the same in tokens. For methods without a factor it states the extended length.
@@ -94,7 +117,7 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
     first = slots[0]
     known = family(first.config.model_type)
     configs = _copied_configs(model, first.config)
-    own = next(new for new, old in configs if old is first.config)
+    own = next(config.now for config in configs if config.before is first.config)
     _forget_saved_patch(own)
 
     rotary = _shared_geometry(slots, own)
@@ -108,8 +131,9 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
     fillings = [PatchedSlot(slot, method, rotary, record) for slot in slots]
 
     unpatch(model)
-    mine = {id(old): new for new, old in configs}
-    _repoint(model, mine)
+    _repoint(model, {id(config.before): config.now for config in configs})
+    for config in configs:
+        config.written = copy.deepcopy({k: v for k, v in vars(config.now).items() if not hasattr(v, "model_type")})
     for slot, filling in zip(slots, fillings, strict=True):
         filling.train(slot.module.training)
         setattr(slot.parent, slot.attribute, filling)
@@ -132,7 +156,9 @@ def unpatch(model: M) -> M:
         for attribute, child in list(parent.named_children()):
             if isinstance(child, PatchedSlot):
                 setattr(parent, attribute, child.replaced)
-                _repoint(model, {id(new): old for new, old in child.record.configs})
+                for config in child.record.configs:
+                    config.hand_over()
+                _repoint(model, {id(config.now): config.before for config in child.record.configs})
                 if child.guard is not None:
                     child.guard.remove()
     SaveForeign.detach(model)
@@ -165,8 +191,8 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
         MethodError: a length below 1.
         UnsupportedModelError: an unpatched model whose own config is length-dependent; patch it first.
     """
-    if length < 1:
-        raise MethodError(f"length must be at least 1 token, got {length}")
+    if not isinstance(length, int) or length < 1:
+        raise MethodError(f"length must be a whole number of at least 1 token, got {length!r}")
     slots = patched_slots(model)
     own = (
         {}
@@ -203,9 +229,12 @@ def _tables(model: nn.Module) -> list[RotaryEmbedding]:
     ]
 
 
-def _copied_configs(model: nn.Module, text_config: Any) -> list[tuple[Any, Any]]:
-    """(copy, original) of every config object in a model, linked to each other as the originals are."""
-    unpatched = {id(new): old for slot in patched_slots(model) for new, old in slot.record.configs}
+def _copied_configs(model: nn.Module, text_config: Any) -> list[OwnConfig]:
+    """A copy of every config object in a model, linked to each other as the originals are."""
+    for slot in patched_slots(model):
+        for config in slot.record.configs:
+            config.hand_over()
+    unpatched = {id(config.now): config.before for slot in patched_slots(model) for config in slot.record.configs}
     originals = {id(text_config): text_config}
     for module in model.modules():
         config = module.__dict__.get("config")
@@ -213,7 +242,7 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[tuple[Any, Any]]
             config = unpatched.get(id(config), config)
             originals[id(config)] = config
     memo: dict[int, Any] = {}
-    return [(copy.deepcopy(config, memo), config) for config in originals.values()]
+    return [OwnConfig(copy.deepcopy(config, memo), config) for config in originals.values()]
 
 
 def _repoint(model: nn.Module, other: Mapping[int, Any]) -> None:
@@ -331,8 +360,8 @@ class Description:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+        """JSON-ready; the wavelength of a pair that does not turn is None."""
+        return asdict(self) | {"wavelengths": [w if math.isfinite(w) else None for w in self.wavelengths]}
 
     def __str__(self) -> str:
         params = ", ".join(f"{key}={_short(value)}" for key, value in self.params.items())
@@ -371,7 +400,13 @@ def describe(model: nn.Module) -> Description:
     slot = slots[0]
     record: Record | None = next((filled.record for filled in patched_slots(model)), None)
     if record is None:
-        rotary, method = slot.native[(slot.scaled_layers or list(slot.native))[0]]
+        layer_type = (slot.scaled_layers or list(slot.native))[0]
+        rotary, method = slot.native[layer_type]
+        config = copy.deepcopy(slot.config)
+        if (saved := vars(config).get(RECORD)) is not None:  # loaded plainly from a folder that was saved patched
+            _forget_saved_patch(config)
+            rotary, _ = read_rope(config, rotary.dim, layer_type)
+            method = method_from_dict(saved["method"])
         native = method.extended_length(rotary)
         extended = slot.config.max_position_embeddings if native is None or method.name == "default" else native
         route = f"as it was loaded (rope type {slot.config.rope_parameters.get('rope_type', 'per layer type')})"

@@ -121,8 +121,13 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         if key in kwargs
     }
     config, record = load_config(path, **hub)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
-    return model if record is None else restore_patch(model, record)
+    if record is None:
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    for key in [key for key in kwargs if hasattr(config, key)]:  # config settings among the arguments
+        if key in SAVED_KEYS:
+            raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
+        setattr(config, key, kwargs.pop(key))
+    return restore_patch(AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs), record)
 
 
 def restore_patch(model: M, record: Mapping[str, Any]) -> M:

@@ -146,9 +146,9 @@ def _check_against_config(config: Any, inv_freq: Tensor, rotary: Rotary, method:
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
         return
-    tolerance = 1e-4 if inv_freq.dtype in (torch.float32, torch.float64) else 1e-2
     expected = method.frequencies(rotary).inv_freq
-    if not torch.allclose(inv_freq.double().cpu(), expected, rtol=tolerance, atol=1e-12):
+    # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
+    if not torch.allclose(inv_freq.double().cpu(), expected, rtol=1e-2, atol=6e-8):
         raise UnsupportedModelError(
             f"the inverse frequencies of this {config.model_type!r} model are not what its config describes "
             f"({method.name}, theta {rotary.theta:g}, {rotary.dim} dims); its rotary module cannot be replaced safely"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def granite() -> Any:
 
 
 READ: dict[str, Callable[[], Any]] = {
-    **{name: lambda name=name: build(name) for name in FAMILIES},
+    **{name: partial(build, name) for name in FAMILIES},
     "soft cap": lambda: build("gemma2", final_logit_softcapping=2.0, attn_logit_softcapping=3.0),
     "factor": lambda: build("cohere", logit_scale=0.25),
     "divisor": granite,
@@ -170,9 +171,9 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
     """No tensor the reader makes is as large as (length, vocabulary)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Largest(TorchDispatchMode):
+    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.elements = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
