@@ -2,13 +2,15 @@
 
     python benchmarks/overhead.py [--device cuda] [--out benchmarks/results.jsonl]
 
-One model, patched and unpatched in turn, so that weights and memory are the same on both sides; which comes first
-alternates. A row is the median ratio patched / stock with its 95% bootstrap interval. The last line is JSON.
+The patched model is a copy that shares its weights with the stock one, so that both read the same memory; which of a
+pair runs first alternates. A row is the median ratio patched / stock with its 95% bootstrap interval. The last line is
+JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import random
@@ -56,20 +58,14 @@ def timed(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - started
 
 
-def interleaved(model: LlamaForCausalLM, run: Callable[[], object], pairs: int, device: str) -> dict[str, Any]:
+def interleaved(stock: Callable[[], object], patched: Callable[[], object], pairs: int, device: str) -> dict[str, Any]:
     """Ratios patched / stock over pairs of single runs."""
-    for _ in range(2):
-        run()
-    with rope.patched(model, **METHOD):
+    runs = {True: patched, False: stock}
+    for run in (stock, patched) * 3:
         run()
     ratios, stock_seconds = [], []
     for pair in range(pairs):
-        seconds = {}
-        for patched in (True, False) if pair % 2 else (False, True):
-            if patched:
-                rope.patch(model, **METHOD)
-            seconds[patched] = timed(run, device)
-            rope.unpatch(model)
+        seconds = {which: timed(runs[which], device) for which in ((True, False) if pair % 2 else (False, True))}
         ratios.append(seconds[True] / seconds[False])
         stock_seconds.append(seconds[False])
     draws = random.Random(0)
@@ -86,18 +82,27 @@ def interleaved(model: LlamaForCausalLM, run: Callable[[], object], pairs: int, 
 def measure(name: str, model: LlamaForCausalLM, pairs: int, device: str) -> list[dict[str, Any]]:
     model = model.to(device)
     ids = torch.randint(3, 200, (1, PREFILL), generator=torch.Generator().manual_seed(0)).to(device)
-    with torch.inference_mode():
-        prefill = interleaved(model, lambda: model(ids, use_cache=False, logits_to_keep=1), pairs, device)
-        cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+    shared = {id(tensor): tensor for tensor in model.parameters()}
+    twin = rope.patch(copy.deepcopy(model, shared), **METHOD)
 
-        def decode() -> None:
-            model(ids[:, :1], past_key_values=cache)
+    def prefill(which: LlamaForCausalLM) -> Callable[[], object]:
+        return lambda: which(ids, use_cache=False, logits_to_keep=1)
+
+    def decode(which: LlamaForCausalLM) -> Callable[[], object]:
+        cache = DynamicCache(config=which.config)
+        which(ids, past_key_values=cache, logits_to_keep=1)
+
+        def step() -> None:
+            which(ids[:, :1], past_key_values=cache)
             cache.crop(-1)
 
-        step = interleaved(model, decode, max(pairs, 200), device)
+        return step
+
+    with torch.inference_mode():
+        whole = interleaved(prefill(model), prefill(twin), pairs, device)
+        step = interleaved(decode(model), decode(twin), max(pairs, 400), device)
     parameters = model.num_parameters()
-    rows = [{"what": f"prefill {PREFILL}", **prefill}, {"what": f"decode at {PREFILL}", **step}]
+    rows = [{"what": f"prefill {PREFILL}", **whole}, {"what": f"decode at {PREFILL}", **step}]
     return [{"model": name, "parameters": parameters, **row} for row in rows]
 
 

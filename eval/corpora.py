@@ -113,13 +113,14 @@ def load(
         raise CorpusError(
             f"min_bytes must be at least 0 and max_documents at least 1, got {min_bytes} and {max_documents}"
         )
-    source, options = _parse(data)
-    if column is not None and options.setdefault("column", column) != column:
-        raise CorpusError(f"{data!r} names the column {options['column']!r}, but column={column!r} is given")
-    if source.startswith("hf:"):
-        found = _hub(source.removeprefix("hf:"), options, seed)
-    else:
-        found = _local(source, options, seed)
+    try:
+        source, options = _parse(data, column)
+        if source.startswith("hf:"):
+            found = _hub(source.removeprefix("hf:"), options, seed)
+        else:
+            found = _local(source, options.get("column"), seed)
+    except OSError as error:  # a name too long to be one, a folder that may not be entered
+        raise CorpusError(f"{data!r} cannot be read: {_why(error)}") from error
 
     documents: list[Document] = []
     too_short = 0
@@ -137,21 +138,22 @@ def load(
     return [Document(source, "\n\n".join(document.text for document in documents))] if join else documents
 
 
-def _parse(data: str) -> tuple[str, dict[str, str]]:
+def _parse(data: str, column: str | None) -> tuple[str, dict[str, str]]:
     """`SOURCE?key=value&...` as source and options; a file of exactly that name is a file of that name."""
+    source, options = data, {}
     match = _OPTIONS.fullmatch(data)
-    if match is None or Path(data).exists():
-        return data, {}
-    source = match[1]
-    known = _HUB_OPTIONS if source.startswith("hf:") else ("column",)
-    options: dict[str, str] = {}
-    for part in match[2].split("&"):
-        key, _, value = part.partition("=")
-        if key not in known:
-            raise CorpusError(f"{data!r}: unknown option {key!r}.{_nearest(key, known)} Known: {', '.join(known)}")
-        if not value or key in options:
-            raise CorpusError(f"{data!r}: the option {key!r} wants one value, as in {key}=NAME")
-        options[key] = unquote(value)
+    if match is not None and not Path(data).exists():
+        source = match[1]
+        known = _HUB_OPTIONS if source.startswith("hf:") else ("column",)
+        for part in match[2].split("&"):
+            key, _, value = part.partition("=")
+            if key not in known:
+                raise CorpusError(f"{data!r}: unknown option {key!r}.{_nearest(key, known)} Known: {', '.join(known)}")
+            if not value or key in options:
+                raise CorpusError(f"{data!r}: the option {key!r} wants one value, as in {key}=NAME")
+            options[key] = unquote(value)
+    if column is not None and options.setdefault("column", column) != column:
+        raise CorpusError(f"{data!r} names the column {options['column']!r}, but column={column!r} is given")
     return source, options
 
 
@@ -170,8 +172,7 @@ def _size(document: Document) -> int:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _local(source: str, options: Mapping[str, str], seed: int | None) -> Iterator[Document]:
-    column = options.get("column")
+def _local(source: str, column: str | None, seed: int | None) -> Iterator[Document]:
     if source == "stdlib":
         tables, documents = False, iter(stdlib_held_out())
     else:
@@ -217,9 +218,8 @@ def _belongs(file: Path, folder: Path) -> bool:
 
 def _kind(file: Path) -> str:
     """The suffix that says what is in the file, compression aside: ".jsonl" for a.jsonl.gz."""
-    if file.suffix.lower() in _OPENERS:
-        file = file.with_suffix("")
-    return file.suffix.lower()
+    inner = file.stem if file.suffix.lower() in _OPENERS else file.name
+    return Path(inner).suffix.lower()
 
 
 def _read(file: Path, name: str, column: str | None) -> Iterator[Document]:
@@ -262,7 +262,8 @@ def _optional(module: str, purpose: str) -> Any:
 
 
 def _prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
-    yield "", io.TextIOWrapper(stream, encoding="utf-8-sig").read()  # a byte-order mark is no part of the text
+    with io.TextIOWrapper(stream, encoding="utf-8-sig") as decoded:  # a byte-order mark is no part of the text
+        yield "", decoded.read()
 
 
 def _json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
@@ -289,7 +290,7 @@ def _json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tup
 
 def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
     file = _optional("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
-    columns = {field.name: str(field.type) in {"string", "large_string"} for field in file.schema_arrow}
+    columns = {field.name: str(field.type) in {"string", "large_string", "string_view"} for field in file.schema_arrow}
     chosen = _choose_column(columns, where, column)
     batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=[chosen])
     rows = (row for batch in batches for row in batch.to_pylist())
@@ -345,13 +346,12 @@ _TABLES: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, str
 
 def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Document]:
     # Bare names and existing folders would have `datasets` read local files, by builders that may unpickle them.
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or Path(name).exists():
+    if not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name) or Path(name).exists():
         raise CorpusError(
             f"hf:{name} is not a dataset of the Hub: write hf:OWNER/NAME?config=...&split=...&column=..., "
             "and a folder of your own without hf:"
         )
     datasets = _optional("datasets", "datasets of the Hub")
-    # Here and below, whatever comes: not found, not reachable, no such config, an error of a remote file's reader.
     try:
         found = datasets.load_dataset(
             name,
@@ -369,7 +369,7 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
             yield Document(name + where, text)
     except CorpusError:
         raise
-    except Exception as error:
+    except Exception as error:  # not found, not reachable, no such config, a remote file's reader: all kinds
         raise CorpusError(f"the Hub dataset {name!r} cannot be read: {_why(error)}") from error
 
 

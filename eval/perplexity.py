@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ from torch import Tensor
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import Document, load
 from rope_ext_hf.eval.reading import Reader
-from rope_ext_hf.eval.results import DocumentLoss, Result
+from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
 from rope_ext_hf.eval.windows import PROTOCOLS, Plan, Window, check_lengths
-from rope_ext_hf.patches.patching import describe
+from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Reading", "Tokens", "finite", "perplexity", "plan_reading", "tokenize"]
+__all__ = ["Reading", "Tokens", "finite", "perplexity", "plan_reading", "prepare", "tokenize"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ class Reading:
     prefix: int | None
     windows: tuple[tuple[Tokens, tuple[Window, ...]], ...]
     left_out: int
+
+    @property
+    def setting(self) -> Setting:
+        """The part of it that a result records."""
+        return Setting(self.protocol, self.plan.targets, self.plan.stride, self.prefix is not None, self.left_out)
 
     @property
     def tokens(self) -> int:
@@ -262,16 +267,9 @@ def perplexity(
 
     Length-dependent methods are held at each context length (`fixed_length`).
     """
-    given = load(corpus) if isinstance(corpus, str) else list(corpus)
-    raw = [document for document in given if isinstance(document, Document)]
-    if tokenizer is None and (raw or bos is not False):
-        tokenizer = _own_tokenizer(model, needed=bool(raw))
-    documents = [document for document in given if isinstance(document, Tokens)]
-    if raw and tokenizer is not None:
-        documents += tokenize(raw, tokenizer)
-    check_vocabulary(model, documents)
-    reading = plan_reading(
-        documents,
+    reading = prepare(
+        model,
+        corpus,
         lengths=lengths,
         protocol=protocol,
         targets=targets,
@@ -283,13 +281,31 @@ def perplexity(
     losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
     for length, loss in reading.measure(Reader(model, chunk=chunk), progress):
         losses[length].append(loss)
-    return results_of(model, reading, losses)
+    method = patched_method(model)
+    return [
+        Result.of(method.to_dict() if method else None, reading.setting, length, losses[length])
+        for length in reading.lengths
+    ]
 
 
-def results_of(model: PreTrainedModel, reading: Reading, losses: dict[int, list[DocumentLoss]]) -> list[Result]:
-    """Results from the documents' losses, one per length."""
-    description = describe(model)
-    return [Result.of(description, reading, length, losses[length]) for length in reading.lengths]
+def prepare(
+    model: PreTrainedModel,
+    corpus: str | Sequence[Document] | Sequence[Tokens],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    bos: bool | None = None,
+    **plan: Any,
+) -> Reading:
+    """Load, tokenise, check and plan: everything `perplexity` does before the model reads. The arguments are its."""
+    given = load(corpus) if isinstance(corpus, str) else list(corpus)
+    raw = [document for document in given if isinstance(document, Document)]
+    if tokenizer is None and (raw or bos is not False):
+        tokenizer = _own_tokenizer(model, needed=bool(raw))
+    documents = [document for document in given if isinstance(document, Tokens)]
+    if raw and tokenizer is not None:
+        documents += tokenize(raw, tokenizer)
+    check_vocabulary(model, documents)
+    return plan_reading(documents, tokenizer=tokenizer, bos=bos, **plan)
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:

@@ -9,16 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from rope_ext_hf.patches.patching import Description
-
-if TYPE_CHECKING:
-    from rope_ext_hf.eval.perplexity import Reading
-
-__all__ = ["DocumentLoss", "Result", "bootstrap", "label", "provenance", "write_json"]
+__all__ = ["DocumentLoss", "Result", "Setting", "bootstrap", "difference", "label", "provenance", "write_json"]
 
 
 class DocumentLoss(NamedTuple):
@@ -36,11 +31,42 @@ class DocumentLoss(NamedTuple):
 
 def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
     """The 95% interval of the loss per token when documents are drawn anew, with replacement."""
-    sums = torch.tensor([[document.nats, document.tokens] for document in documents], dtype=torch.float64)
-    chosen = torch.randint(len(documents), (draws, len(documents)), generator=torch.Generator().manual_seed(seed))
-    nats, tokens = sums[chosen].sum(dim=1).unbind(dim=1)
-    low, high = torch.quantile(nats / tokens, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return _interval(
+        [document.nats for document in documents], [document.tokens for document in documents], draws, seed
+    )
+
+
+def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int, seed: int) -> tuple[float, float]:
+    sums = torch.tensor([nats, tokens], dtype=torch.float64)
+    chosen = torch.randint(len(nats), (draws, len(nats)), generator=torch.Generator().manual_seed(seed))
+    drawn = sums[:, chosen].sum(dim=-1)
+    low, high = torch.quantile(drawn[0] / drawn[1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
+
+
+def difference(one: Result, other: Result, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+    """How much higher the loss of `one` is, in nats per token, with its 95% interval, paired by document.
+
+    Raises:
+        ValueError: the two did not score the same tokens.
+    """
+    mine, theirs = ({document.name: document for document in result.documents} for result in (one, other))
+    if {n: d.tokens for n, d in mine.items()} != {n: d.tokens for n, d in theirs.items()}:
+        raise ValueError("only results over the same scored tokens can be compared by document")
+    gaps = [document.nats - theirs[name].nats for name, document in mine.items()]
+    tokens = [document.tokens for document in mine.values()]
+    return (math.fsum(gaps) / sum(tokens), *_interval(gaps, tokens, draws, seed))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the text of a result was read, see `rope_ext_hf.eval.windows`; `left_out` documents were too short."""
+
+    protocol: str
+    targets: int
+    stride: int
+    bos: bool
+    left_out: int
 
 
 @dataclass(frozen=True)
@@ -48,25 +74,18 @@ class Result:
     """A model's loss at one context length; every token weighs the same.
 
     Attributes:
-        method, params: the RoPE method and its parameters; `patched` is False for the model as loaded.
-        protocol, targets, stride, bos: how the text was read, see `rope_ext_hf.eval.windows`.
+        method: `Scaling.to_dict` of the RoPE method, or None for the model as loaded.
+        setting: how the text was read.
         length: context length in tokens.
-        left_out: documents too short to be read.
         loss: nats per token. NaN or infinite if any window's loss was; `nonfinite` names the documents.
         low, high: its 95% interval, by resampling documents (equal to the loss where there is one document).
         perplexity, bits_per_token, bits_per_byte: the same loss in other units.
         documents: the sums it was made of.
     """
 
-    method: str
-    params: dict[str, Any]
-    patched: bool
-    protocol: str
+    method: dict[str, Any] | None
+    setting: Setting
     length: int
-    targets: int
-    stride: int
-    bos: bool
-    left_out: int
     loss: float
     low: float
     high: float
@@ -79,22 +98,19 @@ class Result:
     documents: tuple[DocumentLoss, ...]
 
     @classmethod
-    def of(cls, description: Description, reading: Reading, length: int, documents: Sequence[DocumentLoss]) -> Result:
-        """The result of one length, from every document's loss."""
+    def of(
+        cls, method: dict[str, Any] | None, setting: Setting, length: int, documents: Sequence[DocumentLoss]
+    ) -> Result:
+        """The result of one length, from every document's loss; the same whatever order the documents come in."""
+        documents = sorted(documents)
         nats = math.fsum(document.nats for document in documents)
         tokens = sum(document.tokens for document in documents)
         loss = nats / tokens
         low, high = bootstrap(documents)
         return cls(
-            method=description.method,
-            params=description.params,
-            patched=description.patched,
-            protocol=reading.protocol,
+            method=method,
+            setting=setting,
             length=length,
-            targets=reading.plan.targets,
-            stride=reading.plan.stride,
-            bos=reading.prefix is not None,
-            left_out=reading.left_out,
             loss=loss,
             low=low,
             high=high,
@@ -112,15 +128,17 @@ class Result:
         return asdict(self) | {"documents": [document._asdict() for document in self.documents]}
 
 
-def label(result: Result) -> str:
+def label(method: dict[str, Any] | None) -> str:
     """The method as a person would say it: "yarn x8", "dynamic-ntk paper", "as loaded"."""
-    if not result.patched:
+    if method is None:
         return "as loaded"
-    parts = [result.method]
-    if "growth" in result.params:
-        parts.append(str(result.params["growth"]))
-    if result.params.get("factor") is not None:
-        parts.append(f"x{result.params['factor']:g}")
+    parts = [str(method["method"])]
+    if "growth" in method:
+        parts.append(str(method["growth"]))
+    if "theta" in method:
+        parts.append(f"{method['theta']:g}")
+    if "factor" in method:
+        parts.append(f"x{method['factor']:g}")
     return " ".join(parts)
 
 
@@ -142,12 +160,13 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
 def write_json(path: Path, source: dict[str, Any], results: Sequence[Result]) -> None:
     """Provenance and results in one file; a non-finite number is written as null, which every JSON reader takes."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-    content = {"provenance": source, "results": [plain(result.to_dict()) for result in results]}
+    content = {"provenance": source, "results": [_finite(result.to_dict()) for result in results]}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value

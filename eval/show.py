@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -11,53 +11,79 @@ from rich.table import Table
 
 from rope_ext_hf.eval.results import Result, label
 
-__all__ = ["curves", "spread", "table"]
+__all__ = ["best_of_lengths", "by_method", "curves", "perplexity_text", "scored", "spread", "table"]
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results grouped by label, in the order they came."""
     rows: dict[str, list[Result]] = {}
     for result in results:
-        rows.setdefault(label(result), []).append(result)
+        rows.setdefault(label(result.method), []).append(result)
     return rows
 
 
-def _perplexity(value: float) -> str:
+def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
+    """The lowest finite loss at each length; NaN where there is none."""
+    found = {result.length: math.nan for result in results}
+    for result in results:
+        if math.isfinite(result.loss) and not found[result.length] <= result.loss:
+            found[result.length] = result.loss
+    return found
+
+
+def scored(result: Result) -> str:
+    """What was scored, in words."""
+    setting = result.setting
+    if setting.protocol == "matched":
+        return (
+            f"protocol matched: the same {result.tokens:,} tokens scored at every length, "
+            f"the last {setting.targets} of {result.windows} windows"
+        )
+    return f"protocol {setting.protocol}: {result.tokens:,} tokens in {result.windows} windows at {result.length:,}"
+
+
+def perplexity_text(value: float) -> str:
     """Two decimals as long as they mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 
-def table(results: Sequence[Result], trained_length: int) -> Table:
-    """One row per method, one column per context length; perplexity over bits per byte, the best of a column marked."""
+def table(
+    results: Sequence[Result], trained_length: int, costs: Mapping[str, tuple[float, float, float] | None] | None = None
+) -> Table:
+    """One row per method, one column per context length: perplexity and (bits per byte), the best of a column marked.
+
+    `costs`, by label, adds a column: how much higher the loss is at the trained length, in nats per token.
+    """
     lengths = sorted({result.length for result in results})
-    first = results[0]
+    best = best_of_lengths(results)
     view = Table(
         title=f"Perplexity and (bits per byte) by context length, trained at {trained_length:,} tokens",
-        caption=f"protocol {first.protocol}: the same {first.tokens:,} tokens scored at every length, "
-        f"the last {first.targets} of {first.windows} windows; * best of a column",
+        caption=f"{scored(results[0])}; * best of a column",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
     view.add_column("method", overflow="fold")
     for length in lengths:
-        view.add_column(f"{length:,}" + (f"\n{length / trained_length:g}x"), justify="right", overflow="fold")
-    best = {
-        length: min((r.loss for r in results if r.length == length and math.isfinite(r.loss)), default=math.nan)
-        for length in lengths
-    }
+        view.add_column(f"{length:,}\n{length / trained_length:g}x", justify="right", overflow="fold")
+    if costs is not None:
+        view.add_column(f"cost at\n{trained_length:,}", justify="right", overflow="fold")
     for name, row in by_method(results).items():
-        cells = []
-        for length in lengths:
-            found = next((result for result in row if result.length == length), None)
-            if found is None:
-                cells.append("")
-            elif not math.isfinite(found.loss):
-                cells.append("[red]not finite[/red]")
-            else:
-                text = f"{_perplexity(found.perplexity)} ({found.bits_per_byte:.2f})"
-                cells.append(f"[bold green]{text}*[/bold green]" if found.loss == best[length] else f"{text} ")
+        found = {result.length: result for result in row}
+        cells = [_cell(found.get(length), best[length]) for length in lengths]
+        if costs is not None:
+            cost = costs.get(name)
+            cells.append("" if cost is None else f"{cost[0]:+.3f}")
         view.add_row(name, *cells)
     return view
+
+
+def _cell(result: Result | None, best: float) -> str:
+    if result is None:
+        return ""
+    if not math.isfinite(result.loss):
+        return "[red]not finite[/red]"
+    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.2f})"
+    return f"[bold green]{text}*[/bold green]" if result.loss == best else f"{text} "
 
 
 def spread(heights: Sequence[float], gap: float, top: float) -> list[float]:

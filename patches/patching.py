@@ -29,7 +29,18 @@ from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slo
 from rope_ext_hf.rotary import RotaryEmbedding
 from rope_ext_hf.scaling import TWO_PI, Rotary, Scaling, method_from_dict, resolve_method
 
-__all__ = ["Description", "describe", "fixed_length", "geometry", "install", "patch", "patched", "reset", "unpatch"]
+__all__ = [
+    "Description",
+    "describe",
+    "fixed_length",
+    "geometry",
+    "install",
+    "patch",
+    "patched",
+    "patched_method",
+    "reset",
+    "unpatch",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -260,6 +271,11 @@ def _forget_saved_patch(config: Any) -> None:
         for key, value in before.items():
             setattr(config, key, value)
         delattr(config, RECORD)
+
+
+def patched_method(model: nn.Module) -> Scaling | None:
+    """The method `patch` put into a model, None if it runs as loaded."""
+    return next((slot.record.method for slot in patched_slots(model)), None)
 
 
 def geometry(model: nn.Module) -> Rotary:

@@ -20,7 +20,6 @@ from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.results import Result
     from rope_ext_hf.scaling import Scaling
 
 __all__ = ["main", "parse_length", "parse_parameters"]
@@ -386,10 +385,9 @@ def _measure(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from rope_ext_hf.eval.corpora import load
-    from rope_ext_hf.eval.perplexity import check_vocabulary, finite, plan_reading, results_of, tokenize
+    from rope_ext_hf.eval.perplexity import finite, prepare
     from rope_ext_hf.eval.reading import Reader
-    from rope_ext_hf.eval.results import DocumentLoss, label, provenance, write_json
+    from rope_ext_hf.eval.results import DocumentLoss, Result, label, provenance, write_json
     from rope_ext_hf.eval.show import curves, table
     from rope_ext_hf.patches.patching import patched
 
@@ -397,9 +395,7 @@ def _measure(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"the folder {str(out)!r} cannot be made: {error.strerror}") from error
-    corpus = tokenize(load(data), tokenizer)
-    check_vocabulary(model, corpus)
-    reading = plan_reading(corpus, lengths=lengths, tokenizer=tokenizer, max_windows=max_windows, **options)
+    reading = prepare(model, data, lengths=lengths, tokenizer=tokenizer, max_windows=max_windows, **options)
     reader = Reader(model)
     errors = Console(stderr=True)
     results: list[Result] = []
@@ -419,12 +415,13 @@ def _measure(
             bar.advance(task, tokens)
 
         for method in chosen:
-            bar.update(task, description=method.name if method else "as loaded")
+            bar.update(task, description=label(method.to_dict() if method else None))
             losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
             with patched(model, method) if method else nullcontext():
                 for length, loss in reading.measure(reader, advance):
                     losses[length].append(loss)
-                results += results_of(model, reading, losses)
+            saved = method.to_dict() if method else None
+            results += [Result.of(saved, reading.setting, length, losses[length]) for length in reading.lengths]
 
     trained = _rotary(model).trained_length
     write_json(out / "results.json", provenance(model, data), results)
@@ -441,7 +438,7 @@ def _measure(
         typer.echo(f"picture  {picture or 'none: pip install rope-ext-hf[eval] for matplotlib'}")
     if not finite(results):
         named = sorted(
-            {f"{label(result)} at {result.length} in {name}" for result in results for name in result.nonfinite}
+            {f"{label(result.method)} at {result.length} in {name}" for result in results for name in result.nonfinite}
         )
         typer.echo(f"rope-ext: the loss is not finite: {'; '.join(named)}", err=True)
         raise typer.Exit(1)

@@ -119,12 +119,8 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     assert "as loaded" in out
     assert "ntk x4" in out
     saved = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
-    assert [(r["method"], r["length"]) for r in saved["results"]] == [
-        ("default", 256),
-        ("default", 512),
-        ("ntk", 256),
-        ("ntk", 512),
-    ]
+    ntk = {"method": "ntk", "factor": 4.0}
+    assert [(r["method"], r["length"]) for r in saved["results"]] == [(None, 256), (None, 512), (ntk, 256), (ntk, 512)]
     assert saved["provenance"]["dtype"] == "float32"
     assert saved["provenance"]["versions"]["torch"]
     assert (tmp_path / "out" / "perplexity.png").read_bytes().startswith(b"\x89PNG")

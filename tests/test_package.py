@@ -152,4 +152,4 @@ def test_readme_commands_run(tmp_path: Path) -> None:
 def test_nothing_speaks_of_stubs() -> None:
     for folder in ("rope_ext_hf", "patches", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
-            assert not re.search(r"NotImplementedError|TODO|FIXME", file.read_text(encoding="utf-8")), file
+            assert not re.search(r"raise NotImplementedError|TODO|FIXME", file.read_text(encoding="utf-8")), file

@@ -255,10 +255,10 @@ def test_bos_takes_the_place_of_the_first_token() -> None:
     (result,) = perplexity(model, [document], lengths=[64], targets=7, tokenizer=tokenizer)
     ids = document.ids.clone()
     ids[0] = 2
-    assert result.bos
+    assert result.setting.bos
     assert result.loss == pytest.approx(nats(model, ids, range(57, 64)) / 7, abs=1e-5)
     (without,) = perplexity(model, [document], lengths=[64], targets=7, tokenizer=tokenizer, bos=False)
-    assert not without.bos
+    assert not without.setting.bos
     assert without.loss != result.loss
 
 
