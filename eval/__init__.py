@@ -1,11 +1,12 @@
-"""Measurements: perplexity beyond the trained length.
+"""Measurements of how far a model reads.
 
-from rope_ext_hf.eval import perplexity
+from rope_ext_hf.eval import perplexity, sweep
 """
 
 from __future__ import annotations
 
 from rope_ext_hf.eval.perplexity import perplexity
 from rope_ext_hf.eval.results import Result
+from rope_ext_hf.eval.runs import sweep
 
-__all__ = ["Result", "perplexity"]
+__all__ = ["Result", "perplexity", "sweep"]

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from rope_ext_hf.eval.results import Result
+from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.eval.show import best_of_lengths, by_method, curves, perplexity_text, scored
-from rope_ext_hf.eval.sweep import Run
 
 __all__ = ["write_report"]
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.eval.results import Result
     from rope_ext_hf.scaling import Scaling
 
 __all__ = ["main", "parse_length", "parse_parameters"]
@@ -50,6 +52,11 @@ Data = Annotated[str, typer.Option(help="'stdlib' (held-out modules of Python's 
 Out = Annotated[Path, typer.Option(help="Folder for the results.")]
 MaxWindows = Annotated[int | None, typer.Option(min=1, help="At most this many windows per length, spread evenly.")]
 Targets = Annotated[str | None, typer.Option(help="Tokens scored per window; default half the shortest length.")]
+Protocol = Annotated[str, typer.Option(help="matched, sliding, truncate, stream, blocks or position.")]
+Stride = Annotated[int, typer.Option(help="Tokens between windows under sliding and stream.")]
+Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before each window; default: the tokenizer's.")]
+Chunk = Annotated[int | None, typer.Option(min=16, help="Tokens per pass of the decoder; default: a fixed budget.")]
+Plot = Annotated[Path | None, typer.Option(help="Also draw wavelengths, angles, similarity and decay into this PNG.")]
 
 
 def parse_length(text: str) -> int:
@@ -143,11 +150,28 @@ def _load(name: str, dtype: str, device: str, revision: str | None, trust: bool)
 
 
 @app.command()
-def methods(as_json: Json = False) -> None:
-    """List the methods and their parameters.
+def methods(
+    plot: Plot = None,
+    dim: Annotated[int, typer.Option(help="Of the picture: rotated dims per head.")] = 128,
+    theta: Annotated[float, typer.Option(help="Of the picture: the base.")] = 10000.0,
+    trained_length: Annotated[str, typer.Option(help="Of the picture: the trained length.")] = "4k",
+    factor: Annotated[float, typer.Option(help="Of the picture: the methods' factor.")] = 8.0,
+    as_json: Json = False,
+) -> None:
+    """List the methods and their parameters; draw those that a factor is enough for over one another.
 
-    Example: `rope-ext methods`
+    Example: `rope-ext methods --plot methods.png`
     """
+    if plot is not None:
+        with _errors():
+            from rope_ext_hf.eval.results import label
+            from rope_ext_hf.eval.runs import DEFAULT_METHODS, expand
+            from rope_ext_hf.scaling import Rotary
+
+            rotary = Rotary(dim, theta, parse_length(trained_length))
+            drawn = {label(method.to_dict()): method for method in expand(DEFAULT_METHODS, [factor], rotary)}
+            title = f"{dim} dims, theta {theta:g}, trained at {rotary.trained_length:,} tokens"
+            _draw(plot, rotary, drawn, round(rotary.trained_length * factor), title)
     import dataclasses
 
     from rope_ext_hf.scaling import methods as every_method
@@ -188,6 +212,7 @@ def describe(
     target_length: TargetLength = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Say which RoPE method a model has, or would have with --method; reads no weights.
@@ -203,6 +228,13 @@ def describe(
         from rope_ext_hf.patches.patching import describe as describe_model
 
         description = describe_model(empty)
+        if plot is not None:
+            from rope_ext_hf.eval.results import label
+            from rope_ext_hf.patches.patching import patched_method
+
+            found = patched_method(empty)
+            drawn = {label(found.to_dict()): found} if found else {}
+            _draw(plot, _rotary(empty), drawn, description.extended_length if found else None, Path(model).name)
         typer.echo(_json(description.to_dict()) if as_json else str(description))
 
 
@@ -234,6 +266,18 @@ def patch(
         typer.echo(
             _json(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
         )
+
+
+def _draw(path: Path, rotary: Any, drawn: dict[str, Scaling], extended: int | None, title: str) -> None:
+    from rope_ext_hf.eval.pictures import draw
+
+    try:
+        draw(path, rotary, drawn, extended_length=extended, title=title)
+    except ImportError as error:
+        raise MethodError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise MethodError(f"the picture {str(path)!r} cannot be written: {error}") from error
+    typer.echo(f"picture  {path}", err=True)
 
 
 def _folder(name: str, revision: str | None) -> Path:
@@ -298,13 +342,12 @@ def ppl(
     factor: Factor = None,
     target_length: TargetLength = None,
     data: Data = "stdlib",
-    protocol: Annotated[str, typer.Option(help="matched, sliding, truncate, stream, blocks or position.")] = "matched",
+    protocol: Protocol = "matched",
     targets: Targets = None,
-    stride: Annotated[int, typer.Option(help="Tokens between windows under sliding and stream.")] = 256,
+    stride: Stride = 256,
     max_windows: MaxWindows = None,
-    bos: Annotated[
-        bool | None, typer.Option("--bos/--no-bos", help="BOS before each window; default: the tokenizer's.")
-    ] = None,
+    bos: Bos = None,
+    chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     revision: Revision = None,
@@ -332,7 +375,7 @@ def ppl(
             resolve_method(name, rotary, factor=factor, target_length=length, **parameters) for name in method or []
         ]
         options = {"targets": scored, "bos": bos, "protocol": protocol, "stride": stride}
-        _measure(loaded, tokenizer, chosen, wanted, data, max_windows, out, as_json, **options)
+        _measure(loaded, tokenizer, chosen, wanted, data, max_windows, out, as_json, chunk, **options)
 
 
 @app.command()
@@ -364,10 +407,146 @@ def demo(
         _measure(model, tokenizer, chosen, lengths, "stdlib", windows, out, as_json)
 
 
+@app.command()
+def sweep(
+    model: Model,
+    lengths: Lengths,
+    methods: Annotated[
+        str, typer.Option(help="Names, e.g. linear,ntk,yarn.")
+    ] = "linear,ntk,dynamic-ntk,by-parts,yarn,dynamic-yarn,llama3",
+    factors: Annotated[str | None, typer.Option(help="e.g. 2,4,8; default: what the longest length needs.")] = None,
+    data: Data = "stdlib",
+    protocol: Protocol = "matched",
+    targets: Targets = None,
+    stride: Stride = 256,
+    max_windows: MaxWindows = None,
+    bos: Bos = None,
+    chunk: Chunk = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    out: Out = Path("rope-ext-results"),
+    as_json: Json = False,
+) -> None:
+    """Methods x factors x lengths, resumable: the same command goes on where it was stopped; ends with a report.
+
+    Example: `rope-ext sweep reference --methods ntk,yarn --factors 4,8 --lengths 256,1024,2048 --max-windows 16`
+    """
+    with _errors():
+        from rope_ext_hf.eval.runs import sweep as run_sweep
+
+        try:
+            scales = [float(factor) for factor in factors.split(",")] if factors else None
+        except ValueError as error:
+            raise MethodError(f"not a list of factors: {factors!r}; write 2,4,8") from error
+        wanted = [parse_length(length) for length in lengths.split(",")]
+        scored = parse_length(targets) if targets else None
+        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code)
+        with _progress("as loaded") as advance:
+
+            def started(folder: Path, plan: Any, done: int, units: int) -> None:
+                advance.total(plan.tokens * (units // max(1, len(plan.windows) * len(plan.lengths))))
+                typer.echo(
+                    f"run      {folder}" + (f" ({done} of {units} parts were done before)" if done else ""), err=True
+                )
+
+            run = run_sweep(
+                loaded,
+                data,
+                methods=methods.split(","),
+                factors=scales,
+                lengths=wanted,
+                tokenizer=tokenizer,
+                out=out,
+                protocol=protocol,
+                targets=scored,
+                stride=stride,
+                max_windows=max_windows,
+                bos=bos,
+                chunk=chunk,
+                progress=advance,
+                started=started,
+            )
+        _show_run(run, as_json)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, as `sweep` names it.")], as_json: Json = False
+) -> None:
+    """Make the table, CSV, curves and HTML page of a run anew, finished or not.
+
+    Example: `rope-ext report rope-ext-results/reference-0123456789`
+    """
+    with _errors():
+        from rope_ext_hf.eval.runs import read_run
+
+        _show_run(read_run(folder), as_json)
+
+
+def _show_run(run: Any, as_json: bool) -> None:
+    from rich.console import Console
+
+    from rope_ext_hf.eval.report import write_report
+    from rope_ext_hf.eval.results import label, write_json
+    from rope_ext_hf.eval.show import table
+
+    write_json(run.folder / "results.json", run.settings, run.results)
+    rows, page = run.write_csv(), write_report(run)
+    if as_json:
+        typer.echo((run.folder / "results.json").read_text(encoding="utf-8"))
+    else:
+        if run.results:
+            costs = {label(result.method): run.cost(result.method) for result in run.results}
+            Console().print(table(run.results, run.trained_length, costs))
+        typer.echo(f"results  {rows}\nreport   {page}")
+    _stop_if_not_finite(run.results)
+
+
 def _rotary(model: PreTrainedModel) -> Any:
     from rope_ext_hf.patches.patching import geometry
 
     return geometry(model)
+
+
+class _Advance:
+    """A progress bar in tokens, with the method's name; on a terminal only."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self.bar, self.task = bar, task
+
+    def __call__(self, name: str, tokens: int) -> None:
+        self.bar.update(self.task, advance=tokens, description=name)
+
+    def total(self, tokens: int) -> None:
+        self.bar.update(self.task, total=tokens)
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[_Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    errors = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        yield _Advance(bar, bar.add_task(name, total=None))
+
+
+def _stop_if_not_finite(results: Sequence[Result]) -> None:
+    from rope_ext_hf.eval.results import label
+
+    bad = sorted({f"{label(r.method)} at {r.length} in {name}" for r in results for name in r.nonfinite})
+    if bad:
+        typer.echo(f"rope-ext: the loss is not finite: {'; '.join(bad)}", err=True)
+        raise typer.Exit(1)
 
 
 def _measure(
@@ -379,13 +558,13 @@ def _measure(
     max_windows: int | None,
     out: Path,
     as_json: bool,
+    chunk: int | None = None,
     **options: Any,
 ) -> None:
     """Run every method, show progress, write and print the results."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from rope_ext_hf.eval.perplexity import finite, prepare
+    from rope_ext_hf.eval.perplexity import prepare
     from rope_ext_hf.eval.reading import Reader
     from rope_ext_hf.eval.results import DocumentLoss, Result, label, provenance, write_json
     from rope_ext_hf.eval.show import curves, table
@@ -396,31 +575,16 @@ def _measure(
     except OSError as error:
         raise CheckpointError(f"the folder {str(out)!r} cannot be made: {error.strerror}") from error
     reading = prepare(model, data, lengths=lengths, tokenizer=tokenizer, max_windows=max_windows, **options)
-    reader = Reader(model)
-    errors = Console(stderr=True)
+    reader = Reader(model, chunk=chunk)
     results: list[Result] = []
-    with Progress(
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeRemainingColumn(),
-        console=errors,
-        disable=not errors.is_terminal,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("as loaded", total=len(chosen) * reading.tokens)
-
-        def advance(tokens: int) -> None:
-            bar.advance(task, tokens)
-
+    with _progress("as loaded") as advance:
+        advance.total(len(chosen) * reading.tokens)
         for method in chosen:
-            bar.update(task, description=label(method.to_dict() if method else None))
+            saved = method.to_dict() if method else None
             losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
             with patched(model, method) if method else nullcontext():
-                for length, loss in reading.measure(reader, advance):
+                for length, loss in reading.measure(reader, partial(advance, label(saved))):
                     losses[length].append(loss)
-            saved = method.to_dict() if method else None
             results += [Result.of(saved, reading.setting, length, losses[length]) for length in reading.lengths]
 
     trained = _rotary(model).trained_length
@@ -436,12 +600,7 @@ def _measure(
         Console().print(table(results, trained))
         typer.echo(f"results  {out / 'results.json'}")
         typer.echo(f"picture  {picture or 'none: pip install rope-ext-hf[eval] for matplotlib'}")
-    if not finite(results):
-        named = sorted(
-            {f"{label(result.method)} at {result.length} in {name}" for result in results for name in result.nonfinite}
-        )
-        typer.echo(f"rope-ext: the loss is not finite: {'; '.join(named)}", err=True)
-        raise typer.Exit(1)
+    _stop_if_not_finite(results)
 
 
 def main() -> None:
