@@ -81,6 +81,41 @@ class Reader:
                 return self._whole(ids, first).cpu()
             return torch.cat([part.cpu() for part in self._by_chunks(ids, first)])
 
+    @torch.inference_mode()
+    def candidates(self, prompt: Tensor, answers: Tensor, *, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Losses of several answers to one prompt, and what greedy decoding says while it is led along each.
+
+        The prompt is read once; every answer then starts from its cache, A tokens each. (A model that cannot be read
+        in chunks is read whole once per answer.)
+
+        Args:
+            prompt: (P,) int64.
+            answers: (count, A) int64.
+            length: what length-dependent methods are held at; default P + A.
+
+        Returns:
+            Negative log-likelihoods in nats, float32, and likeliest tokens, int64; both (count, A) on the CPU.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        prompt, answers = prompt.to(device), answers.to(device)
+        known, count = len(prompt), answers.shape[1]
+        chunked = self.chunked and not _follows_the_input(self.model)
+        losses: list[Tensor] = []
+        likeliest: list[Tensor] = []
+        with _length(self.model, length or known + count):
+            for index, answer in enumerate(answers):
+                ids = torch.cat([prompt, answer])
+                if not chunked:
+                    out = self.model(ids[None], use_cache=False, logits_to_keep=count + 1)
+                    logits = out.logits[0, -count - 1 : -1].float()
+                else:
+                    # the state at the prompt's last token says what the answer begins with
+                    hidden = [state for _, state in self._hidden(ids, known - 1 if index else 0)]
+                    logits = self._logits(torch.cat(hidden[-count:])[-count:])
+                losses.append(_nll(logits, answer.to(logits.device)).cpu())
+                likeliest.append(logits.argmax(-1).cpu())
+        return torch.stack(losses), torch.stack(likeliest)
+
     def _whole(self, ids: Tensor, first: int) -> Tensor:
         count = len(ids) - first
         logits = self.model(ids[None], use_cache=False, logits_to_keep=count + 1).logits[0, -count - 1 : -1]

@@ -114,6 +114,7 @@ def sweep(
     chunk: int | None = None,
     rank: int = 0,
     world: int = 1,
+    wait: Callable[[], object] | None = None,
     progress: Callable[[str, int], None] | None = None,
     started: Callable[[Path, Reading, int, int], None] | None = None,
     **reading: Any,
@@ -129,11 +130,12 @@ def sweep(
         out: the folder in which runs are kept, each in one of its own.
         data: what to call the corpus in the report; default: `corpus`, if that is a name.
         rank, world: which of how many processes this is; documents are dealt out among them.
+        wait: called when this process has done its part; returns when all have.
         progress: called with the method's label and the tokens read, after each window.
         started: called with the run's folder, what is read, and how many of how many methods x documents are done.
 
     Returns:
-        The run, complete for rank 0 of 1; otherwise `read_run` the folder when all processes are done.
+        The run; complete where `wait` waited for all processes.
 
     Raises:
         CheckpointError: another process is writing this run.
@@ -148,8 +150,7 @@ def sweep(
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{_digest(settings)}"
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, rank):
-        if rank == 0:
-            _write_atomically(folder / "run.json", json.dumps(settings, indent=1) + "\n")
+        _write_atomically(folder / "run.json", json.dumps(settings, indent=1) + "\n", rank)
         done = _done(folder)
         mine = [(i, item) for i, item in enumerate(plan.windows) if i % world == rank]
         units = [
@@ -168,6 +169,8 @@ def sweep(
                         report = None if progress is None else _named(progress, label(saved))
                         for length, loss in plan.measure_document(reader, document, left, report):
                             write({"method": saved, "document": index, "length": length, "loss": list(loss)})
+    if wait is not None:
+        wait()
     return read_run(folder, [m.to_dict() if m else None for m in chosen])
 
 
@@ -283,7 +286,7 @@ def _done(folder: Path) -> set[tuple[str, int, int]]:
     return {(json.dumps(record["method"]), record["document"], record["length"]) for record in _records(folder)}
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".unfinished")
+def _write_atomically(path: Path, text: str, rank: int) -> None:
+    unfinished = path.with_suffix(f".{rank}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)

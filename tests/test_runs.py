@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval import perplexity, sweep
+from rope_ext_hf.eval.perplexity import Tokens
+from rope_ext_hf.eval.report import write_report
+from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
+from rope_ext_hf.eval.runs import Run, expand, read_run
+from rope_ext_hf.scaling import Rotary, Yarn
+from tests.models import build
+
+LENGTHS = [64, 128, 256]
+METHODS = ["ntk", "yarn", "dynamic-yarn"]
+
+
+def corpus(count: int = 3) -> list[Tokens]:
+    draws = torch.Generator().manual_seed(0)
+    return [
+        Tokens(f"d{i}", torch.randint(3, 90, (300 + 20 * i,), generator=draws), tuple(range(1, 301 + 20 * i)))
+        for i in range(count)
+    ]
+
+
+def run(out: Path, **changed: Any) -> Run:
+    model = build("llama")
+    options: dict[str, Any] = {"lengths": LENGTHS, "methods": METHODS, "factors": [2.0, 4.0], "bos": False} | changed
+    return sweep(model, options.pop("corpus", corpus()), out=out, **options)
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(x) for path in sorted(run.folder.glob("losses.*.jsonl")) for x in path.read_text().splitlines()]
+
+
+def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert [(label(r.method), r.length) for r in found.results] == [
+        (name, length)
+        for name in ("as loaded", "ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn")
+        for length in LENGTHS
+    ]
+    model = rope.patch(build("llama"), "yarn", factor=4)
+    expected = perplexity(model, corpus(), lengths=LENGTHS, bos=False)
+    assert [r for r in found.results if r.method == Yarn(factor=4.0).to_dict()] == expected
+    plain = perplexity(build("llama"), corpus(), lengths=LENGTHS, bos=False)
+    cost = found.cost(Yarn(factor=4.0).to_dict())
+    assert cost is not None
+    assert cost[0] == pytest.approx(expected[0].loss - plain[0].loss)  # 64 is the trained length
+    assert cost[1] <= cost[0] <= cost[2]
+    assert found.cost(None) is None
+
+
+def test_the_trained_length_is_added(tmp_path: Path) -> None:
+    found = run(tmp_path, lengths=[128], methods=["yarn"])
+    assert {r.length for r in found.results} == {64, 128}
+
+
+def test_a_second_call_reads_nothing_again(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    before = lines(first)
+    read: list[int] = []
+    second = run(tmp_path, progress=lambda _name, tokens: read.append(tokens))
+    assert read == []
+    assert lines(second) == before
+    assert second == first
+    more = run(tmp_path, methods=[*METHODS, "linear"])  # another method goes on in the same folder
+    assert more.folder == first.folder
+    assert len(lines(more)) == len(before) + 2 * len(LENGTHS) * 3
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"targets": 7}, {"protocol": "truncate"}, {"lengths": [64, 128]}, {"corpus": corpus(2)}, {"data": "other"}],
+)
+def test_a_changed_setting_is_another_run(tmp_path: Path, changed: dict[str, Any]) -> None:
+    assert run(tmp_path, **changed).folder != run(tmp_path).folder
+
+
+def test_other_weights_are_another_run(tmp_path: Path) -> None:
+    one = sweep(build("llama", seed=0), corpus(), lengths=LENGTHS, methods=["ntk"], out=tmp_path, bos=False)
+    two = sweep(build("llama", seed=1), corpus(), lengths=LENGTHS, methods=["ntk"], out=tmp_path, bos=False)
+    assert one.folder != two.folder
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 20])
+def test_half_a_line_is_measured_again(tmp_path: Path, keep: int) -> None:
+    whole = run(tmp_path / "whole")
+    found = run(tmp_path / "cut")
+    journal = found.folder / "losses.0.jsonl"
+    content = journal.read_bytes().split(b"\n")
+    journal.write_bytes(
+        b"\n".join(content[:keep]) + (b"\n" if keep else b"") + content[keep][: len(content[keep]) // 2]
+    )
+    assert len(read_run(found.folder).results) < len(whole.results)  # what is not complete is not shown
+    again = run(tmp_path / "cut")
+    assert again.results == whole.results
+    assert len(lines(again)) == len(lines(whole))
+
+
+def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    found = run(tmp_path)
+    with FileLock(found.folder / "run.0.lock"), pytest.raises(rope.CheckpointError, match="another process is writing"):
+        run(tmp_path)
+    assert run(tmp_path) == found
+
+
+def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) -> None:
+    alone = run(tmp_path / "alone")
+    for rank in (1, 0):
+        shared = run(tmp_path / "shared", rank=rank, world=2)
+    assert shared.results == alone.results
+    assert sorted(p.name for p in shared.folder.glob("losses.*")) == ["losses.0.jsonl", "losses.1.jsonl"]
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
+    command = [sys.executable, "-m", "rope_ext_hf.cli", "sweep", "reference", "--methods", "ntk,yarn", "--factors", "4"]
+    command += ["--lengths", "256,512", "--max-windows", "12", "--dtype", "float32", "--out"]
+    whole = tmp_path / "whole"
+    subprocess.run([*command, str(whole)], check=True, capture_output=True)
+    (expected,) = whole.iterdir()
+    total = len((expected / "losses.0.jsonl").read_text().splitlines())
+    out = tmp_path / "killed"
+    for target in (2, total // 2):
+        process = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            if sum(p.read_bytes().count(b"\n") for p in out.glob("*/losses.0.jsonl")) >= target:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+            time.sleep(0.005)
+        process.wait()
+    subprocess.run([*command, str(out)], check=True, capture_output=True)
+    (folder,) = out.iterdir()
+    assert folder.name == expected.name
+    assert read_run(folder).results == read_run(expected).results
+    records = [json.loads(line) for line in (folder / "losses.0.jsonl").read_text().splitlines()]
+    keys = [(json.dumps(r["method"]), r["document"], r["length"]) for r in records]
+    assert len(keys) == len(set(keys)) == total
+
+
+def test_expand() -> None:
+    rotary = Rotary(64, 10000.0, 256)
+    found = expand(["yarn", "dynamic-ntk", "dynamic", Yarn(factor=2.0)], [2.0, 4.0], rotary)
+    assert [label(m.to_dict()) for m in found] == [
+        *("yarn x2", "yarn x4", "dynamic-ntk paper", "dynamic-ntk hf x2", "dynamic-ntk hf x4")
+    ]
+    with pytest.raises(rope.MethodError, match="Did you mean 'yarn'"):
+        expand(["yran"], [2.0], rotary)
+    with pytest.raises(rope.MethodError, match="longrope needs"):
+        expand(["longrope"], [2.0], rotary)
+
+
+def losses(*nats: float) -> list[DocumentLoss]:
+    return [DocumentLoss(str(i), n, 10, 10, 1) for i, n in enumerate(nats)]
+
+
+def test_difference_is_paired() -> None:
+    setting = Setting("matched", 5, 256, False, 0)
+    one = Result.of(None, setting, 64, losses(*(10 + 5 * i + 1 for i in range(9))))
+    two = Result.of(None, setting, 64, losses(*(10 + 5 * i for i in range(9))))
+    assert difference(one, two) == pytest.approx((0.1, 0.1, 0.1))  # however far the documents are apart
+    assert one.high - one.low > 0.5
+    with pytest.raises(ValueError, match="same scored tokens"):
+        difference(one, Result.of(None, setting, 64, losses(1.0)))
+
+
+def test_results_do_not_depend_on_the_order_of_documents() -> None:
+    setting = Setting("matched", 5, 256, False, 0)
+    found = losses(*(math.pi * 10**i for i in range(-8, 8)))
+    assert Result.of(None, setting, 64, found) == Result.of(None, setting, 64, found[::-1])
+
+
+def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    page = write_report(found).read_text(encoding="utf-8")
+    assert "data:image/png;base64," in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert 'name="viewport"' in page
+    for result in found.results:
+        assert label(result.method) in page
+        assert f"{result.bits_per_byte:.3f}" in page
+    assert found.settings["weights"] in page
+    with found.write_csv().open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss_nats"]) for row in rows] == [r.loss for r in found.results]
+    assert json.loads(rows[-1]["parameters"])["method"] == "dynamic-yarn"
+
+
+def test_names_are_escaped_in_the_report(tmp_path: Path) -> None:
+    found = run(tmp_path, data="<script>alert(1)</script>")
+    assert "<script" not in write_report(found).read_text(encoding="utf-8")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(rope.CheckpointError, match="not the folder of a sweep"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(rope.CheckpointError, match="not the folder of a sweep"):
+        read_run(tmp_path)
