@@ -167,7 +167,7 @@ def plan_reading(
     if stride < 1:
         raise MethodError(f"stride must be at least 1 token, got {stride}")
     plan = Plan(scored, stride)
-    prefix = _prefix(tokenizer, bos, protocol)
+    prefix = prefix_token(tokenizer, bos, protocol)
     found: list[tuple[Tokens, list[Window]]] = []
     for document in documents:
         windows = list(PROTOCOLS[protocol](len(document.ids), ordered, plan))
@@ -212,7 +212,7 @@ def _thinned(
     return kept
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, protocol: str) -> int | None:
+def prefix_token(tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, protocol: str) -> int | None:
     """The token windows begin with: as asked for, else as the tokenizer does; under `blocks` as lm-eval does."""
     if bos is False or (bos is None and tokenizer is None):
         return None
@@ -300,7 +300,7 @@ def prepare(
     given = load(corpus) if isinstance(corpus, str) else list(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):
-        tokenizer = _own_tokenizer(model, needed=bool(raw))
+        tokenizer = own_tokenizer(model, needed=bool(raw))
     documents = [document for document in given if isinstance(document, Tokens)]
     if raw and tokenizer is not None:
         documents += tokenize(raw, tokenizer)
@@ -316,7 +316,7 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
         raise CorpusError(f"token id {largest} is outside the model's vocabulary of {vocabulary}; wrong tokenizer?")
 
 
-def _own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
+def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     if model.name_or_path:

@@ -109,9 +109,12 @@ class Reader:
                     out = self.model(ids[None], use_cache=False, logits_to_keep=count + 1)
                     logits = out.logits[0, -count - 1 : -1].float()
                 else:
+                    if index == 0:
+                        for _ in self._hidden(ids):  # what stays is the cache
+                            pass
                     # the state at the prompt's last token says what the answer begins with
-                    hidden = [state for _, state in self._hidden(ids, known - 1 if index else 0)]
-                    logits = self._logits(torch.cat(hidden[-count:])[-count:])
+                    states = [state for _, state in self._hidden(ids, known - 1)]
+                    logits = self._logits(torch.cat(states))
                 losses.append(_nll(logits, answer.to(logits.device)).cpu())
                 likeliest.append(logits.argmax(-1).cpu())
         return torch.stack(losses), torch.stack(likeliest)
@@ -130,16 +133,19 @@ class Reader:
                 logits = self._logits(hidden[at - start : stop - start])
                 yield _nll(logits, ids[at + 1 : stop + 1].to(logits.device))
 
-    def _hidden(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The decoder's output for all but the last token, chunk by chunk: (first position, (tokens, hidden))."""
+    def _hidden(self, ids: Tensor, kept: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """The decoder's output for all but the last token, chunk by chunk: (first position, (tokens, hidden)).
+
+        `kept`: go on after so many tokens, which are in the cache from the reading before.
+        """
         assert self.decoder is not None
         ids = ids[:-1]
         if self.cache is None or self.cache.capacity < len(ids):
             self.cache = None  # free the old one first
             self.cache = _Cache(len(ids))
-        self.cache.rewind()
+        self.cache.rewind(kept)
         with _chunked_attention(self.model):
-            for start in range(0, len(ids), self.chunk):
+            for start in range(kept, len(ids), self.chunk):
                 piece = ids[None, start : start + self.chunk]
                 positions = torch.arange(start, start + piece.shape[1], device=ids.device)[None]
                 out = self.decoder(input_ids=piece, position_ids=positions, past_key_values=self.cache, use_cache=True)
@@ -236,9 +242,9 @@ class _Cache(Cache):  # type: ignore[misc]
         super().__init__(layer_class_to_replicate=lambda: _Layer(capacity))
         self.capacity = capacity
 
-    def rewind(self) -> None:
+    def rewind(self, kept: int = 0) -> None:
         for layer in self.layers:
-            layer.filled = 0
+            layer.filled = kept
 
 
 @contextmanager

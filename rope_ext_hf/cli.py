@@ -7,6 +7,7 @@ inside the commands, so that --help answers at once.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,16 +36,20 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+_NO_PICTURE = "none: pip install rope-ext-hf[eval] for matplotlib"
 # A method's further parameters keep their own names (--beta-fast 16) and are checked by the method itself.
 _EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Model = Annotated[str, typer.Argument(help="Hub id or local folder; 'reference' is the bundled model.")]
 Method = Annotated[str | None, typer.Option("--method", "-m", help="See `rope-ext methods`.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", "-m", help="One or more; none: as loaded only.")]
 Factor = Annotated[float | None, typer.Option(help="How many times the trained length.")]
 TargetLength = Annotated[str | None, typer.Option(help="The same in tokens, e.g. 32k; give one of the two.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Dtype = Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")]
+DeviceMap = Annotated[str | None, typer.Option(help="auto: spread a large model over all devices.")]
+Processes = Annotated[int | None, typer.Option(min=1, help="Stop unless so many processes were launched.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 Lengths = Annotated[str, typer.Option(help="Context lengths, e.g. 4k,8k,16k (4k = 4096).")]
@@ -118,8 +123,16 @@ def _quiet() -> None:
     logging.set_verbosity_error()
 
 
-def _load(name: str, dtype: str, device: str, revision: str | None, trust: bool) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer, in evaluation mode."""
+def _load(
+    name: str,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    trust: bool,
+    device_map: str | None = None,
+    longest: int | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer, in evaluation mode; with `longest`, only if windows of that many tokens fit the device."""
     import torch
     from transformers import AutoTokenizer
 
@@ -140,13 +153,52 @@ def _load(name: str, dtype: str, device: str, revision: str | None, trust: bool)
     source = str(path()) if name == "reference" else name
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
+        if longest is not None and device_map is None:
+            _check_memory(name, kinds[dtype], place, revision, trust, longest)
+        if device_map is not None:
+            options["device_map"] = device_map
         model = from_pretrained(source, dtype=kinds[dtype], trust_remote_code=trust, **options)
+        options.pop("device_map", None)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, RopeExtError):
             raise
         raise CheckpointError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
-    return model.to(place).eval(), tokenizer
+    return (model if device_map else model.to(place)).eval(), tokenizer
+
+
+def _check_memory(name: str, dtype: Any, device: Any, revision: str | None, trust: bool, longest: int) -> None:
+    """Say what a measurement needs before anything is read, and stop where it cannot fit."""
+    from rope_ext_hf.eval.preflight import available, needs
+
+    empty = _without_weights(name, revision, trust)
+    saved = getattr(empty.config, "dtype", None)
+    needed = needs(empty, longest, (saved or empty.dtype) if dtype == "auto" else dtype)
+    free = available(device)
+    if needed.total > free:
+        raise CheckpointError(
+            f"windows of {longest:,} tokens need {needed}; {device} has {free / 1e9:.1f} GB free. "
+            "Try --device-map auto, --dtype bfloat16, or shorter lengths"
+        )
+    if needed.weights > 1e9:
+        typer.echo(f"needs    {needed}; {free / 1e9:.1f} GB free", err=True)
+
+
+def _processes(expected: int | None) -> tuple[int, int, Any]:
+    """This process's rank, their number, and a function that waits for all; one alone unless a launcher says else."""
+    rank, world, wait = 0, 1, None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import torch
+        from accelerate import PartialState
+
+        state = PartialState(cpu=not torch.cuda.is_available())
+        rank, world, wait = state.process_index, state.num_processes, state.wait_for_everyone
+    if expected is not None and world != expected:
+        raise MethodError(
+            f"{expected} processes were asked for, {world} are running; launch with "
+            f"torchrun --nproc-per-node {expected} -m rope_ext_hf.eval sweep ..."
+        )
+    return rank, world, wait
 
 
 @app.command()
@@ -336,9 +388,7 @@ def ppl(
     context: typer.Context,
     model: Model,
     lengths: Lengths,
-    method: Annotated[
-        list[str] | None, typer.Option("--method", "-m", help="One or more; none: as loaded only.")
-    ] = None,
+    method: Methods = None,
     factor: Factor = None,
     target_length: TargetLength = None,
     data: Data = "stdlib",
@@ -350,6 +400,7 @@ def ppl(
     chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     out: Out = Path("rope-ext-results"),
@@ -360,22 +411,119 @@ def ppl(
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-windows 16`
     """
     with _errors():
-        from rope_ext_hf.scaling import resolve_method
-
-        parameters = parse_parameters(context.args)
-        if not method and (parameters or factor or target_length):
-            raise MethodError("parameters without a method; add --method")
         wanted = [parse_length(length) for length in lengths.split(",")]
         scored = parse_length(targets) if targets else None
-        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code)
-        rotary = _rotary(loaded)
-        length = parse_length(target_length) if target_length else None
-        chosen: list[Scaling | None] = [None]
-        chosen += [
-            resolve_method(name, rotary, factor=factor, target_length=length, **parameters) for name in method or []
-        ]
+        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map, max(wanted))
+        chosen = _chosen(context, loaded, method, factor, target_length)
         options = {"targets": scored, "bos": bos, "protocol": protocol, "stride": stride}
         _measure(loaded, tokenizer, chosen, wanted, data, max_windows, out, as_json, chunk, **options)
+
+
+@app.command(context_settings=_EXTRA)
+def passkey(
+    context: typer.Context,
+    model: Model,
+    lengths: Lengths,
+    method: Methods = None,
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    depths: Annotated[str, typer.Option(help="Shares of the haystack before the secret.")] = "0,0.25,0.5,0.75,1",
+    trials: Annotated[int, typer.Option(min=1, help="Secrets per length and depth.")] = 10,
+    distractors: Annotated[int, typer.Option(min=1, help="Numbers that the right one is ranked among.")] = 19,
+    task: Annotated[
+        str | None, typer.Option(help="passkey, needle or code; default: passkey, code for the bundled model.")
+    ] = None,
+    haystack: Annotated[
+        str | None, typer.Option(help="Text to hide it in, named as in --data; default: the task's own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the secrets and the text around them.")] = 0,
+    chunk: Chunk = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    out: Out = Path("rope-ext-results"),
+    as_json: Json = False,
+) -> None:
+    """Find a secret in a long text: exact match and rank among distractors, over length x depth, as a heat map.
+
+    Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
+    """
+    with _errors():
+        from rich.console import Console
+
+        from rope_ext_hf.eval.results import label, provenance
+        from rope_ext_hf.eval.retrieval import Retrieval, heat_map, table
+        from rope_ext_hf.eval.retrieval import passkey as measure
+        from rope_ext_hf.patches.patching import patched
+
+        wanted = [parse_length(length) for length in lengths.split(",")]
+        try:
+            shares = [float(depth) for depth in depths.split(",")]
+        except ValueError as error:
+            raise MethodError(f"not a list of depths: {depths!r}; write 0,0.5,1") from error
+        wording = task or ("code" if model == "reference" else "passkey")
+        _make_folder(out)
+        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map, max(wanted))
+        chosen = _chosen(context, loaded, method, factor, target_length)
+        results: list[Retrieval] = []
+        with _progress("as loaded") as advance:
+            advance.total(len(chosen) * sum(set(wanted)) * len(set(shares)) * trials)
+            for one in chosen:
+                with patched(loaded, one) if one else nullcontext():
+                    results += measure(
+                        loaded,
+                        lengths=wanted,
+                        depths=shares,
+                        tokenizer=tokenizer,
+                        trials=trials,
+                        seed=seed,
+                        haystack=haystack,
+                        task=wording,
+                        distractors=distractors,
+                        chunk=chunk,
+                        progress=partial(advance, label(one.to_dict() if one else None)),
+                    )
+        source = provenance(loaded, haystack or f"task {wording}")
+        text = json.dumps({"provenance": source, "results": [result.to_dict() for result in results]}, indent=1)
+        (out / "passkey.json").write_text(text + "\n", encoding="utf-8")
+        picture: Path | None = out / "passkey.png"
+        try:
+            heat_map(results, out / "passkey.png", f"{Path(loaded.name_or_path).name}, task {wording}")
+        except ImportError:
+            picture = None
+        if as_json:
+            typer.echo(text)
+        else:
+            Console().print(table(results, _rotary(loaded).trained_length))
+            typer.echo(f"results  {out / 'passkey.json'}")
+            typer.echo(f"picture  {picture or _NO_PICTURE}")
+
+
+def _chosen(
+    context: typer.Context,
+    model: PreTrainedModel,
+    names: list[str] | None,
+    factor: float | None,
+    target_length: str | None,
+) -> list[Scaling | None]:
+    """None, for the model as loaded, then every method asked for."""
+    from rope_ext_hf.scaling import resolve_method
+
+    parameters = parse_parameters(context.args)
+    if not names and (parameters or factor or target_length):
+        raise MethodError("parameters without a method; add --method")
+    length = parse_length(target_length) if target_length else None
+    rotary = _rotary(model)
+    return [None, *(resolve_method(n, rotary, factor=factor, target_length=length, **parameters) for n in names or [])]
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the folder {str(path)!r} cannot be made: {error.strerror}") from error
 
 
 @app.command()
@@ -424,6 +572,8 @@ def sweep(
     chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    processes: Processes = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     out: Out = Path("rope-ext-results"),
@@ -442,10 +592,15 @@ def sweep(
             raise MethodError(f"not a list of factors: {factors!r}; write 2,4,8") from error
         wanted = [parse_length(length) for length in lengths.split(",")]
         scored = parse_length(targets) if targets else None
-        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code)
-        with _progress("as loaded") as advance:
+        rank, world, wait = _processes(processes)
+        if world > 1 and device == "auto":
+            device = _own_device()
+        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map, max(wanted))
+        with _progress("as loaded", show=rank == 0) as advance:
 
             def started(folder: Path, plan: Any, done: int, units: int) -> None:
+                if rank:
+                    return
                 advance.total(plan.tokens * (units // max(1, len(plan.windows) * len(plan.lengths))))
                 typer.echo(
                     f"run      {folder}" + (f" ({done} of {units} parts were done before)" if done else ""), err=True
@@ -467,8 +622,13 @@ def sweep(
                 chunk=chunk,
                 progress=advance,
                 started=started,
+                rank=rank,
+                world=world,
+                wait=wait,
             )
-        _show_run(run, as_json)
+        if rank == 0:
+            _show_run(run, as_json)
+        _stop_if_not_finite(run.results)
 
 
 @app.command()
@@ -482,7 +642,16 @@ def report(
     with _errors():
         from rope_ext_hf.eval.runs import read_run
 
-        _show_run(read_run(folder), as_json)
+        run = read_run(folder)
+        _show_run(run, as_json)
+        _stop_if_not_finite(run.results)
+
+
+def _own_device() -> str:
+    """The device of this process among those of a launcher."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def _show_run(run: Any, as_json: bool) -> None:
@@ -501,7 +670,6 @@ def _show_run(run: Any, as_json: bool) -> None:
             costs = {label(result.method): run.cost(result.method) for result in run.results}
             Console().print(table(run.results, run.trained_length, costs))
         typer.echo(f"results  {rows}\nreport   {page}")
-    _stop_if_not_finite(run.results)
 
 
 def _rotary(model: PreTrainedModel) -> Any:
@@ -524,7 +692,7 @@ class _Advance:
 
 
 @contextmanager
-def _progress(name: str) -> Iterator[_Advance]:
+def _progress(name: str, *, show: bool = True) -> Iterator[_Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -536,7 +704,7 @@ def _progress(name: str) -> Iterator[_Advance]:
         TextColumn("tokens"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=errors, disable=not (show and errors.is_terminal), transient=True) as bar:
         yield _Advance(bar, bar.add_task(name, total=None))
 
 
@@ -570,10 +738,7 @@ def _measure(
     from rope_ext_hf.eval.show import curves, table
     from rope_ext_hf.patches.patching import patched
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"the folder {str(out)!r} cannot be made: {error.strerror}") from error
+    _make_folder(out)
     reading = prepare(model, data, lengths=lengths, tokenizer=tokenizer, max_windows=max_windows, **options)
     reader = Reader(model, chunk=chunk)
     results: list[Result] = []
@@ -599,7 +764,7 @@ def _measure(
     else:
         Console().print(table(results, trained))
         typer.echo(f"results  {out / 'results.json'}")
-        typer.echo(f"picture  {picture or 'none: pip install rope-ext-hf[eval] for matplotlib'}")
+        typer.echo(f"picture  {picture or _NO_PICTURE}")
     _stop_if_not_finite(results)
 
 

@@ -143,6 +143,12 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["ppl", "reference", "--lengths", "256", "--dtype", "float3"], "unknown dtype"),
         (["ppl", "reference", "--lengths", "256", "--device", "quantum"], "cannot be used here"),
         (["ppl", "./no-such-folder", "--lengths", "256"], "no such model folder"),
+        (["ppl", "reference", "--lengths", "256", "--protocol", "blocs"], "Did you mean 'blocks'"),
+        (["sweep", "reference", "--lengths", "256", "--processes", "2"], "2 processes were asked for, 1 are running"),
+        (["sweep", "reference", "--lengths", "256", "--factors", "2;4"], "not a list of factors"),
+        (["sweep", "reference", "--lengths", "256", "--methods", "ntk,yran"], "Did you mean 'yarn'"),
+        (["report", "no-such-run"], "not the folder of a sweep"),
+        (["describe", "reference", "--plot", "no-such-folder/a.png"], "cannot be written"),
         (["describe", "./no-such-folder"], "no such model folder"),
         (
             ["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"],
@@ -152,13 +158,32 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    if arguments[0] == "ppl":
+    if arguments[0] in ("ppl", "sweep"):
         arguments = [*arguments, "--out", str(tmp_path)]
     code, out, err = run(*arguments)
     assert code == 2, (out, err)
     assert message in err
     assert err.strip().count("\n") == 0
     assert "Traceback" not in err
+
+
+def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rope_ext_hf.eval import preflight
+
+    monkeypatch.setattr(preflight, "available", lambda device: 10_000_000_000)
+    code, _, err = run("ppl", "reference", "--lengths", "16M", "--dtype", "float32", "--out", str(tmp_path))
+    assert code == 2
+    # keys and values: 2 x 5 layers x 2 heads x 64 dims x 16M tokens x 4 bytes
+    assert "windows of 16,777,216 tokens need" in err
+    assert "85.9 keys and values" in err
+    assert "--device-map auto" in err
+
+
+def test_pictures_of_rope(tmp_path: Path) -> None:
+    for command in (["describe", "reference", "-m", "yarn", "--factor", "8"], ["methods", "--factor", "4"]):
+        picture = tmp_path / f"{command[0]}.png"
+        assert run(*command, "--plot", str(picture))[0] == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_without_rope_is_refused(tmp_path: Path) -> None:

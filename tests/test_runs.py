@@ -153,6 +153,26 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == total
 
 
+def test_two_processes_under_torchrun(tmp_path: Path) -> None:
+    command = ["-m", "rope_ext_hf.eval", "sweep", "reference", "--methods", "ntk", "--factors", "4"]
+    command += ["--lengths", "256,512", "--max-windows", "8", "--dtype", "float32", "--out"]
+    subprocess.run([sys.executable, *command, str(tmp_path / "one")], check=True, capture_output=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # the number is part of the settings
+    done = subprocess.run(
+        [*torchrun, *command, str(tmp_path / "two"), "--processes", "2"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    (one,), (two,) = (list((tmp_path / name).iterdir()) for name in ("one", "two"))
+    assert read_run(two).results == read_run(one).results
+    assert all((two / f"losses.{rank}.jsonl").stat().st_size for rank in (0, 1))
+    assert done.stdout.count("report ") == 1  # one table, not two
+
+
 def test_expand() -> None:
     rotary = Rotary(64, 10000.0, 256)
     found = expand(["yarn", "dynamic-ntk", "dynamic", Yarn(factor=2.0)], [2.0, 4.0], rotary)

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.eval.corpora import Document, load
+from rope_ext_hf.eval.retrieval import TASKS, Retrieval, heat_map, make_trials, passkey, table
+from rope_ext_hf.patches.patching import fixed_length
+from rope_ext_hf.reference import path
+from tests.models import build, build_config
+
+TEXT = "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. " * 40
+HAY = [Document("hay", TEXT)]
+
+
+def byte_tokenizer() -> Any:
+    return ByT5Tokenizer(extra_ids=0)
+
+
+def merging_tokenizer(bos: bool = False) -> Any:
+    """Byte-level BPE learnt here, whose numbers have two to four tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    numbers = " ".join(str(n) for n in range(100, 1000))
+    tokenizer.train_from_iterator([TEXT, *(task.question for task in TASKS.values()), numbers], trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+TOKENIZERS: dict[str, Callable[[], Any]] = {"bytes": byte_tokenizer, "bpe": merging_tokenizer}
+
+
+def asked(results: list[Retrieval]) -> list[tuple[int, float]]:
+    return [(result.length, result.depth) for result in results]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("task", TASKS)
+def test_prompt_and_answer_fill_the_context_and_the_secret_stands_at_its_depth(name: str, task: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    wording = TASKS[task]
+    hay = torch.tensor(tokenizer(wording.filler or TEXT[:400], add_special_tokens=False)["input_ids"])
+    for trial in make_trials(wording, tokenizer, trials=4, distractors=6):
+        answer = tokenizer.decode(trial.answers[0])
+        for depth in (0, 0.25, 0.5, 1):
+            length = 700
+            prompt = trial.prompt(hay, length, depth)
+            assert len(prompt) + len(trial.answers[0]) == length
+            text = tokenizer.decode(torch.cat([prompt, trial.answers[0]]))
+            assert text.startswith(wording.head)
+            assert text.endswith(wording.question + answer)
+            assert answer == wording.answer.format(secret=int(answer))
+            assert text.count(wording.needle.format(secret=int(answer))) == 1
+            # what stands before the needle, counted in tokens by searching for it
+            at = next(i for i in range(length) if torch.equal(prompt[i : i + len(trial.needle)], trial.needle))
+            filled = length - trial.wording
+            assert at - len(trial.head) == pytest.approx(depth * filled, abs=0.5)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    sizes = set()
+    for trial in make_trials(TASKS["code"], tokenizer, trials=12, distractors=9):
+        numbers = [int(tokenizer.decode(ids)) for ids in trial.answers]
+        assert trial.answers.shape[0] == len(set(numbers)) == 10
+        assert all(10_000 <= number < 100_000 for number in numbers)
+        sizes.add(trial.answers.shape[1])
+    assert sizes == {5} if name == "bytes" else len(sizes) > 1  # the merges do make numbers of different lengths
+
+
+def test_a_tokenizer_that_begins_with_bos_is_given_one() -> None:
+    (with_bos,) = make_trials(TASKS["passkey"], merging_tokenizer(bos=True), trials=1, distractors=2)
+    (without,) = make_trials(TASKS["passkey"], merging_tokenizer(), trials=1, distractors=2)
+    assert with_bos.head.tolist() == [0, *without.head.tolist()]
+    assert (with_bos.needle == 0).sum() == (with_bos.question == 0).sum() == 0
+
+
+def test_trials_depend_on_the_seed_alone() -> None:
+    tokenizer = byte_tokenizer()
+    five = make_trials(TASKS["code"], tokenizer, trials=5, distractors=3, seed=1)
+    two = make_trials(TASKS["code"], tokenizer, trials=2, distractors=3, seed=1)
+    other = make_trials(TASKS["code"], tokenizer, trials=2, distractors=3, seed=2)
+    assert all(torch.equal(a.answers, b.answers) and a.start == b.start for a, b in zip(five, two, strict=False))
+    assert not torch.equal(two[0].answers, other[0].answers)
+    assert len({str(trial.answers[0]) for trial in five}) == len({trial.start for trial in five}) == 5
+
+    model = build("llama", vocab_size=259)
+    settings: dict[str, Any] = {
+        "lengths": [96],
+        "depths": [0.5],
+        "tokenizer": tokenizer,
+        "task": "code",
+        "haystack": HAY,
+    }
+    once = passkey(model, trials=3, seed=1, **settings)
+    assert passkey(model, trials=3, seed=1, **settings) == once
+    assert passkey(model, trials=3, seed=2, **settings) != once
+
+
+def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
+    """Exact match by decoding greedily, and the rank by one full forward per answer."""
+    ids = prompt
+    scores = []
+    with torch.no_grad():
+        for _ in answers[0]:
+            ids = torch.cat([ids, model(ids[None], use_cache=False).logits[0, -1:].argmax(-1)])
+        for answer in answers:
+            whole = torch.cat([prompt, answer])
+            chances = model(whole[None], use_cache=False).logits[0].double().softmax(-1)
+            scores.append(math.fsum(math.log(chances[len(prompt) - 1 + i, t]) for i, t in enumerate(answer)))
+    return torch.equal(ids[len(prompt) :], answers[0]), 1 + sum(score > scores[0] for score in scores)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic-ntk"])
+def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Callable[[], Any]) -> None:
+    model, words = build("llama", vocab_size=420), tokenizer()
+    params = {"factor": 2.0} if method == "yarn" else {}
+    with rope.patched(model, method, **params) if method else nullcontext():
+        results = passkey(
+            model, lengths=[90, 200], depths=[0.3, 1], trials=3, distractors=7, tokenizer=words, task="code",
+            haystack=HAY, chunk=32,
+        )  # fmt: skip
+        assert asked(results) == [(90, 0.3), (90, 1), (200, 0.3), (200, 1)]
+        hay = torch.tensor(words(TEXT, add_special_tokens=False)["input_ids"])
+        for result in results:
+            expected = []
+            for trial in make_trials(TASKS["code"], words, trials=3, distractors=7):
+                prompt = trial.prompt(hay, result.length, result.depth)
+                with fixed_length(model, result.length):  # the prompt alone is shorter than the context
+                    expected.append(naive(model, prompt, trial.answers))
+            assert result.exact == statistics.fmean(exact for exact, _ in expected)
+            assert result.rank == pytest.approx(statistics.fmean(rank for _, rank in expected))
+            assert result.first == statistics.fmean(rank == 1 for _, rank in expected)
+            assert (result.method or {}).get("method") == method
+    assert len({result.rank for result in results}) > 1  # not the same number everywhere
+
+
+class Copier(LlamaForCausalLM):  # type: ignore[misc]
+    """A model that looks up what followed the same six tokens before; it answers right if the secret is readable."""
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        ids = input_ids[0].tolist()
+        logits = torch.zeros(1, len(ids), self.config.vocab_size)
+        seen: dict[tuple[int, ...], int] = {}
+        for end in range(6, len(ids) + 1):
+            last = tuple(ids[end - 6 : end])
+            if last in seen:
+                logits[0, end - 1, seen[last]] = 10.0
+            if end < len(ids):
+                seen.setdefault(last, ids[end])
+        return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
+
+
+def test_a_model_that_looks_it_up_finds_every_secret() -> None:
+    model = Copier(build_config("llama", vocab_size=259)).eval()
+    found = passkey(model, lengths=[300, 400], depths=[0, 0.5, 1], trials=5, tokenizer=byte_tokenizer())
+    assert len(found) == 6
+    assert all((r.exact, r.rank, r.first, r.found) == (1.0, 1.0, 1.0, True) for r in found)
+    assert {r.chance for r in found} == {0.05}
+    assert {r.chance_rank for r in found} == {10.5}
+    # and not where the number it reads is another one
+    worse = passkey(model, lengths=[120], depths=[0], trials=3, tokenizer=byte_tokenizer(), task="code", haystack=HAY)
+    assert worse[0].exact == 0.0  # "Y == 0x" stands nowhere before
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_a_model_that_tells_nothing_apart_has_the_middle_rank(value: float) -> None:
+    model = build("llama", vocab_size=259)
+    torch.nn.init.constant_(model.lm_head.weight, value)
+    (result,) = passkey(
+        model, lengths=[100], depths=[0.5], trials=2, distractors=9, tokenizer=byte_tokenizer(), task="code",
+        haystack=HAY,
+    )  # fmt: skip
+    assert (result.exact, result.rank, result.first, result.found) == (0.0, 5.5, 0.0, False)
+
+
+def test_refusals() -> None:
+    model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
+    given: dict[str, Any] = {"lengths": [100], "tokenizer": tokenizer, "task": "code", "trials": 2}
+    least = make_trials(TASKS["code"], tokenizer, trials=1, distractors=1)[0].wording
+    with pytest.raises(MethodError, match=rf"length {least - 1} is too short.* {least} tokens"):
+        passkey(model, **given | {"lengths": [100, least - 1]}, haystack=HAY)
+    assert len(passkey(model, **given | {"lengths": [least]}, haystack=HAY, depths=[0])) == 1
+    with pytest.raises(CorpusError, match="empty"):
+        passkey(model, **given, haystack=[])
+    with pytest.raises(CorpusError, match="no such text file"):
+        passkey(model, **given, haystack="no-such-file.txt")
+    with pytest.raises(MethodError, match="Did you mean 'needle'"):
+        passkey(model, **given | {"task": "needel"})
+    with pytest.raises(MethodError, match="depths from 0 to 1"):
+        passkey(model, **given, depths=[1.5])
+    with pytest.raises(MethodError, match="at least 1"):
+        passkey(model, **given | {"trials": 0})
+    with pytest.raises(CorpusError, match="vocabulary of 97"):
+        passkey(build("llama"), **given, haystack=HAY)
+    with pytest.raises(CorpusError, match="tokenizer"):
+        passkey(model, **given | {"tokenizer": None})
+
+
+def test_progress_counts_the_tokens_read() -> None:
+    read: list[int] = []
+    passkey(
+        build("llama", vocab_size=259), lengths=[128, 64], depths=[0, 1], trials=2, distractors=1, task="code",
+        tokenizer=byte_tokenizer(), haystack=HAY, progress=read.append,
+    )  # fmt: skip
+    assert read == [64] * 4 + [128] * 4
+
+
+def result(method: dict[str, Any] | None, length: int, depth: float, first: float, rank: float) -> Retrieval:
+    return Retrieval(method, "code", length, depth, 10, 19, 0.1, rank, first, 0.05)
+
+
+def test_picture_and_table(tmp_path: Path) -> None:
+    yarn = {"method": "yarn", "factor": 8.0}
+    results = [result(m, n, d, 0.9, 1.25) for m in (None, yarn) for n in (256, 2048) for d in (0, 0.5, 1)]
+    results += [result(None, 4096, 0.5, 0.05, 10.25)]  # one method measured further than the other
+    heat_map(results, tmp_path / "map.png", "Code, reference")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table(results, 256))
+    text = captured.get()
+    assert [line.split()[0] for line in text.splitlines() if "loaded" in line or "yarn" in line] == ["as", "yarn"]
+    assert text.count("90%  1.2  10%") == 12
+    assert text.count(" 5% 10.2  10%") == 1
+    assert "luck 5% rank first" in " ".join(text.split())
+    assert [r.found for r in results] == [True] * 12 + [False]
+
+
+def test_the_bundled_model_finds_the_secret_within_its_trained_length_and_not_beyond() -> None:
+    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+    module = load("stdlib")[:1]  # of several: tokenising them all takes longer than reading
+    near, far = passkey(model, lengths=[256, 1024], depths=[0.5], trials=5, task="code", haystack=module)
+    assert near.found
+    assert near.first >= 0.5
+    assert not far.found
