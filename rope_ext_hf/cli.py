@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -524,6 +525,73 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"the folder {str(path)!r} cannot be made: {error.strerror}") from error
+
+
+@app.command("lm-eval", context_settings=_EXTRA)
+def lm_eval(
+    context: typer.Context,
+    model: Model,
+    tasks: Annotated[str, typer.Option(help="Names, groups or YAML files, e.g. niah_single_1,longbench_*.")],
+    method: Method = None,
+    factor: Factor = None,
+    target_length: TargetLength = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with task definitions of your own.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Documents per task, or a share of them below 1.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Worked examples in each prompt.")] = None,
+    batch_size: Annotated[str, typer.Option(help="A number, or 'auto'.")] = "1",
+    max_length: Annotated[str | None, typer.Option(help="Default: the extended length, e.g. 16k.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    device_map: DeviceMap = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the results into this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run tasks of lm-evaluation-harness on the model, with a method or as loaded, up to its extended length.
+
+    RULER's essay needles and LongBench fetch their data from the Hub; niah_single_1 makes its own.
+
+    Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
+    """
+    with _errors():
+        parameters = parse_parameters(context.args)
+        if method is None and (parameters or factor or target_length):
+            raise MethodError("parameters without a method; add --method")
+        if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
+            raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {batch_size!r}")
+        length = parse_length(max_length) if max_length else None
+        try:
+            from lm_eval.utils import make_table
+
+            from rope_ext_hf.eval.harness import evaluate
+        except ImportError as error:
+            raise MethodError(f"lm-eval is needed here ({error}): pip install rope-ext-hf[eval]") from error
+        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map)
+        if method is not None:
+            _patch(loaded, method, factor, target_length, parameters)
+        with redirect_stdout(sys.stderr):  # tasks print what they like
+            results = evaluate(
+                loaded,
+                tokenizer,
+                tasks=tasks.split(","),
+                include_path=include_path,
+                limit=int(limit) if limit is not None and limit >= 1 else limit,
+                num_fewshot=num_fewshot,
+                batch_size=batch_size if batch_size == "auto" else int(batch_size),
+                max_length=length,
+            )
+        text = _json(results)
+        if out is not None:
+            _make_folder(out.parent)
+            out.write_text(text + "\n", encoding="utf-8")
+        if as_json:
+            typer.echo(text)
+            return
+        typer.echo(make_table(results))
+        if results.get("groups"):
+            typer.echo(make_table(results, "groups"))
+        typer.echo(f"read up to {results['max_length']:,} tokens" + (f"\nresults  {out}" if out is not None else ""))
 
 
 @app.command()

@@ -141,7 +141,9 @@ def test_readme_commands_run(tmp_path: Path) -> None:
         if command[0] == "make":
             assert set(command[1:]) <= targets, command
         elif command[0] == "rope-ext" and "MODEL" not in command:
-            quick = {"demo": ["--windows", "2"], "ppl": ["--max-windows", "2"]}.get(command[1], [])
+            quick = {"demo": ["--windows", "2"], "ppl": ["--max-windows", "2"], "sweep": ["--max-windows", "2"]}.get(
+                command[1], []
+            )
             subprocess.run(
                 [script, *command[1:], *quick], check=True, cwd=tmp_path, timeout=300, stdout=subprocess.DEVNULL
             )
