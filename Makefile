@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(RUN)/rope-ext demo
 
 test: .venv/ready
-	$(RUN)/python -m pytest -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
 lint: .venv/ready
 	$(RUN)/ruff check .
