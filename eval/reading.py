@@ -58,6 +58,8 @@ class Reader:
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         self.head = model.get_output_embeddings()
         self.cache: _Cache | None = None
+        # As loaded, a method that follows the input is run right by transformers in one forward only.
+        self.follows_the_input = any(m.length_dependent for slot in find_slots(model) for _, m in slot.native.values())
         self.chunked = False
         if self.decoder is not None and self.decoder is not model and self.head is not None:
             self.chunked = self._reads_the_same_in_chunks()
@@ -77,7 +79,7 @@ class Reader:
         device = self.model.get_input_embeddings().weight.device
         ids = ids.to(device)
         with _length(self.model, length or len(ids)):
-            if not self.chunked or _follows_the_input(self.model):
+            if self._reads_whole():
                 return self._whole(ids, first).cpu()
             return torch.cat([part.cpu() for part in self._by_chunks(ids, first)])
 
@@ -99,13 +101,13 @@ class Reader:
         device = self.model.get_input_embeddings().weight.device
         prompt, answers = prompt.to(device), answers.to(device)
         known, count = len(prompt), answers.shape[1]
-        chunked = self.chunked and not _follows_the_input(self.model)
+        whole = self._reads_whole()
         losses: list[Tensor] = []
         likeliest: list[Tensor] = []
         with _length(self.model, length or known + count):
             for index, answer in enumerate(answers):
                 ids = torch.cat([prompt, answer])
-                if not chunked:
+                if whole:
                     out = self.model(ids[None], use_cache=False, logits_to_keep=count + 1)
                     logits = out.logits[0, -count - 1 : -1].float()
                 else:
@@ -118,6 +120,9 @@ class Reader:
                 losses.append(_nll(logits, answer.to(logits.device)).cpu())
                 likeliest.append(logits.argmax(-1).cpu())
         return torch.stack(losses), torch.stack(likeliest)
+
+    def _reads_whole(self) -> bool:
+        return not self.chunked or (self.follows_the_input and not patched_slots(self.model))
 
     def _whole(self, ids: Tensor, first: int) -> Tensor:
         count = len(ids) - first
@@ -190,13 +195,6 @@ def _power_of_two(fitting: int) -> int:
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood per token, float32; logits (tokens, vocabulary) float32."""
     return nn.functional.cross_entropy(logits, targets, reduction="none")
-
-
-def _follows_the_input(model: PreTrainedModel) -> bool:
-    """A model as loaded whose own method depends on the length: transformers runs it right in one forward only."""
-    if patched_slots(model):
-        return False
-    return any(method.length_dependent for slot in find_slots(model) for _, method in slot.native.values())
 
 
 @contextmanager

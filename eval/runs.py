@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,9 +165,9 @@ def sweep(
                 saved = method.to_dict() if method else None
                 key = json.dumps(saved)
                 with patched(model, method) if method else nullcontext():
+                    report = None if progress is None else partial(progress, label(saved))
                     for index, (document, windows) in mine:
                         left = [w for w in windows if (key, index, w.length) not in done]
-                        report = None if progress is None else _named(progress, label(saved))
                         for length, loss in plan.measure_document(reader, document, left, report):
                             write({"method": saved, "document": index, "length": length, "loss": list(loss)})
     if wait is not None:
@@ -194,7 +195,7 @@ def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None =
         found.setdefault(key, {})[record["document"]] = DocumentLoss(*record["loss"])
     keys = [json.dumps(method) for method in order] if order is not None else list(dict.fromkeys(k for k, _ in found))
     results = [
-        Result.of(json.loads(key), setting, length, [losses[i] for i in sorted(losses)])
+        Result.of(json.loads(key), setting, length, list(losses.values()))
         for key in keys
         for length in sorted(per_length)
         if len(losses := found.get((key, length), {})) == per_length[length]
@@ -205,10 +206,6 @@ def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None =
 def _labels(item: Any) -> list[int]:
     """The lengths one document counts for."""
     return sorted({window.length for window in item[1]})
-
-
-def _named(progress: Callable[[str, int], None], name: str) -> Callable[[int], None]:
-    return lambda tokens: progress(name, tokens)
 
 
 def _settings(model: PreTrainedModel, plan: Reading, data: str, rotary: Rotary) -> dict[str, Any]:
