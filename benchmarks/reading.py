@@ -1,6 +1,7 @@
 """Time and memory of reading long text: in chunks, against the ordinary way, `model(ids, labels=ids)`.
 
     python benchmarks/reading.py [--lengths 2048,8192,32768] [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/reading.py --position 1024,2048,4096,8192       # one pass against one pass per length
 
 A random Llama with a vocabulary of 151,936 and grouped-query attention (32 query and 8 key/value heads of 128), all
 tokens scored. Every run is a process of its own, the two ways in turn; memory is the process's peak above what it held
@@ -61,11 +62,9 @@ class Peak:
             self.thread.join()
 
 
-def one(way: str, length: int, device: str, dtype: str) -> dict[str, Any]:
-    """One run in this process."""
+def build(device: str, dtype: str, longest: int) -> Any:
+    """The model that everything here reads with: random weights, the same each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from rope_ext_hf.eval.reading import Reader
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -76,10 +75,19 @@ def one(way: str, length: int, device: str, dtype: str) -> dict[str, Any]:
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=length,
+        max_position_embeddings=longest,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).to(device, getattr(torch, dtype)).eval()
+    return LlamaForCausalLM(config).to(device, getattr(torch, dtype)).eval()
+
+
+def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]:
+    """One run in this process: one way of reading the longest length, or all lengths."""
+    from rope_ext_hf.eval.perplexity import Tokens, perplexity
+    from rope_ext_hf.eval.reading import Reader
+
+    length = max(lengths)
+    model = build(device, dtype, length)
     ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1))
     reader = Reader(model)
     with torch.inference_mode():
@@ -89,72 +97,81 @@ def one(way: str, length: int, device: str, dtype: str) -> dict[str, Any]:
         with Peak(device) as peak:
             if way == "chunks":
                 loss = reader.losses(ids, 1).mean().item()
-            else:
+            elif way == "ordinary":
                 batch = ids[None].to(device)
                 loss = model(batch, labels=batch, use_cache=False).loss.item()
+            else:
+                document = Tokens("random", ids, tuple(range(1, length + 1)))
+                protocol = "position" if way == "position" else "truncate"
+                loss = perplexity(model, [document], lengths=lengths, protocol=protocol, bos=False)[0].loss
         seconds = time.perf_counter() - started
     cache = 2 * LAYERS * KV_HEADS * HEAD_DIM * length * ids.new_empty(0, dtype=model.dtype).element_size()
-    above = peak.highest - held - (cache if way == "chunks" else 0)
+    above = peak.highest - held - (0 if way == "ordinary" else cache)
     return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": reader.chunked}
 
 
-def run(way: str, length: int, device: str, dtype: str) -> dict[str, Any] | None:
+def run(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any] | None:
     """One run in a process of its own; None where it does not fit into memory."""
-    command = [sys.executable, __file__, "--one", way, "--lengths", str(length), "--device", device, "--dtype", dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, "--one", way, "--lengths", ",".join(map(str, lengths))]
+    done = subprocess.run([*command, "--device", device, "--dtype", dtype], capture_output=True, text=True, check=False)
     if done.returncode:
-        return None
+        if "memory" in done.stderr:
+            return None
+        raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def compare(ways: tuple[str, str], lengths: list[int], pairs: int, device: str, dtype: str) -> dict[str, Any]:
+    """Two ways in turn; `ratio` is the median over pairs of the first one's time over the second's."""
+    runs = [{way: run(way, lengths, device, dtype) for way in ways} for _ in range(pairs)]
+    row: dict[str, Any] = {"lengths": lengths, "pairs": pairs}
+    for way in ways:
+        found = [r[way] for r in runs]
+        fits = all(found)
+        row[way] = {
+            "seconds": round(statistics.median(f["seconds"] for f in found if f), 2) if fits else None,
+            "megabytes": round(max(f["megabytes"] for f in found if f)) if fits else None,
+            "loss": found[0]["loss"] if fits and found[0] else None,
+        }
+    ratios = [one["seconds"] / other["seconds"] for r in runs if (one := r[ways[0]]) and (other := r[ways[1]])]
+    row["ratios"] = [round(ratio, 3) for ratio in ratios]
+    row["ratio"] = round(statistics.median(ratios), 3) if ratios else None
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--position", help="lengths: one pass with the loss by position, against a pass per length")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=3, help="above 16,384 tokens one pair is run")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    lengths = [int(length) for length in arguments.lengths.split(",")]
+    lengths = [int(length) for length in (arguments.position or arguments.lengths).split(",")]
+    device, dtype = arguments.device, arguments.dtype
     if arguments.one:
-        if arguments.device == "cpu":  # an error, rather than the end of the whole machine
-            free = int(
-                next(x for x in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in x).split()[1]
-            )
+        if device == "cpu":  # an error, rather than the end of the whole machine
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            free = int(next(line for line in lines if "MemAvailable" in line).split()[1])
             resource.setrlimit(resource.RLIMIT_AS, (free * 1000, free * 1000))
-        print(json.dumps(one(arguments.one, lengths[0], arguments.device, arguments.dtype)))
+        print(json.dumps(one(arguments.one, lengths, device, dtype)))
         return
-    rows = []
-    for length in lengths:
-        pairs = 1 if length > 16384 else arguments.pairs
-        runs = [
-            {way: run(way, length, arguments.device, arguments.dtype) for way in ("chunks", "ordinary")}
-            for _ in range(pairs)
+    if arguments.position:
+        rows = [compare(("position", "separate"), lengths, arguments.pairs, device, dtype)]
+    else:
+        rows = [
+            compare(("chunks", "ordinary"), [length], 1 if length > 16384 else arguments.pairs, device, dtype)
+            for length in lengths
         ]
-        row: dict[str, Any] = {"length": length, "pairs": pairs}
-        for way in ("chunks", "ordinary"):
-            found = [r[way] for r in runs if r[way] is not None]
-            fits = len(found) == pairs
-            row[way] = {
-                "seconds": round(statistics.median(f["seconds"] for f in found), 2) if fits else None,
-                "megabytes": round(max(f["megabytes"] for f in found)) if fits else None,
-                "loss": found[0]["loss"] if fits else None,
-            }
-        both = row["ordinary"]["seconds"] is not None
-        row["ratio"] = (
-            round(statistics.median(r["chunks"]["seconds"] / r["ordinary"]["seconds"] for r in runs), 3)
-            if both
-            else None
-        )
-        rows.append(row)
-        print(json.dumps(row), flush=True)
     result = {
         "benchmark": "reading",
-        "dtype": arguments.dtype,
+        "dtype": dtype,
         "rows": rows,
-        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine(),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
     }

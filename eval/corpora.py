@@ -58,7 +58,14 @@ SHUFFLE_BUFFER = 256
 _PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
 _PROSE = (".txt", ".md", ".rst", ".py")  # what counts as text in a folder; named alone, a file may be called anything
 _OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has no NAME= after its question mark
-_HUB_OPTIONS = ("config", "split", "column", "revision")
+_HUB_OPTIONS = ("config", "split", "revision")
+_ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "column": str,
+    "join": {"true": True, "false": False}.__getitem__,
+    "min_bytes": int,
+    "max_documents": int,
+    "seed": int,
+}
 
 
 @dataclass(frozen=True)
@@ -69,15 +76,21 @@ class Document:
     text: str
 
 
+class Documents(list[Document]):
+    """Documents, and how many were left out because they are shorter than `min_bytes`."""
+
+    left_out = 0
+
+
 def load(
     data: str,
     *,
-    join: bool = False,
-    min_bytes: int = 0,
+    column: str | None = None,
+    join: bool | None = None,
+    min_bytes: int | None = None,
     max_documents: int | None = None,
     seed: int | None = None,
-    column: str | None = None,
-) -> list[Document]:
+) -> Documents:
     """The documents named by `data`.
 
     | data | documents |
@@ -90,17 +103,18 @@ def load(
     | `PATTERN` | of the files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a dataset of the Hugging Face Hub, streamed |
 
-    The text of a row is its column `text`, else its only column of text; `?column=NAME` after any of these names
-    another. A Hub dataset also takes `config`, `revision` and `split` (default `test`, else the only one), as in
-    `hf:OWNER/NAME?config=en&split=validation&column=body`. A `%` in a value is written `%25`, an `&` `%26`.
+    The text of a row is its column `text`, else its only column of text. Options follow a question mark, as in
+    `books/*.txt?min_bytes=100000&max_documents=20` or `hf:OWNER/NAME?config=en&split=validation&column=body`. A `%` in
+    a value is written `%25`, an `&` `%26`.
 
     Args:
         data: see above.
+        column: where the text of a row is. This and what follows may stand in `data` as well, as long as it agrees;
+            there a Hub dataset also takes config, revision and split (`test` if there is one, else the only one).
         join: all documents as one, two newlines between them.
         min_bytes: leave out documents shorter than this many UTF-8 bytes.
         max_documents: keep at most this many, and read no further; a Hub dataset without it is read to its end.
         seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `SHUFFLE_BUFFER`.
-        column: the same as `?column=`.
 
     Returns:
         Documents with distinct names: the path below the folder, then `:` and the line or row, if it is one of many.
@@ -109,12 +123,12 @@ def load(
         CorpusError: nothing of that name, not reachable, damaged, not UTF-8, no such column, no text; it names file
             and line.
     """
-    if min_bytes < 0 or (max_documents is not None and max_documents < 1):
-        raise CorpusError(
-            f"min_bytes must be at least 0 and max_documents at least 1, got {min_bytes} and {max_documents}"
-        )
     try:
-        source, options = _parse(data, column)
+        given = {"column": column, "join": join, "min_bytes": min_bytes, "max_documents": max_documents, "seed": seed}
+        source, options = _parse(data, given)
+        seed, least, most = options.get("seed"), options.get("min_bytes", 0), options.get("max_documents")
+        if least < 0 or (most is not None and most < 1):
+            raise CorpusError(f"min_bytes must be at least 0 and max_documents at least 1, got {least} and {most}")
         if source.startswith("hf:"):
             found = _hub(source.removeprefix("hf:"), options, seed)
         else:
@@ -122,38 +136,45 @@ def load(
     except OSError as error:  # a name too long to be one, a folder that may not be entered
         raise CorpusError(f"{data!r} cannot be read: {_why(error)}") from error
 
-    documents: list[Document] = []
-    too_short = 0
+    documents = Documents()
     for document in found:
-        if _size(document) < min_bytes:
-            too_short += 1
+        if _size(document) < least:
+            documents.left_out += 1
             continue
         documents.append(document)
-        if len(documents) == max_documents:
+        if len(documents) == most:
             break
-    if too_short and not documents:
-        raise CorpusError(f"{source!r} has no document of {min_bytes} bytes: all {too_short} are shorter")
+    if documents.left_out and not documents:
+        raise CorpusError(f"{source!r} has no document of {least} bytes: all {documents.left_out} are shorter")
     if not any(document.text.strip() for document in documents):
         raise CorpusError(f"{source!r} is empty")
-    return [Document(source, "\n\n".join(document.text for document in documents))] if join else documents
+    if options.get("join", False):
+        documents[:] = [Document(source, "\n\n".join(document.text for document in documents))]
+    return documents
 
 
-def _parse(data: str, column: str | None) -> tuple[str, dict[str, str]]:
-    """`SOURCE?key=value&...` as source and options; a file of exactly that name is a file of that name."""
-    source, options = data, {}
+def _parse(data: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """`SOURCE?key=value&...` as source and options, those given apart among them; a file of that name is that file."""
+    source, text = data, ""
     match = _OPTIONS.fullmatch(data)
     if match is not None and not Path(data).exists():
-        source = match[1]
-        known = _HUB_OPTIONS if source.startswith("hf:") else ("column",)
-        for part in match[2].split("&"):
-            key, _, value = part.partition("=")
-            if key not in known:
-                raise CorpusError(f"{data!r}: unknown option {key!r}.{_nearest(key, known)} Known: {', '.join(known)}")
+        source, text = match[1], match[2]
+    known = (*_ANY_OPTIONS, *(_HUB_OPTIONS if source.startswith("hf:") else ()))
+    options: dict[str, Any] = {}
+    for part in text.split("&") if text else ():
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise CorpusError(f"{data!r}: unknown option {key!r}.{_nearest(key, known)} Known: {', '.join(known)}")
+        try:
             if not value or key in options:
-                raise CorpusError(f"{data!r}: the option {key!r} wants one value, as in {key}=NAME")
-            options[key] = unquote(value)
-    if column is not None and options.setdefault("column", column) != column:
-        raise CorpusError(f"{data!r} names the column {options['column']!r}, but column={column!r} is given")
+                raise ValueError(value)
+            options[key] = _ANY_OPTIONS.get(key, str)(unquote(value))
+        except (ValueError, KeyError) as error:
+            wanted = {"join": "true", "column": "NAME"}.get(key, "NAME" if key in _HUB_OPTIONS else "NUMBER")
+            raise CorpusError(f"{data!r}: the option {key!r} wants one value, as in {key}={wanted}") from error
+    for key, value in given.items():
+        if value is not None and options.setdefault(key, value) != value:
+            raise CorpusError(f"{data!r} says {key}={options[key]!r}, but {key}={value!r} is given")
     return source, options
 
 

@@ -11,6 +11,7 @@ these three right and leaves everything else to lm-eval.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -72,6 +73,9 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             Without a device_map the model goes to the GPU if there is one.
         harness: further arguments of HFLM that apply to a loaded model: truncation, logits_cache, prefix_token_id, ...
 
+    Attributes:
+        cut: inputs so far that were longer than `max_length` leaves room for, whose beginning lm-eval cut off.
+
     Raises:
         MethodError: a max_length above the extended length, an unknown method or parameter, parameters without a
             method, or a tokenizer whose EOS cannot be left away without its BOS.
@@ -122,6 +126,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             softmax_dtype=softmax_dtype,
             **(harness or {}),
         )
+        self.cut = 0
         self.pretrained = model.name_or_path  # lm-eval asks the Hub for the commit of this name
 
     @property
@@ -135,13 +140,14 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
+        # the last token is only predicted
+        self.cut += sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
         answers: list[tuple[float, bool]]
         if not self.follows_the_input:
             answers = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             return answers
         by_length: dict[int, list[int]] = defaultdict(list)
         for i, (_, context, continuation) in enumerate(requests):
-            # the last token is only predicted; what is too long, lm-eval cuts on the left
             by_length[min(len(context) + len(continuation) - 1, self.max_length)].append(i)
         found: dict[int, tuple[float, bool]] = {}
         for length, group in sorted(by_length.items(), reverse=True):  # what does not fit fails at once
@@ -170,6 +176,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
                     f"task {request.task_name!r} generates up to {room} tokens, which leaves no room for a prompt in "
                     f"max_length={self.max_length}; extend the model further, or set max_gen_toks for the task"
                 )
+            self.cut += len(self.tok_encode(request.args[0])) > self.max_length - room
         texts: list[str] = super().generate_until(requests, disable_tqdm)
         return texts
 
@@ -266,11 +273,13 @@ def evaluate(
         **options: further arguments of `lm_eval.simple_evaluate`; log_samples is off unless given.
 
     Returns:
-        lm-eval's results (for `lm_eval.utils.make_table`), and beside them `provenance`, `method` (None: as loaded)
-        and `max_length`. Empty on processes other than the first.
+        lm-eval's results (for `lm_eval.utils.make_table`), and beside them `provenance`, `method` (None: as loaded),
+        `max_length` and `cut`, of `RopeHFLM`; a warning says so where anything was cut. Empty on processes other than
+        the first.
 
     Raises:
-        MethodError: an unknown task (with the nearest name), one that cannot be built, or what `RopeHFLM` refuses.
+        MethodError: an unknown task (with the nearest name), one that cannot be built, max_seq_lengths above
+            max_length, or what `RopeHFLM` refuses.
         CorpusError: a task whose data cannot be reached, such as one on the Hugging Face Hub without a network.
     """
     from lm_eval import simple_evaluate
@@ -278,10 +287,14 @@ def evaluate(
 
     lm = RopeHFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
     names = {"tokenizer": lm.tokenizer.name_or_path or model.name_or_path, "pretrained": model.name_or_path}
-    known = {"max_seq_lengths": [lm.max_length]} | {key: name for key, name in names.items() if name}
+    known: dict[str, Any] = {"max_seq_lengths": [lm.max_length]} | {key: name for key, name in names.items() if name}
+    known |= dict(metadata or {})
+    longest = max(known["max_seq_lengths"], default=0)
+    if longest > lm.max_length:
+        raise MethodError(f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}")
     if include_path is not None and not Path(include_path).is_dir():
         raise MethodError(f"no such folder of tasks: {str(include_path)!r}")
-    manager = TaskManager(include_path=include_path, metadata=known | dict(metadata or {}))
+    manager = TaskManager(include_path=include_path, metadata=known)
     results = simple_evaluate(
         model=lm,
         tasks=_built(manager, tasks),
@@ -293,11 +306,18 @@ def evaluate(
     )
     if results is None:
         return {}
+    if lm.cut:
+        warnings.warn(
+            f"{lm.cut} inputs were longer than max_length={lm.max_length} leaves room for, and lost their beginning; "
+            "extend the model further for a fair result",
+            stacklevel=2,
+        )
     method = patched_method(model)
     return dict(results) | {
         "provenance": provenance(model, ", ".join(tasks)),
         "method": method.to_dict() if method else None,
         "max_length": lm.max_length,
+        "cut": lm.cut,
     }
 
 

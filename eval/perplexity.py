@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -22,15 +23,16 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import Document, load
+from rope_ext_hf.eval.preflight import narrow_layers
 from rope_ext_hf.eval.reading import Reader
-from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
+from rope_ext_hf.eval.results import DocumentLoss, Effort, Result, Setting
 from rope_ext_hf.eval.windows import PROTOCOLS, Plan, Window, check_lengths
 from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Reading", "Tokens", "finite", "perplexity", "plan_reading", "prepare", "tokenize"]
+__all__ = ["Reading", "Tokens", "collect", "finite", "perplexity", "plan_reading", "prepare", "tokenize"]
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,22 @@ class Reading:
     @property
     def tokens(self) -> int:
         """Tokens that go through the model."""
-        return sum(w.stop - w.start for _, windows in self.windows for w in _distinct(windows))
+        return sum(self.passes)
+
+    @property
+    def passes(self) -> list[int]:
+        """The size of each window that goes through the model, in tokens."""
+        return [w.stop - w.start for _, windows in self.windows for w in _distinct(windows)]
+
+    @property
+    def scored(self) -> int:
+        """Tokens that are scored, once per length they count for."""
+        return sum(w.score_to - w.score_from for _, windows in self.windows for w in windows)
 
     def measure(
         self, reader: Reader, progress: Callable[[int], None] | None = None
-    ) -> Iterator[tuple[int, DocumentLoss]]:
-        """Read everything; yields (context length, one document's loss) as soon as each is complete."""
+    ) -> Iterator[tuple[int, DocumentLoss, Effort]]:
+        """Read everything; yields (context length, one document's loss, what it took) as soon as each is complete."""
         for document, windows in self.windows:
             yield from self.measure_document(reader, document, windows, progress)
 
@@ -111,8 +123,9 @@ class Reading:
         document: Tokens,
         windows: Sequence[Window],
         progress: Callable[[int], None] | None = None,
-    ) -> Iterator[tuple[int, DocumentLoss]]:
-        """The part of `measure` that reads one document."""
+    ) -> Iterator[tuple[int, DocumentLoss, Effort]]:
+        """The part of `measure` that reads one document; lengths that share their passes share what those took."""
+        reader.spent()
         for context, same_context in groupby(windows, key=lambda window: window.context):
             found: dict[int, DocumentLoss] = {}
             for (start, stop), spans in groupby(same_context, key=lambda window: (window.start, window.stop)):
@@ -127,7 +140,8 @@ class Reading:
                     found[span.length] = before.plus(nats, span.score_to - span.score_from, size)
                 if progress is not None:
                     progress(stop - start)
-            yield from found.items()
+            effort = reader.spent()
+            yield from ((length, loss, effort) for length, loss in found.items())
 
     def _ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """A window's ids and the document position of the first of them."""
@@ -150,8 +164,9 @@ def plan_reading(
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
     max_windows: int | None = None,
+    left_out: int = 0,
 ) -> Reading:
-    """Work out what `perplexity` reads; the arguments are its.
+    """Work out what `perplexity` reads; the arguments are its, and `left_out` documents were too short before.
 
     Raises:
         CorpusError, MethodError: as `perplexity` does.
@@ -184,7 +199,7 @@ def plan_reading(
             f"no document has {missing[-1]} tokens, the longest length asked for; "
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
         )
-    return Reading(protocol, tuple(ordered), plan, prefix, read, len(documents) - len(read))
+    return Reading(protocol, tuple(ordered), plan, prefix, read, left_out + len(documents) - len(read))
 
 
 def _order(window: Window) -> tuple[int, int, int, int]:
@@ -240,6 +255,7 @@ def perplexity(
     bos: bool | None = None,
     max_windows: int | None = None,
     chunk: int | None = None,
+    offload_cache: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Result]:
     """Perplexity at several context lengths.
@@ -254,7 +270,8 @@ def perplexity(
         tokenizer: default: the one beside the model's weights.
         bos: begin every window with the tokenizer's BOS token; default: if the tokenizer itself does so.
         max_windows: at most this many windows per length, taken evenly over the corpus.
-        chunk: tokens per pass of the decoder; default: by what fits a fixed budget.
+        chunk: tokens per pass of the decoder; default: by the free memory, within a fixed budget.
+        offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.
         progress: called with the number of tokens read, after each window.
 
     Returns:
@@ -265,7 +282,8 @@ def perplexity(
         CorpusError: no document as long as the longest length, or token ids the model's vocabulary lacks.
         MethodError: an unknown protocol, or lengths, targets and stride that do not fit.
 
-    Length-dependent methods are held at each context length (`fixed_length`).
+    Length-dependent methods are held at each context length (`fixed_length`). A warning says how many layers see less
+    than the longest window.
     """
     reading = prepare(
         model,
@@ -278,14 +296,21 @@ def perplexity(
         bos=bos,
         max_windows=max_windows,
     )
-    losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
-    for length, loss in reading.measure(Reader(model, chunk=chunk), progress):
-        losses[length].append(loss)
     method = patched_method(model)
-    return [
-        Result.of(method.to_dict() if method else None, reading.setting, length, losses[length])
-        for length in reading.lengths
-    ]
+    reader = Reader(model, chunk=chunk, offload_cache=offload_cache)
+    return collect(method.to_dict() if method else None, reading, reading.measure(reader, progress))
+
+
+def collect(
+    method: dict[str, Any] | None, reading: Reading, measured: Iterable[tuple[int, DocumentLoss, Effort]]
+) -> list[Result]:
+    """One result per length from what `Reading.measure` yields."""
+    losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
+    efforts = dict.fromkeys(reading.lengths, Effort())
+    for length, loss, effort in measured:
+        losses[length].append(loss)
+        efforts[length] = efforts[length].plus(effort)
+    return [Result.of(method, reading.setting, length, losses[length], efforts[length]) for length in reading.lengths]
 
 
 def prepare(
@@ -305,7 +330,10 @@ def prepare(
     if raw and tokenizer is not None:
         documents += tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
-    return plan_reading(documents, tokenizer=tokenizer, bos=bos, **plan)
+    reading = plan_reading(documents, tokenizer=tokenizer, bos=bos, left_out=getattr(given, "left_out", 0), **plan)
+    if (narrow := narrow_layers(model, max(reading.passes))) is not None:
+        warnings.warn(narrow, stacklevel=3)
+    return reading
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:

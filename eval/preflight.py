@@ -1,31 +1,46 @@
-"""What a measurement will need, worked out from the config before any weights are read.
+"""What a measurement will need in memory and time, worked out from the config before any weights are read.
 
 >>> needs(model_on_meta, longest=32768, dtype=torch.bfloat16).total
+>>> operations(model_on_meta, passes=[32768] * 100, scored=1_000_000) / speed(device, torch.bfloat16)
+
+Also what keeps a longer context from being read at all: layers with a sliding window.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from rope_ext_hf.eval.reading import CHUNK_BYTES, HEAD_BYTES
+from rope_ext_hf.errors import CheckpointError, MethodError
+from rope_ext_hf.patches.config import sliding_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Needs", "available", "needs"]
+__all__ = ["Needs", "available", "budgets", "check_memory", "narrow_layers", "needs", "operations", "speed"]
+
+MOST = {"cpu": 300 * 2**20}  # bytes to compute with; beyond this, larger chunks were no faster on a CPU
+MOST_ON_A_GPU = 2 * 2**30
+SHARE = 16  # of the free memory, one part is computed with: room stays for weights of other processes and the cache
+REACHED = 0.5  # of the speed of a large matrix product, what reading text was seen to reach
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: of the weights, of the keys and values of one window, and of what is computed with."""
+    """Bytes: of the weights, of the keys and values of one window, of what is computed with; and what is put elsewhere.
+
+    `offloaded` is what keys and values take in main memory, where they are kept there.
+    """
 
     weights: int
     cache: int
     working: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
@@ -33,22 +48,8 @@ class Needs:
 
     def __str__(self) -> str:
         parts = ((self.weights, "weights"), (self.cache, "keys and values"), (self.working, "computing"))
-        return f"{self.total / 1e9:.1f} GB: " + ", ".join(f"{size / 1e9:.1f} {name}" for size, name in parts)
-
-
-def needs(model: PreTrainedModel, longest: int, dtype: torch.dtype | None = None) -> Needs:
-    """Memory for windows of `longest` tokens.
-
-    Args:
-        model: on any device, the meta device included.
-        dtype: what the weights will be loaded in; default: what the model has.
-    """
-    width = torch.finfo(dtype or model.dtype).bits // 8
-    config: Any = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * heads * head_dim * longest * width
-    return Needs(model.num_parameters() * width, cache, CHUNK_BYTES + HEAD_BYTES)
+        text = f"{self.total / 1e9:.1f} GB: " + ", ".join(f"{size / 1e9:.1f} {name}" for size, name in parts)
+        return f"{text}; and {self.offloaded / 1e9:.1f} GB of main memory" if self.offloaded else text
 
 
 def available(device: torch.device) -> int:
@@ -56,3 +57,140 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def budgets(device: torch.device) -> tuple[int, int]:
+    """Bytes for the activations of one chunk of tokens in the decoder, and for as many logits as are made at once."""
+    working = min(MOST.get(device.type, MOST_ON_A_GPU), available(device) // SHARE)
+    return working * 2 // 3, working // 3
+
+
+def needs(
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | None = None,
+    offload_cache: bool = False,
+) -> Needs:
+    """Memory for windows of `longest` tokens.
+
+    Args:
+        model: on any device, the meta device included.
+        dtype: what the weights will be loaded in; default: what the model has.
+        device: where it will run; default: the CPU.
+        offload_cache: keys and values wait in main memory, those of one layer at a time on the device.
+    """
+    width = torch.finfo(dtype or model.dtype).bits // 8
+    config: Any = model.config.get_text_config()
+    heads, head_dim = _heads(config)
+    cache = 2 * config.num_hidden_layers * heads * head_dim * longest * width
+    working = sum(budgets(device or torch.device("cpu")))
+    weights = model.num_parameters() * width
+    if offload_cache:
+        layer = cache // config.num_hidden_layers
+        pinned = 1 << (layer // 2 - 1).bit_length()  # keys, or values: torch pins a power of two of bytes
+        return Needs(weights, layer, working, 2 * pinned * config.num_hidden_layers)
+    return Needs(weights, cache, working)
+
+
+def check_memory(
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    spread: bool = False,
+    offload_cache: bool = False,
+) -> Needs:
+    """What `needs` says, if that is there.
+
+    Args:
+        spread: over all devices, as a device map does.
+
+    Raises:
+        CheckpointError: it is not; the message has the figures and says what would fit.
+        MethodError: keys and values can only be offloaded from a GPU.
+    """
+    if offload_cache and device.type == "cpu" and not spread:
+        raise MethodError("on a CPU keys and values are in main memory as they are; leave out --offload-cache")
+    needed = needs(model, longest, dtype, device=device, offload_cache=offload_cache)
+    main = available(torch.device("cpu"))
+    gpus = [available(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    every = sum(gpus) + main
+    free = every if spread else available(device)
+    if needed.total <= free and needed.offloaded <= main:
+        return needed
+    offers = []
+    if not spread and device.type == "cuda" and needed.total <= every:
+        offers.append("--device-map auto (over all GPUs and main memory)")
+    if not offload_cache and device.type == "cuda":
+        offloaded = needs(model, longest, dtype, device=device, offload_cache=True)
+        if offloaded.total <= free and offloaded.offloaded <= main:
+            offers.append("--offload-cache (keys and values in main memory)")
+    if dtype == torch.float32:
+        offers.append("--dtype bfloat16 (half of it)")
+    room = free - needed.weights - needed.working
+    if (fitting := room * longest // max(1, needed.cache) // 256 * 256) > 0:
+        offers.append(f"shorter windows: up to {min(fitting, longest):,} tokens fit")
+    raise CheckpointError(
+        f"windows of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "
+        f"{free / 1e9:.1f} GB free. Instead: {'; '.join(offers) or 'a machine with more memory'}"
+    )
+
+
+def operations(model: PreTrainedModel, passes: Iterable[int], scored: int) -> float:
+    """Floating-point operations of reading windows of so many tokens, `scored` of them through the head.
+
+    Two per weight and token (of experts, the share that a token is routed to), four per head dim and query-key pair.
+    """
+    config: Any = model.config.get_text_config()
+    head_dim = _heads(config)[1]
+    routed = getattr(config, "num_experts_per_tok", None) or 1
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or routed
+    embedding = model.get_input_embeddings().weight.numel()
+    body = 0.0
+    for name, parameter in model.named_parameters():
+        body += parameter.numel() * (routed / experts if ".experts." in name else 1.0)
+    head = model.get_output_embeddings()
+    body -= embedding
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        body -= head.weight.numel()
+    lengths = list(passes)
+    pairs = sum(length * length / 2 for length in lengths)
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * pairs
+    return float(2 * body * sum(lengths) + attention + 2 * embedding * scored)
+
+
+def speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Floating-point operations per second that reading may reach here, from a matrix product timed for a moment."""
+    size = 1024 if device.type == "cpu" else 4096
+    one = torch.ones(size, size, device=device, dtype=dtype)
+
+    def run(count: int) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            product = one @ one
+        float(product[0, 0])  # waits for the device
+        return time.perf_counter() - started
+
+    once = min(run(1) for _ in range(3))
+    count = max(1, round(seconds / max(once, 1e-6)))
+    return REACHED * count * 2 * size**3 / run(count)
+
+
+def narrow_layers(model: PreTrainedModel, longest: int) -> str | None:
+    """What to say where windows are longer than some layers see; None where they are not."""
+    config = model.config.get_text_config()
+    window, sliding = sliding_layers(config)
+    if not sliding or window is None or window >= longest:
+        return None
+    return (
+        f"{sliding} of {config.num_hidden_layers} layers attend to the last {window:,} tokens only; "
+        f"windows of {longest:,} tokens are longer"
+    )
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads

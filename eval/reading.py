@@ -12,7 +12,8 @@ depend on the length. Whether a model can be read like this is checked on a few 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from rope_ext_hf.eval.preflight import budgets
+from rope_ext_hf.eval.results import Effort
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import find_slots, patched_slots
 
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Reader"]
 
 ATTENTION = "rope_ext_hf/chunks"
-CHUNK_BYTES = 200 * 2**20  # activations of one chunk of tokens in the decoder
-HEAD_BYTES = 160 * 2**20  # logits of one chunk of tokens, and what their softmax needs
 
 
 class UnreadableError(Exception):
@@ -44,17 +45,29 @@ class Reader:
 
     Args:
         model: patched or not, in any dtype, on any device. Patching and unpatching it later is fine.
-        chunk: tokens per pass of the decoder; default: what fits `CHUNK_BYTES`.
-        head_chunk: tokens per pass of the head; default: what fits `HEAD_BYTES`.
+        chunk: tokens per pass of the decoder; default: what a share of the free memory holds, see `preflight.budgets`.
+        head_bytes: memory for logits; default: likewise.
+        offload_cache: keys and values wait in main memory; those of one layer at a time are on its device.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int | None = None, head_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk: int | None = None,
+        head_bytes: int | None = None,
+        offload_cache: bool = False,
+    ) -> None:
         self.model = model
         config = model.config.get_text_config()
         width = torch.finfo(model.dtype).bits // 8
         widest = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
-        self.chunk = chunk or _power_of_two(CHUNK_BYTES // (4 * width * widest))
-        self.head_chunk = head_chunk or _power_of_two(HEAD_BYTES // (config.vocab_size * (8 + width)))
+        of_chunk, of_head = budgets(model.get_input_embeddings().weight.device)
+        self.chunk = chunk or _power_of_two(of_chunk // (4 * width * widest))
+        self.head_bytes = head_bytes or of_head
+        self.offload_cache = offload_cache
+        self.effort = Effort()
+        self.devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         self.head = model.get_output_embeddings()
         self.cache: _Cache | None = None
@@ -78,7 +91,7 @@ class Reader:
         """
         device = self.model.get_input_embeddings().weight.device
         ids = ids.to(device)
-        with _length(self.model, length or len(ids)):
+        with self._watched(len(ids)), _length(self.model, length or len(ids)):
             if self._reads_whole():
                 return self._whole(ids, first).cpu()
             return torch.cat([part.cpu() for part in self._by_chunks(ids, first)])
@@ -104,7 +117,7 @@ class Reader:
         whole = self._reads_whole()
         losses: list[Tensor] = []
         likeliest: list[Tensor] = []
-        with _length(self.model, length or known + count):
+        with self._watched(known + count * len(answers)), _length(self.model, length or known + count):
             for index, answer in enumerate(answers):
                 ids = torch.cat([prompt, answer])
                 if whole:
@@ -117,9 +130,24 @@ class Reader:
                     # the state at the prompt's last token says what the answer begins with
                     states = [state for _, state in self._hidden(ids, known - 1)]
                     logits = self._logits(torch.cat(states))
-                losses.append(_nll(logits, answer.to(logits.device)).cpu())
                 likeliest.append(logits.argmax(-1).cpu())
+                losses.append(_nll([logits], answer.to(logits.device)).cpu())
         return torch.stack(losses), torch.stack(likeliest)
+
+    def spent(self) -> Effort:
+        """What reading took since this was last asked."""
+        effort, self.effort = self.effort, Effort()
+        return effort
+
+    @contextmanager
+    def _watched(self, tokens: int) -> Iterator[None]:
+        """Add what happens inside to `effort`; it ends with results on the CPU, so the device has finished then."""
+        for device in self.devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        started = time.perf_counter()
+        yield
+        peak = max((torch.cuda.max_memory_allocated(device) for device in self.devices), default=0)
+        self.effort = self.effort.plus(Effort(tokens, time.perf_counter() - started, peak))
 
     def _reads_whole(self) -> bool:
         return not self.chunked or (self.follows_the_input and not patched_slots(self.model))
@@ -127,16 +155,14 @@ class Reader:
     def _whole(self, ids: Tensor, first: int) -> Tensor:
         count = len(ids) - first
         logits = self.model(ids[None], use_cache=False, logits_to_keep=count + 1).logits[0, -count - 1 : -1]
-        return _nll(logits.float(), ids[first:].to(logits.device))
+        return _nll([logits.float()], ids[first:])
 
     def _by_chunks(self, ids: Tensor, first: int) -> Iterator[Tensor]:
         for start, hidden in self._hidden(ids):
             # the state at position p says what is at p + 1
             begin, end = max(start, first - 1), start + hidden.shape[0]
-            for at in range(begin, end, self.head_chunk):
-                stop = min(at + self.head_chunk, end)
-                logits = self._logits(hidden[at - start : stop - start])
-                yield _nll(logits, ids[at + 1 : stop + 1].to(logits.device))
+            if begin < end:
+                yield self._losses_of(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
 
     def _hidden(self, ids: Tensor, kept: int = 0) -> Iterator[tuple[int, Tensor]]:
         """The decoder's output for all but the last token, chunk by chunk: (first position, (tokens, hidden)).
@@ -147,7 +173,7 @@ class Reader:
         ids = ids[:-1]
         if self.cache is None or self.cache.capacity < len(ids):
             self.cache = None  # free the old one first
-            self.cache = _Cache(len(ids))
+            self.cache = _Cache(len(ids), offload=self.offload_cache)
         self.cache.rewind(kept)
         with _chunked_attention(self.model):
             for start in range(kept, len(ids), self.chunk):
@@ -156,9 +182,34 @@ class Reader:
                 out = self.decoder(input_ids=piece, position_ids=positions, past_key_values=self.cache, use_cache=True)
                 yield start, out.last_hidden_state[0]
 
+    def _losses_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihoods, (tokens,) float32, of what follows each hidden state; (tokens, hidden).
+
+        A plain head is taken apart along the vocabulary, so that each of its weights is read once per chunk of tokens;
+        another one runs whole, over a few tokens at a time.
+        """
+        plain = type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook")
+        if plain and not self.head._forward_pre_hooks and not self.head._forward_hooks:
+            room = self.head_bytes // (len(hidden) * _bytes_of_a_logit(self.model.dtype))
+            return _nll(self._parts(hidden, 1 << max(10, room.bit_length() - 1)), targets)
+        few = _power_of_two(self.head_bytes // (self.head.weight.shape[0] * _bytes_of_a_logit(self.model.dtype)))
+        pieces = zip(torch.split(hidden, few), torch.split(targets, few), strict=True)
+        return torch.cat([_nll([self._logits(some)], theirs.to(hidden.device)) for some, theirs in pieces])
+
+    def _parts(self, hidden: Tensor, width: int) -> Iterator[Tensor]:
+        """Logits of so much of the vocabulary at a time, (tokens, width)."""
+        weight, bias = self.head.weight, self.head.bias
+        for at in range(0, len(weight), width):
+            part = None if bias is None else bias[at : at + width]
+            yield self._finished(nn.functional.linear(hidden.to(weight.device), weight[at : at + width], part))
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits as the common families form them from hidden states: a head, then a scale or a soft cap; float32."""
-        logits: Tensor = self.head(hidden).float()
+        """Logits of all the vocabulary."""
+        return self._finished(self.head(hidden))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """What the common families do to what comes out of the head: a scale or a soft cap; float32."""
+        logits = logits.float()
         config = self.model.config.get_text_config()
         if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
@@ -192,9 +243,34 @@ def _power_of_two(fitting: int) -> int:
     return 1 << max(4, min(12, fitting.bit_length() - 1))
 
 
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood per token, float32; logits (tokens, vocabulary) float32."""
-    return nn.functional.cross_entropy(logits, targets, reduction="none")
+def _bytes_of_a_logit(dtype: torch.dtype) -> int:
+    """In float32, beside what the head makes it from."""
+    return 4 if dtype == torch.float32 else 4 + torch.finfo(dtype).bits // 8
+
+
+def _nll(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
+    """Negative log-likelihoods, (tokens,) float32, from logits (tokens, part of the vocabulary), part after part.
+
+    The parts are float32, in the order of the vocabulary, and used up.
+    """
+    top = total = chosen = torch.empty(0)
+    at = 0
+    for logits in parts:
+        targets = targets.to(logits.device)
+        inside = (targets - at).clamp(0, logits.shape[-1] - 1)[:, None]
+        here = logits.gather(-1, inside)
+        higher = logits.amax(-1, keepdim=True)
+        if at:
+            higher = torch.maximum(top, higher)
+        sums = logits.sub_(higher).exp_().sum(-1, keepdim=True)
+        if at:
+            total = total * (top - higher).exp_() + sums
+            chosen = torch.where((targets >= at)[:, None], here, chosen)
+        else:
+            total, chosen = sums, here
+        top = higher
+        at += logits.shape[-1]
+    return (top + total.log() - chosen)[:, 0]
 
 
 @contextmanager
@@ -207,27 +283,38 @@ def _length(model: PreTrainedModel, length: int) -> Iterator[None]:
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled."""
+    """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled.
 
-    def __init__(self, capacity: int) -> None:
+    `offload`: that memory is the CPU's, and what is handed out is a copy on the device.
+    """
+
+    def __init__(self, capacity: int, offload: bool) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity, self.offload = capacity, offload
         self.filled = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty((*key_states.shape[:2], self.capacity, key_states.shape[-1]))
-        self.values = value_states.new_empty((*value_states.shape[:2], self.capacity, value_states.shape[-1]))
+        self.keys, self.values = self._room(key_states), self._room(value_states)
         self.is_initialized = True
+
+    def _room(self, states: Tensor) -> Tensor:
+        shape = (*states.shape[:2], self.capacity, states.shape[-1])
+        if self.offload:  # pinned, so that the device copies it without the host waiting
+            return torch.empty(shape, dtype=states.dtype, device="cpu", pin_memory=states.is_cuda)
+        return states.new_empty(shape)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         stop = self.filled + key_states.shape[-2]
-        self.keys[:, :, self.filled : stop] = key_states
-        self.values[:, :, self.filled : stop] = value_states
+        self.keys[:, :, self.filled : stop].copy_(key_states, non_blocking=True)
+        self.values[:, :, self.filled : stop].copy_(value_states, non_blocking=True)
         self.filled = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
+        if self.offload:  # in the order of the device's stream: what was just written is read after that
+            return keys.to(key_states.device, non_blocking=True), values.to(value_states.device, non_blocking=True)
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.filled
@@ -236,8 +323,8 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 class _Cache(Cache):  # type: ignore[misc]
     """A cache for windows of up to `capacity` tokens, used again from window to window."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(layer_class_to_replicate=lambda: _Layer(capacity))
+    def __init__(self, capacity: int, offload: bool) -> None:
+        super().__init__(layer_class_to_replicate=lambda: _Layer(capacity, offload))
         self.capacity = capacity
 
     def rewind(self, kept: int = 0) -> None:
@@ -299,7 +386,7 @@ def attend(
         key, value = (tensor[:, :, -(sliding_window + tokens - 1) :] for tensor in (key, value))
     past = key.shape[-2] - tokens
     narrow = sliding_window is not None and key.shape[-2] > sliding_window
-    if softcap is not None or narrow or key.shape[-1] != value.shape[-1]:
+    if softcap is not None or narrow or key.shape[-1] != value.shape[-1] or not _fused(query, key):
         out = _by_blocks(query, key, value, scale, sliding_window, softcap)
     elif query.device.type != "cpu":  # the bias stands for a mask that the fused kernels never build
         out = nn.functional.scaled_dot_product_attention(
@@ -318,6 +405,13 @@ def attend(
         share = torch.sigmoid(before_lse - own_lse)[..., None].to(query.dtype)  # e^a / (e^a + e^b)
         out = own.lerp_(before, share)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _fused(query: Tensor, key: Tensor) -> bool:
+    """Whether some kernel reads these without building scores: on CUDA, float32 with shared keys has none."""
+    if query.device.type != "cuda":
+        return True
+    return query.shape[-1] <= 256 and (query.dtype != torch.float32 or query.shape[1] == key.shape[1])
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:

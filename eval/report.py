@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.runs import Run
-from rope_ext_hf.eval.show import best_of_lengths, by_method, curves, perplexity_text, scored
+from rope_ext_hf.eval.show import best_of_lengths, by_method, curves, perplexity_text, scored, speed
 
 __all__ = ["write_report"]
 
@@ -65,7 +65,8 @@ def write_report(run: Run) -> Path:
         title=html.escape(title),
         summary=html.escape(
             f"{run.settings['parameters']:,} parameters in {run.settings['dtype']}, trained at "
-            f"{run.trained_length:,} tokens. {len(run.settings['documents'])} documents. {versions}."
+            f"{run.trained_length:,} tokens. {len(run.settings['documents'])} documents. "
+            f"Read on {run.settings['device']} at {speed(run.results)}. {versions}."
         ),
         figures="\n".join(_figure(path) for path in pictures),
         table=_table(run),

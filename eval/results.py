@@ -6,14 +6,38 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["DocumentLoss", "Result", "Setting", "bootstrap", "difference", "label", "provenance", "write_json"]
+__all__ = [
+    "DocumentLoss",
+    "Effort",
+    "Result",
+    "Setting",
+    "bootstrap",
+    "difference",
+    "label",
+    "provenance",
+    "write_json",
+]
+
+
+class Effort(NamedTuple):
+    """What some reading took: tokens that went through the model, seconds, and the most GPU memory held, in bytes."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    peak: int = 0
+
+    def plus(self, other: Effort) -> Effort:
+        return Effort(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
+
+
+NOTHING = Effort()
 
 
 class DocumentLoss(NamedTuple):
@@ -81,6 +105,8 @@ class Result:
         low, high: its 95% interval, by resampling documents (equal to the loss where there is one document).
         perplexity, bits_per_token, bits_per_byte: the same loss in other units.
         documents: the sums it was made of.
+        tokens_per_second: how fast windows of this length went through the model; None where nothing was timed.
+        gpu_bytes: the most memory held on a GPU meanwhile; None without one. Neither counts when results are compared.
     """
 
     method: dict[str, Any] | None
@@ -96,10 +122,17 @@ class Result:
     windows: int
     nonfinite: tuple[str, ...]
     documents: tuple[DocumentLoss, ...]
+    tokens_per_second: float | None = field(default=None, compare=False)
+    gpu_bytes: int | None = field(default=None, compare=False)
 
     @classmethod
     def of(
-        cls, method: dict[str, Any] | None, setting: Setting, length: int, documents: Sequence[DocumentLoss]
+        cls,
+        method: dict[str, Any] | None,
+        setting: Setting,
+        length: int,
+        documents: Sequence[DocumentLoss],
+        effort: Effort = NOTHING,
     ) -> Result:
         """The result of one length, from every document's loss; the same whatever order the documents come in."""
         documents = sorted(documents)
@@ -121,6 +154,8 @@ class Result:
             windows=sum(document.windows for document in documents),
             nonfinite=tuple(document.name for document in documents if not math.isfinite(document.nats)),
             documents=tuple(documents),
+            tokens_per_second=effort.tokens / effort.seconds if effort.seconds else None,
+            gpu_bytes=effort.peak or None,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch import Tensor
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import Document, load
 from rope_ext_hf.eval.perplexity import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
+from rope_ext_hf.eval.preflight import narrow_layers
 from rope_ext_hf.eval.reading import Reader
 from rope_ext_hf.eval.results import label
 from rope_ext_hf.patches.patching import patched_method
@@ -207,6 +209,7 @@ def passkey(
     task: str = "passkey",
     distractors: int = 19,
     chunk: int | None = None,
+    offload_cache: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Retrieval]:
     """Hide a number at several depths of several context lengths, and ask for it.
@@ -221,7 +224,7 @@ def passkey(
         haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents; default: the task's own.
         task: a name of `TASKS`: "passkey" (instructions, repeated filler), "needle" (a sentence in other text), "code".
         distractors: random numbers, of as many tokens, that the right one is ranked among.
-        chunk: tokens per pass of the decoder; default: by what fits a fixed budget.
+        chunk, offload_cache: as `perplexity` takes them.
         progress: called with the number of tokens read, after each prompt.
 
     Returns:
@@ -254,7 +257,9 @@ def passkey(
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
 
-    reader, method = Reader(model, chunk=chunk), patched_method(model)
+    if (narrow := narrow_layers(model, max(lengths))) is not None:
+        warnings.warn(narrow, stacklevel=2)
+    reader, method = Reader(model, chunk=chunk, offload_cache=offload_cache), patched_method(model)
     found: list[Retrieval] = []
     for length in sorted(set(lengths)):
         for depth in sorted(set(depths)):

@@ -28,14 +28,14 @@ from filelock import FileLock, Timeout
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.eval.perplexity import Reading, prepare
 from rope_ext_hf.eval.reading import Reader
-from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label, provenance
+from rope_ext_hf.eval.results import DocumentLoss, Effort, Result, Setting, difference, label, provenance
 from rope_ext_hf.patches.patching import geometry, patched
 from rope_ext_hf.scaling import Rotary, Scaling, methods, resolve_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Run", "expand", "read_run", "sweep"]
+__all__ = ["Run", "SweepPlan", "expand", "plan_sweep", "read_run", "run_sweep", "sweep"]
 
 # Methods a sweep can build from a factor alone, or from nothing.
 DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
@@ -43,7 +43,7 @@ DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-
 
 _COLUMNS = (
     *("method", "length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token", "bits_per_byte"),
-    *("tokens", "windows", "documents", "cost_at_trained_length_nats", "parameters"),
+    *("tokens", "windows", "documents", "cost_at_trained_length_nats", "tokens_per_second", "gpu_bytes", "parameters"),
 )
 
 
@@ -79,7 +79,7 @@ class Run:
                 cost = self.cost(r.method)
                 row = [label(r.method), r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token]
                 row += [r.bits_per_byte, r.tokens, r.windows, len(r.documents), cost[0] if cost else ""]
-                out.writerow([*row, json.dumps(r.method)])
+                out.writerow([*row, r.tokens_per_second, r.gpu_bytes, json.dumps(r.method)])
         return path
 
 
@@ -103,6 +103,36 @@ def expand(names: Sequence[str | Scaling], factors: Sequence[float], rotary: Rot
     return list(dict.fromkeys(found))
 
 
+@dataclass(frozen=True)
+class SweepPlan:
+    """What a sweep will do: methods (None: as loaded), what each reads, and what to call the text."""
+
+    methods: tuple[Scaling | None, ...]
+    reading: Reading
+    data: str
+
+
+def plan_sweep(
+    model: PreTrainedModel,
+    corpus: Any,
+    *,
+    lengths: Sequence[int],
+    methods: Sequence[str | Scaling] = DEFAULT_METHODS,
+    factors: Sequence[float] | None = None,
+    data: str | None = None,
+    **reading: Any,
+) -> SweepPlan:
+    """The first half of `sweep`, whose arguments these are: load and tokenise the text, check, plan.
+
+    The model may be on the meta device: no weights are read.
+    """
+    rotary = geometry(model)
+    wanted = sorted({*lengths, *([rotary.trained_length] if rotary.trained_length < max(lengths) else [])})
+    chosen = expand(methods, factors or [max(1.0, wanted[-1] / rotary.trained_length)], rotary)
+    name = data or (corpus if isinstance(corpus, str) else "documents")
+    return SweepPlan((None, *chosen), prepare(model, corpus, lengths=wanted, **reading), name)
+
+
 def sweep(
     model: PreTrainedModel,
     corpus: Any,
@@ -110,14 +140,11 @@ def sweep(
     lengths: Sequence[int],
     methods: Sequence[str | Scaling] = DEFAULT_METHODS,
     factors: Sequence[float] | None = None,
-    out: str | Path = "rope-ext-results",
     data: str | None = None,
+    out: str | Path = "rope-ext-results",
     chunk: int | None = None,
-    rank: int = 0,
-    world: int = 1,
-    wait: Callable[[], object] | None = None,
+    offload_cache: bool = False,
     progress: Callable[[str, int], None] | None = None,
-    started: Callable[[Path, Reading, int, int], None] | None = None,
     **reading: Any,
 ) -> Run:
     """Measure the model as loaded and under every method, patched and unpatched in place, and keep all of it on disk.
@@ -130,49 +157,91 @@ def sweep(
         factors: for names that take one; default: what the longest length needs.
         out: the folder in which runs are kept, each in one of its own.
         data: what to call the corpus in the report; default: `corpus`, if that is a name.
+        chunk, offload_cache: as `perplexity` takes them.
+        progress: called with the method's label and the tokens read, after each window.
+
+    Raises:
+        CheckpointError: another process is writing this run.
+        CorpusError, MethodError: as `perplexity` does.
+    """
+    plan = plan_sweep(model, corpus, lengths=lengths, methods=methods, factors=factors, data=data, **reading)
+    return run_sweep(model, plan, out=out, chunk=chunk, offload_cache=offload_cache, progress=progress)
+
+
+def run_sweep(
+    model: PreTrainedModel,
+    plan: SweepPlan,
+    *,
+    out: str | Path = "rope-ext-results",
+    chunk: int | None = None,
+    offload_cache: bool = False,
+    rank: int = 0,
+    world: int = 1,
+    wait: Callable[[], object] | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    started: Callable[[Path, int, int], None] | None = None,
+) -> Run:
+    """The second half of `sweep`: do what is planned and not done yet.
+
+    Args:
+        model: the model of the plan, with its weights.
         rank, world: which of how many processes this is; documents are dealt out among them.
         wait: called when this process has done its part; returns when all have.
-        progress: called with the method's label and the tokens read, after each window.
-        started: called with the run's folder, what is read, and how many of how many methods x documents are done.
+        started: called with the run's folder, and how many of how many methods x documents x lengths are done.
 
     Returns:
         The run; complete where `wait` waited for all processes.
 
     Raises:
         CheckpointError: another process is writing this run.
-        CorpusError, MethodError: as `perplexity` does.
     """
-    rotary = geometry(model)
-    wanted = sorted({*lengths, *([rotary.trained_length] if rotary.trained_length < max(lengths) else [])})
-    chosen: list[Scaling | None] = [None]
-    chosen += expand(methods, factors or [max(1.0, wanted[-1] / rotary.trained_length)], rotary)
-    plan = prepare(model, corpus, lengths=wanted, **reading)
-    settings = _settings(model, plan, data or (corpus if isinstance(corpus, str) else "documents"), rotary)
+    reading = plan.reading
+    settings = _settings(model, reading, plan.data, geometry(model))
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{_digest(settings)}"
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder, rank):
         _write_atomically(folder / "run.json", json.dumps(settings, indent=1) + "\n", rank)
         done = _done(folder)
-        mine = [(i, item) for i, item in enumerate(plan.windows) if i % world == rank]
-        units = [
-            (json.dumps(m.to_dict() if m else None), i, n) for m in chosen for i, item in mine for n in _labels(item)
-        ]
+        mine = [(i, item) for i, item in enumerate(reading.windows) if i % world == rank]
+        keys = [json.dumps(method.to_dict() if method else None) for method in plan.methods]
+        units = [(key, i, n) for key in keys for i, item in mine for n in _labels(item)]
         if started is not None:
-            started(folder, plan, sum(unit in done for unit in units), len(units))
-        reader = Reader(model, chunk=chunk)
+            started(folder, sum(unit in done for unit in units), len(units))
+        reader = Reader(model, chunk=chunk, offload_cache=offload_cache)
+        if chunk is None:
+            _agree_on_chunks(folder, reader)
         with _journal(folder / f"losses.{rank}.jsonl") as write:
-            for method in chosen:
+            for method in plan.methods:
                 saved = method.to_dict() if method else None
                 key = json.dumps(saved)
                 with patched(model, method) if method else nullcontext():
                     report = None if progress is None else partial(progress, label(saved))
                     for index, (document, windows) in mine:
                         left = [w for w in windows if (key, index, w.length) not in done]
-                        for length, loss in plan.measure_document(reader, document, left, report):
-                            write({"method": saved, "document": index, "length": length, "loss": list(loss)})
+                        for length, loss, effort in reading.measure_document(reader, document, left, report):
+                            record = {"method": saved, "document": index, "length": length}
+                            write(record | {"loss": list(loss), "effort": list(effort)})
     if wait is not None:
         wait()
-    return read_run(folder, [m.to_dict() if m else None for m in chosen])
+    return read_run(folder, [m.to_dict() if m else None for m in plan.methods])
+
+
+def _agree_on_chunks(folder: Path, reader: Reader) -> None:
+    """All processes of a run, and those that take it up again, read in the same chunks, and so to the same last digit.
+
+    The sizes come from the free memory of whichever process is first.
+    """
+    path, mine = folder / "chunks.json", folder / f"chunks.{os.getpid()}.unfinished"
+    mine.write_text(json.dumps([reader.chunk, reader.head_bytes]), encoding="utf-8")
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            mine.replace(path)
+    mine.unlink(missing_ok=True)
+    reader.chunk, reader.head_bytes = json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None = None) -> Run:
@@ -190,12 +259,14 @@ def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None =
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{str(folder)!r} is not the folder of a sweep: {error}") from error
     found: dict[tuple[str, int], dict[int, DocumentLoss]] = {}
+    efforts: dict[tuple[str, int], Effort] = {}
     for record in records:
         key = (json.dumps(record["method"]), record["length"])
         found.setdefault(key, {})[record["document"]] = DocumentLoss(*record["loss"])
+        efforts[key] = efforts.get(key, Effort()).plus(Effort(*record["effort"]))
     keys = [json.dumps(method) for method in order] if order is not None else list(dict.fromkeys(k for k, _ in found))
     results = [
-        Result.of(json.loads(key), setting, length, list(losses.values()))
+        Result.of(json.loads(key), setting, length, list(losses.values()), efforts[key, length])
         for key in keys
         for length in sorted(per_length)
         if len(losses := found.get((key, length), {})) == per_length[length]

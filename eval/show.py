@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rope_ext_hf.eval.results import Result, label
 
-__all__ = ["best_of_lengths", "by_method", "curves", "perplexity_text", "scored", "spread", "table"]
+__all__ = ["best_of_lengths", "by_method", "curves", "perplexity_text", "scored", "speed", "spread", "table"]
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -34,12 +34,24 @@ def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
 def scored(result: Result) -> str:
     """What was scored, in words."""
     setting = result.setting
+    left_out = f"; {setting.left_out} documents too short" if setting.left_out else ""
     if setting.protocol == "matched":
         return (
             f"protocol matched: the same {result.tokens:,} tokens scored at every length, "
-            f"the last {setting.targets} of {result.windows} windows"
+            f"the last {setting.targets} of {result.windows} windows{left_out}"
         )
-    return f"protocol {setting.protocol}: {result.tokens:,} tokens in {result.windows} windows at {result.length:,}"
+    tokens = f"{result.tokens:,} tokens in {result.windows} windows at {result.length:,}"
+    return f"protocol {setting.protocol}: {tokens}{left_out}"
+
+
+def speed(results: Sequence[Result]) -> str:
+    """How fast text was read, from the slowest to the fastest, and the GPU memory that took."""
+    rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
+    if not rates:
+        return "not timed"
+    text = f"{rates[0]:,.0f} to {rates[-1]:,.0f} tokens per second"
+    peak = max(result.gpu_bytes or 0 for result in results)
+    return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
 
 def perplexity_text(value: float) -> str:

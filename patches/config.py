@@ -26,6 +26,7 @@ __all__ = [
     "read_rope",
     "rope_dict",
     "settings_before",
+    "sliding_layers",
     "write_rope",
 ]
 
@@ -209,3 +210,14 @@ def _says(now: Any, then: Any) -> bool:
     if isinstance(then, Mapping):
         return isinstance(now, Mapping) and all(_says(now.get(key), value) for key, value in then.items())
     return bool(now == then)
+
+
+def sliding_layers(config: Any) -> tuple[int | None, int]:
+    """The window of the layers that see only so many tokens, and how many layers those are."""
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    layers = getattr(config, "layer_types", None)
+    if not window:
+        return None, 0
+    return window, sum(kind in SLIDING for kind in layers) if layers else config.num_hidden_layers

@@ -21,7 +21,16 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.config import FOREIGN, RECORD, SAVED_KEYS, SLIDING, read_rope, settings_before, write_rope
+from rope_ext_hf.patches.config import (
+    FOREIGN,
+    RECORD,
+    SAVED_KEYS,
+    SLIDING,
+    read_rope,
+    settings_before,
+    sliding_layers,
+    write_rope,
+)
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.guard import LengthGuard
 from rope_ext_hf.patches.saving import SaveForeign
@@ -331,9 +340,7 @@ _EVERY_LAYER = "Every layer"
 def _notes(slot: Slot, extended_length: int) -> tuple[str, ...]:
     """What a reader must know about sliding-window layers."""
     config = slot.config
-    window = getattr(config, "sliding_window", None)
-    layers = getattr(config, "layer_types", None)
-    sliding = sum(kind in SLIDING for kind in layers) if layers else (config.num_hidden_layers if window else 0)
+    window, sliding = sliding_layers(config)
     if not window or not sliding or window >= extended_length:
         return ()
     seen = f"attend{'s' if sliding == config.num_hidden_layers else ''} to the last {window} tokens only"

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
@@ -23,6 +24,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.eval.perplexity import Reading
     from rope_ext_hf.eval.results import Result
     from rope_ext_hf.scaling import Scaling
 
@@ -54,14 +56,21 @@ Processes = Annotated[int | None, typer.Option(min=1, help="Stop unless so many 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 Lengths = Annotated[str, typer.Option(help="Context lengths, e.g. 4k,8k,16k (4k = 4096).")]
-Data = Annotated[str, typer.Option(help="'stdlib' (held-out modules of Python's library) or a UTF-8 text file.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="'stdlib' (held-out modules of Python's library), a text, JSON lines or parquet file, a folder, a "
+        "pattern, or hf:OWNER/NAME; then ?column=..&min_bytes=..&max_documents=..&seed=..&join=true."
+    ),
+]
 Out = Annotated[Path, typer.Option(help="Folder for the results.")]
 MaxWindows = Annotated[int | None, typer.Option(min=1, help="At most this many windows per length, spread evenly.")]
 Targets = Annotated[str | None, typer.Option(help="Tokens scored per window; default half the shortest length.")]
 Protocol = Annotated[str, typer.Option(help="matched, sliding, truncate, stream, blocks or position.")]
 Stride = Annotated[int, typer.Option(help="Tokens between windows under sliding and stream.")]
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before each window; default: the tokenizer's.")]
-Chunk = Annotated[int | None, typer.Option(min=16, help="Tokens per pass of the decoder; default: a fixed budget.")]
+Chunk = Annotated[int | None, typer.Option(min=16, help="Tokens per pass of the decoder; default: by free memory.")]
+OffloadCache = Annotated[bool, typer.Option("--offload-cache", help="Keys and values in main memory, not on the GPU.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw wavelengths, angles, similarity and decay into this PNG.")]
 
 
@@ -108,12 +117,18 @@ def _parse_value(text: str) -> Any:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Everything a user can cause ends as one line on standard error and exit code 2."""
-    try:
-        yield
-    except RopeExtError as error:
-        typer.echo(f"rope-ext: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
+    """Everything a user can cause ends as one line on standard error and exit code 2; a warning is one line too."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        try:
+            yield
+        except RopeExtError as error:
+            typer.echo(f"rope-ext: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from error
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(f"warning  {message}", err=True)
 
 
 def _quiet() -> None:
@@ -125,25 +140,58 @@ def _quiet() -> None:
 
 
 def _load(
-    name: str,
-    dtype: str,
-    device: str,
-    revision: str | None,
-    trust: bool,
-    device_map: str | None = None,
-    longest: int | None = None,
-) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer, in evaluation mode; with `longest`, only if windows of that many tokens fit the device."""
-    import torch
-    from transformers import AutoTokenizer
-
+    name: str, dtype: str, device: str, revision: str | None, trust: bool, device_map: str | None = None
+) -> PreTrainedModel:
+    """The model, in evaluation mode."""
     from rope_ext_hf.patches.saving import from_pretrained
-    from rope_ext_hf.reference import path
 
     _quiet()
+    kind, place = _dtype(dtype), _device(device)
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if device_map is not None:
+        options["device_map"] = device_map
+    with _loading(name):
+        model = from_pretrained(_source(name), dtype=kind, trust_remote_code=trust, **options)
+    return (model if device_map else model.to(place)).eval()
+
+
+def _tokenizer(name: str, revision: str | None, trust: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    _quiet()
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    with _loading(name):
+        return AutoTokenizer.from_pretrained(_source(name), trust_remote_code=trust, **options)
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, RopeExtError):
+            raise
+        raise CheckpointError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def _source(name: str) -> str:
+    from rope_ext_hf.reference import path
+
+    return str(path()) if name == "reference" else name
+
+
+def _dtype(dtype: str) -> Any:
+    import torch
+
     kinds = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
         raise MethodError(f"unknown dtype {dtype!r}; known: {', '.join(kinds)}")
+    return kinds[dtype]
+
+
+def _device(device: str) -> Any:
+    import torch
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -151,38 +199,52 @@ def _load(
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise MethodError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    source = str(path()) if name == "reference" else name
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    try:
-        if longest is not None and device_map is None:
-            _check_memory(name, kinds[dtype], place, revision, trust, longest)
-        if device_map is not None:
-            options["device_map"] = device_map
-        model = from_pretrained(source, dtype=kinds[dtype], trust_remote_code=trust, **options)
-        options.pop("device_map", None)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust, **options)
-    except (OSError, ValueError) as error:
-        if isinstance(error, RopeExtError):
-            raise
-        raise CheckpointError(f"{name!r} could not be loaded: {str(error).strip().splitlines()[0]}") from error
-    return (model if device_map else model.to(place)).eval(), tokenizer
+    return place
 
 
-def _check_memory(name: str, dtype: Any, device: Any, revision: str | None, trust: bool, longest: int) -> None:
-    """Say what a measurement needs before anything is read, and stop where it cannot fit."""
-    from rope_ext_hf.eval.preflight import available, needs
+def _preflight(
+    empty: PreTrainedModel,
+    passes: Sequence[int],
+    scored: int,
+    repeats: int,
+    dtype: str,
+    device: str,
+    device_map: str | None,
+    offload_cache: bool,
+    *,
+    processes: int = 1,
+    show: bool = True,
+) -> None:
+    """Say what reading these windows so many times needs before any weights are read; stop where it cannot fit.
 
-    empty = _without_weights(name, revision, trust)
-    saved = getattr(empty.config, "dtype", None)
-    needed = needs(empty, longest, (saved or empty.dtype) if dtype == "auto" else dtype)
-    free = available(device)
-    if needed.total > free:
-        raise CheckpointError(
-            f"windows of {longest:,} tokens need {needed}; {device} has {free / 1e9:.1f} GB free. "
-            "Try --device-map auto, --dtype bfloat16, or shorter lengths"
+    Args:
+        empty: the model on the meta device.
+        passes: the size of every window that goes through the model, in tokens.
+        scored: tokens that go through its head.
+    """
+    from rope_ext_hf.eval.preflight import check_memory, operations, speed
+
+    place, kind = _device(device), _dtype(dtype)
+    if kind == "auto":
+        kind = getattr(empty.config, "dtype", None) or empty.dtype
+    needed = check_memory(empty, max(passes), kind, place, spread=device_map is not None, offload_cache=offload_cache)
+    seconds = repeats * operations(empty, passes, scored) / speed(place, kind) / processes
+    if show:
+        typer.echo(f"needs    {needed}", err=True)
+        typer.echo(
+            f"reads    {sum(passes):,} tokens"
+            + (f" {repeats} times" if repeats > 1 else "")
+            + f", very roughly {_duration(seconds)}",
+            err=True,
         )
-    if needed.weights > 1e9:
-        typer.echo(f"needs    {needed}; {free / 1e9:.1f} GB free", err=True)
+
+
+def _duration(seconds: float) -> str:
+    """In words: seconds, minutes or hours."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(1, round(seconds))} s"
 
 
 def _processes(expected: int | None) -> tuple[int, int, Any]:
@@ -402,6 +464,7 @@ def ppl(
     dtype: Dtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
+    offload_cache: OffloadCache = False,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     out: Out = Path("rope-ext-results"),
@@ -412,12 +475,28 @@ def ppl(
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-windows 16`
     """
     with _errors():
+        from rope_ext_hf.eval.perplexity import prepare
+
         wanted = [parse_length(length) for length in lengths.split(",")]
         scored = parse_length(targets) if targets else None
-        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map, max(wanted))
-        chosen = _chosen(context, loaded, method, factor, target_length)
-        options = {"targets": scored, "bos": bos, "protocol": protocol, "stride": stride}
-        _measure(loaded, tokenizer, chosen, wanted, data, max_windows, out, as_json, chunk, **options)
+        empty = _without_weights(model, revision, trust_remote_code)
+        chosen = _chosen(context, empty, method, factor, target_length)
+        tokenizer = _tokenizer(model, revision, trust_remote_code)
+        reading = prepare(
+            empty,
+            data,
+            lengths=wanted,
+            tokenizer=tokenizer,
+            protocol=protocol,
+            targets=scored,
+            stride=stride,
+            bos=bos,
+            max_windows=max_windows,
+        )
+        _make_folder(out)
+        _preflight(empty, reading.passes, reading.scored, len(chosen), dtype, device, device_map, offload_cache)
+        loaded = _load(model, dtype, device, revision, trust_remote_code, device_map)
+        _measure(loaded, chosen, reading, data, out, as_json, chunk, offload_cache)
 
 
 @app.command(context_settings=_EXTRA)
@@ -442,6 +521,7 @@ def passkey(
     dtype: Dtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
+    offload_cache: OffloadCache = False,
     revision: Revision = None,
     trust_remote_code: Trust = False,
     out: Out = Path("rope-ext-results"),
@@ -466,11 +546,15 @@ def passkey(
             raise MethodError(f"not a list of depths: {depths!r}; write 0,0.5,1") from error
         wording = task or ("code" if model == "reference" else "passkey")
         _make_folder(out)
-        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map, max(wanted))
-        chosen = _chosen(context, loaded, method, factor, target_length)
+        empty = _without_weights(model, revision, trust_remote_code)
+        chosen = _chosen(context, empty, method, factor, target_length)
+        tokenizer = _tokenizer(model, revision, trust_remote_code)
+        passes = [length for length in set(wanted) for _ in range(len(set(shares)) * trials)]
+        _preflight(empty, passes, len(passes), len(chosen), dtype, device, device_map, offload_cache)
+        loaded = _load(model, dtype, device, revision, trust_remote_code, device_map)
         results: list[Retrieval] = []
         with _progress("as loaded") as advance:
-            advance.total(len(chosen) * sum(set(wanted)) * len(set(shares)) * trials)
+            advance.total(len(chosen) * sum(passes))
             for one in chosen:
                 with patched(loaded, one) if one else nullcontext():
                     results += measure(
@@ -484,6 +568,7 @@ def passkey(
                         task=wording,
                         distractors=distractors,
                         chunk=chunk,
+                        offload_cache=offload_cache,
                         progress=partial(advance, label(one.to_dict() if one else None)),
                     )
         source = provenance(loaded, haystack or f"task {wording}")
@@ -567,7 +652,8 @@ def lm_eval(
             from rope_ext_hf.eval.harness import evaluate
         except ImportError as error:
             raise MethodError(f"lm-eval is needed here ({error}): pip install rope-ext-hf[eval]") from error
-        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map)
+        loaded = _load(model, dtype, device, revision, trust_remote_code, device_map)
+        tokenizer = _tokenizer(model, revision, trust_remote_code)
         if method is not None:
             _patch(loaded, method, factor, target_length, parameters)
         with redirect_stdout(sys.stderr):  # tasks print what they like
@@ -606,9 +692,10 @@ def demo(
     Example: `rope-ext demo`
     """
     with _errors():
+        from rope_ext_hf.eval.perplexity import prepare
         from rope_ext_hf.scaling import NTK, DynamicNTK, DynamicYarn, Linear, Yarn
 
-        model, tokenizer = _load("reference", "float32", device, None, False)
+        model = _load("reference", "float32", device, None, False)
         trained = _rotary(model).trained_length
         chosen: list[Scaling | None] = [
             None,
@@ -620,7 +707,9 @@ def demo(
             Yarn(factor=8.0),
         ]
         lengths = [trained, 2 * trained, 4 * trained, 8 * trained]
-        _measure(model, tokenizer, chosen, lengths, "stdlib", windows, out, as_json)
+        reading = prepare(model, "stdlib", lengths=lengths, max_windows=windows)
+        _make_folder(out)
+        _measure(model, chosen, reading, "stdlib", out, as_json)
 
 
 @app.command()
@@ -641,6 +730,7 @@ def sweep(
     dtype: Dtype = "auto",
     device: Device = "auto",
     device_map: DeviceMap = None,
+    offload_cache: OffloadCache = False,
     processes: Processes = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
@@ -652,7 +742,7 @@ def sweep(
     Example: `rope-ext sweep reference --methods ntk,yarn --factors 4,8 --lengths 256,1024,2048 --max-windows 16`
     """
     with _errors():
-        from rope_ext_hf.eval.runs import sweep as run_sweep
+        from rope_ext_hf.eval.runs import plan_sweep, run_sweep
 
         try:
             scales = [float(factor) for factor in factors.split(",")] if factors else None
@@ -663,36 +753,54 @@ def sweep(
         rank, world, wait = _processes(processes)
         if world > 1 and device == "auto":
             device = _own_device()
-        loaded, tokenizer = _load(model, dtype, device, revision, trust_remote_code, device_map, max(wanted))
+        empty = _without_weights(model, revision, trust_remote_code)
+        plan = plan_sweep(
+            empty,
+            data,
+            methods=methods.split(","),
+            factors=scales,
+            lengths=wanted,
+            tokenizer=_tokenizer(model, revision, trust_remote_code),
+            protocol=protocol,
+            targets=scored,
+            stride=stride,
+            max_windows=max_windows,
+            bos=bos,
+        )
+        _make_folder(out)
+        reading, count = plan.reading, len(plan.methods)
+        _preflight(
+            empty,
+            reading.passes,
+            reading.scored,
+            count,
+            dtype,
+            device,
+            device_map,
+            offload_cache,
+            processes=world,
+            show=rank == 0,
+        )
+        loaded = _load(model, dtype, device, revision, trust_remote_code, device_map)
         with _progress("as loaded", show=rank == 0) as advance:
 
-            def started(folder: Path, plan: Any, done: int, units: int) -> None:
-                if rank:
-                    return
-                advance.total(plan.tokens * (units // max(1, len(plan.windows) * len(plan.lengths))))
-                typer.echo(
-                    f"run      {folder}" + (f" ({done} of {units} parts were done before)" if done else ""), err=True
-                )
+            def started(folder: Path, done: int, units: int) -> None:
+                if rank == 0:
+                    advance.total(count * reading.tokens // world)
+                    before = f" ({done} of {units} parts were done before)" if done else ""
+                    typer.echo(f"run      {folder}{before}", err=True)
 
             run = run_sweep(
                 loaded,
-                data,
-                methods=methods.split(","),
-                factors=scales,
-                lengths=wanted,
-                tokenizer=tokenizer,
+                plan,
                 out=out,
-                protocol=protocol,
-                targets=scored,
-                stride=stride,
-                max_windows=max_windows,
-                bos=bos,
                 chunk=chunk,
-                progress=advance,
-                started=started,
+                offload_cache=offload_cache,
                 rank=rank,
                 world=world,
                 wait=wait,
+                progress=advance,
+                started=started,
             )
         if rank == 0:
             _show_run(run, as_json)
@@ -727,7 +835,7 @@ def _show_run(run: Any, as_json: bool) -> None:
 
     from rope_ext_hf.eval.report import write_report
     from rope_ext_hf.eval.results import label, write_json
-    from rope_ext_hf.eval.show import table
+    from rope_ext_hf.eval.show import speed, table
 
     write_json(run.folder / "results.json", run.settings, run.results)
     rows, page = run.write_csv(), write_report(run)
@@ -737,6 +845,7 @@ def _show_run(run: Any, as_json: bool) -> None:
         if run.results:
             costs = {label(result.method): run.cost(result.method) for result in run.results}
             Console().print(table(run.results, run.trained_length, costs))
+            typer.echo(f"speed    {speed(run.results)}")
         typer.echo(f"results  {rows}\nreport   {page}")
 
 
@@ -787,38 +896,31 @@ def _stop_if_not_finite(results: Sequence[Result]) -> None:
 
 def _measure(
     model: PreTrainedModel,
-    tokenizer: Any,
     chosen: Sequence[Scaling | None],
-    lengths: Sequence[int],
+    reading: Reading,
     data: str,
-    max_windows: int | None,
     out: Path,
     as_json: bool,
     chunk: int | None = None,
-    **options: Any,
+    offload_cache: bool = False,
 ) -> None:
     """Run every method, show progress, write and print the results."""
     from rich.console import Console
 
-    from rope_ext_hf.eval.perplexity import prepare
+    from rope_ext_hf.eval.perplexity import collect
     from rope_ext_hf.eval.reading import Reader
-    from rope_ext_hf.eval.results import DocumentLoss, Result, label, provenance, write_json
-    from rope_ext_hf.eval.show import curves, table
+    from rope_ext_hf.eval.results import label, provenance, write_json
+    from rope_ext_hf.eval.show import curves, speed, table
     from rope_ext_hf.patches.patching import patched
 
-    _make_folder(out)
-    reading = prepare(model, data, lengths=lengths, tokenizer=tokenizer, max_windows=max_windows, **options)
-    reader = Reader(model, chunk=chunk)
+    reader = Reader(model, chunk=chunk, offload_cache=offload_cache)
     results: list[Result] = []
     with _progress("as loaded") as advance:
         advance.total(len(chosen) * reading.tokens)
         for method in chosen:
             saved = method.to_dict() if method else None
-            losses: dict[int, list[DocumentLoss]] = {length: [] for length in reading.lengths}
             with patched(model, method) if method else nullcontext():
-                for length, loss in reading.measure(reader, partial(advance, label(saved))):
-                    losses[length].append(loss)
-            results += [Result.of(saved, reading.setting, length, losses[length]) for length in reading.lengths]
+                results += collect(saved, reading, reading.measure(reader, partial(advance, label(saved))))
 
     trained = _rotary(model).trained_length
     write_json(out / "results.json", provenance(model, data), results)
@@ -831,6 +933,7 @@ def _measure(
         typer.echo((out / "results.json").read_text(encoding="utf-8"))
     else:
         Console().print(table(results, trained))
+        typer.echo(f"speed    {speed(results)}")
         typer.echo(f"results  {out / 'results.json'}")
         typer.echo(f"picture  {picture or _NO_PICTURE}")
     _stop_if_not_finite(results)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rope_ext_hf import MethodError
+from rope_ext_hf import CheckpointError, MethodError
 from rope_ext_hf.cli import app, parse_length, parse_parameters
 from rope_ext_hf.reference import path
 
@@ -167,14 +167,54 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
 
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rope_ext_hf.eval import preflight
+    from rope_ext_hf.patches import saving
 
-    monkeypatch.setattr(preflight, "available", lambda device: 10_000_000_000)
-    code, _, err = run("ppl", "reference", "--lengths", "16M", "--dtype", "float32", "--out", str(tmp_path))
+    monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
+    monkeypatch.setattr(saving, "from_pretrained", lambda *_: pytest.fail("weights were read"))
+    code, _, err = run("ppl", "reference", "--lengths", "512k", "--dtype", "float32", "--out", str(tmp_path))
     assert code == 2
-    # keys and values: 2 x 5 layers x 2 heads x 64 dims x 16M tokens x 4 bytes
-    assert "windows of 16,777,216 tokens need" in err
-    assert "85.9 keys and values" in err
-    assert "--device-map auto" in err
+    # keys and values: 2 x 5 layers x 2 heads x 64 dims x 512k tokens x 4 bytes
+    assert "windows of 524,288 tokens need" in err
+    assert "2.7 keys and values" in err
+    assert "shorter windows: up to" in err
+    assert "--device-map" not in err  # one device is all there is
+
+
+@pytest.mark.parametrize("command", ["ppl", "sweep", "passkey"])
+def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rope_ext_hf.patches import saving
+
+    def read(*_: object, **__: object) -> None:
+        raise CheckpointError("weights are read now")
+
+    monkeypatch.setattr(saving, "from_pretrained", read)
+    options = ["--trials", "2"] if command == "passkey" else ["--max-windows", "4"]
+    code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
+    assert code == 2
+    needs, reads, last = err.strip().splitlines()
+    assert needs.startswith("needs    0.3 GB: 0.0 weights, 0.0 keys and values, 0.3 computing")
+    assert "tokens" in reads
+    assert "very roughly" in reads
+    assert "weights are read now" in last
+
+
+def test_warnings_are_one_line(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=384, sliding_window=64, max_position_embeddings=256, **sizes, **heads)
+    MistralForCausalLM(config).save_pretrained(tmp_path / "narrow")
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "def": 1, "class": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
+    common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-windows", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "rope_ext_hf.cli", *common], capture_output=True, text=True, check=True
+    )
+    said = "warning  3 of 3 layers attend to the last 64 tokens only; windows of 256 tokens are longer"
+    assert said in done.stderr.splitlines()
 
 
 def test_pictures_of_rope(tmp_path: Path) -> None:

@@ -157,23 +157,43 @@ def test_a_column_in_doubt_is_asked_for(tmp_path: Path, kind: str) -> None:
         load(f"{file}?column=bodi")
     with pytest.raises(CorpusError, match=r"a\.\w+:1: the column 'id' holds int, not text"):
         load(f"{file}?column=id")
-    with pytest.raises(CorpusError, match="names the column 'body', but column='title' is given"):
+    with pytest.raises(CorpusError, match="says column='body', but column='title' is given"):
         load(f"{file}?column=body", column="title")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("colum=body", r"unknown option 'colum'\. Did you mean 'column'\? Known: column$"),
-        ("column=body&split=test", r"unknown option 'split'\. Known: column$"),
+        (
+            "colum=body",
+            r"unknown option 'colum'\. Did you mean 'column'\? Known: column, join, min_bytes, max_documents, seed$",
+        ),
+        ("column=body&split=test", r"unknown option 'split'\. Known: column, join"),
         ("column=", "the option 'column' wants one value"),
         ("column=a&column=b", "the option 'column' wants one value"),
+        ("min_bytes=many", "the option 'min_bytes' wants one value, as in min_bytes=NUMBER"),
+        ("join=maybe", "the option 'join' wants one value, as in join=true"),
+        ("max_documents=0", "max_documents at least 1"),
     ],
 )
 def test_options_that_are_none(tmp_path: Path, options: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES)
     with pytest.raises(CorpusError, match=message):
         load(f"{tmp_path / 'a.jsonl'}?{options}")
+
+
+def test_options_in_the_name_and_apart_are_the_same(tmp_path: Path) -> None:
+    for name, size in (("a", 5), ("b", 50), ("c", 60), ("d", 70)):
+        (tmp_path / f"{name}.txt").write_text(name * size)
+    found = load(f"{tmp_path}?min_bytes=10&max_documents=2")
+    assert [document.name for document in found] == ["b.txt", "c.txt"]
+    assert found.left_out == 1
+    assert load(str(tmp_path), min_bytes=10, max_documents=2) == found
+    assert load(f"{tmp_path}/*.txt?join=true", seed=3) == load(f"{tmp_path}/*.txt?seed=3", join=True)
+    assert names(f"{tmp_path}?seed=1") == names(tmp_path, seed=1) != names(tmp_path)
+    assert len(names("stdlib?max_documents=3")) == 3
+    with pytest.raises(CorpusError, match="says seed=1, but seed=2 is given"):
+        load(f"{tmp_path}?seed=1", seed=2)
 
 
 def test_plain_text_has_no_columns(tmp_path: Path) -> None:
@@ -425,7 +445,9 @@ def test_hub_datasets_that_cannot_be_read(hub: Hub) -> None:
         load("hf:a/b?split=nope")
     with pytest.raises(CorpusError, match=r"hf:a/b:1: no column 'body'\. Its columns: title, text"):
         load("hf:a/b?column=body")
-    with pytest.raises(CorpusError, match=r"unknown option 'spilt'\. Did you mean 'split'\? Known: config, split"):
+    with pytest.raises(
+        CorpusError, match=r"unknown option 'spilt'\. Did you mean 'split'\? Known: column, join.* split"
+    ):
         load("hf:a/b?spilt=test")
     hub.splits["test"][5]["text"] = None
     with pytest.raises(CorpusError, match="hf:a/b:6: the column 'text' holds NoneType"):

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -294,15 +295,22 @@ def tasks(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("method", METHODS)
 def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
     model = load(method)
-    found = evaluate(
-        model,
-        tokenizer,
-        tasks=["local_choice", "local_roll*", "local_generate"],
-        include_path=tasks,
-        batch_size=2,
-        log_samples=True,
-    )
     reached = 256 if method == "as loaded" else 1024
+    # a byte is a token; the last one of a choice is only predicted, and 16 may be written
+    too_long = sum(len(q["text"] + choice) - 1 > reached for q in QUESTIONS for choice in q["choices"])
+    too_long += sum(len(q["text"]) > reached - 16 for q in QUESTIONS)
+    assert bool(too_long) == (method == "as loaded")
+    says_so = f"{too_long} inputs were longer than max_length=256" if too_long else None
+    with pytest.warns(UserWarning, match=says_so) if says_so else nullcontext():
+        found = evaluate(
+            model,
+            tokenizer,
+            tasks=["local_choice", "local_roll*", "local_generate"],
+            include_path=tasks,
+            batch_size=2,
+            log_samples=True,
+        )
+    assert found["cut"] == too_long
     assert found["max_length"] == reached
     patched = patched_method(model)
     assert found["method"] == (patched.to_dict() if patched else None)
@@ -323,7 +331,7 @@ def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
 
 
 def test_fewer_documents_and_examples(tasks: Path, tokenizer: Any) -> None:
-    found = evaluate(load(), tokenizer, tasks=["local_choice"], include_path=tasks, limit=2)
+    found = evaluate(load("yarn"), tokenizer, tasks=["local_choice"], include_path=tasks, limit=2)
     assert found["n-samples"]["local_choice"] == {"original": 3, "effective": 2}
     assert "samples" not in found
 

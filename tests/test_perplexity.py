@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.corpora import Document
+from rope_ext_hf.eval.corpora import Document, load
 from rope_ext_hf.eval.perplexity import Tokens, tokenize
 from rope_ext_hf.eval.reading import Reader
 from rope_ext_hf.eval.results import DocumentLoss, bootstrap
@@ -138,7 +139,7 @@ def test_reading_in_chunks_changes_nothing(name: str) -> None:
         logits = model(ids[None], use_cache=False).logits[0]
     expected = torch.nn.functional.cross_entropy(logits[4:-1].float(), ids[5:], reduction="none")
     implementation = model.config._attn_implementation
-    reader = Reader(model, chunk=37, head_chunk=16)
+    reader = Reader(model, chunk=37)
     torch.testing.assert_close(reader.losses(ids, 5), expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(reader.losses(ids[:60], 5), expected[:55], atol=2e-5, rtol=0)  # the cache used again
     assert model.config._attn_implementation == implementation
@@ -158,13 +159,61 @@ def test_chunks_change_nothing_under_a_length_dependent_method(method: str) -> N
 
 
 def test_bfloat16_in_chunks_is_near_one_shot() -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.bfloat16).eval()
     rope.patch(model, "yarn", factor=4)
-    ids = tokens("a", 1024, 1).ids
-    one, many = (Reader(model, chunk=chunk).losses(ids, 1).mean().item() for chunk in (4096, 100))
-    assert many == pytest.approx(one, abs=1e-2)
+    (document,) = tokenize(load("stdlib", max_documents=1), AutoTokenizer.from_pretrained(path()))
+    reader = Reader(model, chunk=100)
+    assert reader.chunked
+    gaps = []
+    for window in torch.split(document.ids[: 16 * 1024], 1024):
+        with torch.no_grad():
+            whole = torch.nn.functional.cross_entropy(model(window[None]).logits[0, :-1].float(), window[1:])
+        gaps.append(reader.losses(window, 1).mean().item() - whole.item())
+    assert abs(fmean(gaps)) < 1e-3
+
+
+def test_offloaded_keys_and_values_change_nothing() -> None:
+    model = build("llama")
+    ids = tokens("a", 150, 1).ids
+    reader = Reader(model, chunk=37, offload_cache=True)
+    torch.testing.assert_close(reader.losses(ids, 5), Reader(model, chunk=37).losses(ids, 5), atol=0, rtol=0)
+    assert reader.chunked
+    assert reader.cache is not None
+    assert all(layer.offload and layer.keys.device.type == "cpu" for layer in reader.cache.layers)
+    document = tokens("a", 150, 1)
+    found = perplexity(model, [document], lengths=[64], bos=False, offload_cache=True)
+    assert found == perplexity(model, [document], lengths=[64], bos=False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_taken_apart_along_the_vocabulary(bias: bool) -> None:
+    """Many parts, the last one narrower; targets in each of them; one loss at a time from float64 logits."""
+    model = build("llama", vocab_size=5000)
+    if bias:
+        model.lm_head = torch.nn.Linear(64, 5000)
+    ids = torch.randint(3, 5000, (200,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0].double()
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none").float()
+    for size in (1, 10**9):
+        reader = Reader(model, chunk=64, head_bytes=size)
+        assert reader.chunked
+        torch.testing.assert_close(reader.losses(ids, 1), expected, atol=2e-5, rtol=0)
+
+
+def test_a_head_that_is_more_than_a_layer_runs_whole() -> None:
+    """A hook, as of a device map, or another class, as of an adapter, is not passed by."""
+    model = build("llama")
+    ids = tokens("a", 100, 1).ids
+    with torch.no_grad():
+        logits = 2 * model(ids[None], use_cache=False).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
+    model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+    reader = Reader(model, chunk=37, head_bytes=4000)
+    assert reader.chunked
+    torch.testing.assert_close(reader.losses(ids, 1), expected, atol=4e-5, rtol=0)
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
@@ -185,11 +234,11 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
 
     model = build("llama", vocab_size=5000)
     ids = tokens("a", 512, 1).ids
-    reader = Reader(model, chunk=64, head_chunk=32)
+    reader = Reader(model, chunk=64, head_bytes=64 * 1024 * 4)
     with Largest() as seen:
         reader.losses(ids, 1)
     assert reader.chunked
-    assert 32 * 5000 <= seen.elements < 512 * 5000 / 4
+    assert 64 * 1024 <= seen.elements < 512 * 5000 / 4
 
 
 def test_a_head_that_cannot_be_run_apart_is_measured_through_the_whole_model() -> None:

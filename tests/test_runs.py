@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import perplexity, sweep
+from rope_ext_hf.eval import perplexity, preflight, sweep
 from rope_ext_hf.eval.perplexity import Tokens
 from rope_ext_hf.eval.report import write_report
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
-from rope_ext_hf.eval.runs import Run, expand, read_run
+from rope_ext_hf.eval.runs import Run, expand, plan_sweep, read_run, run_sweep
 from rope_ext_hf.scaling import Rotary, Yarn
 from tests.models import build
 
@@ -95,6 +95,31 @@ def test_other_weights_are_another_run(tmp_path: Path) -> None:
     assert one.folder != two.folder
 
 
+def test_taken_up_again_with_other_memory_it_reads_in_the_same_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole")
+    chunks = (whole.folder / "chunks.json").read_text(encoding="utf-8")
+    half = run(tmp_path / "cut", methods=METHODS[:1])
+    monkeypatch.setattr(preflight, "available", lambda device: 1_000_000)
+    again = run(tmp_path / "cut")
+    assert again.folder == half.folder
+    assert (again.folder / "chunks.json").read_text(encoding="utf-8") == chunks
+    assert again.results == whole.results
+    assert run(tmp_path / "scarce").folder.joinpath("chunks.json").read_text(encoding="utf-8") != chunks
+
+
+def test_what_it_took_is_recorded(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert all(r.tokens_per_second and r.tokens_per_second > 0 for r in found.results)
+    assert all(r.gpu_bytes is None for r in found.results) or torch.cuda.is_available()
+    efforts = [record["effort"] for record in lines(found)]
+    assert sum(tokens for tokens, _, _ in efforts) == 6 * found.settings["tokens"]  # of 5 methods and none
+    assert "tokens per second" in write_report(found).read_text(encoding="utf-8")
+    with found.write_csv().open(encoding="utf-8") as file:
+        assert all(float(row["tokens_per_second"]) > 0 for row in csv.DictReader(file))
+
+
 @pytest.mark.parametrize("keep", [0, 1, 7, 20])
 def test_half_a_line_is_measured_again(tmp_path: Path, keep: int) -> None:
     whole = run(tmp_path / "whole")
@@ -121,8 +146,10 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
 
 def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone")
+    model = build("llama")
+    plan = plan_sweep(model, corpus(), lengths=LENGTHS, methods=METHODS, factors=[2.0, 4.0], bos=False)
     for rank in (1, 0):
-        shared = run(tmp_path / "shared", rank=rank, world=2)
+        shared = run_sweep(model, plan, out=tmp_path / "shared", rank=rank, world=2)
     assert shared.results == alone.results
     assert sorted(p.name for p in shared.folder.glob("losses.*")) == ["losses.0.jsonl", "losses.1.jsonl"]
 
