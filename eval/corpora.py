@@ -27,6 +27,7 @@ import random
 import re
 import sysconfig
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,21 @@ _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
 }
 
 
+Content = str | Sequence[int]
+
+
 @dataclass(frozen=True)
 class Document:
     """One text, measured on its own: a context window never crosses from one document to the next."""
 
     name: str
     text: str
+    ids: Sequence[int] | None = None
+    """Token ids, where the text was tokenised before; it is empty then."""
+
+    @classmethod
+    def of(cls, name: str, content: Content) -> Document:
+        return cls(name, content) if isinstance(content, str) else cls(name, "", content)
 
 
 class Documents(list[Document]):
@@ -103,7 +113,8 @@ def load(
     | `PATTERN` | of the files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a dataset of the Hugging Face Hub, streamed |
 
-    The text of a row is its column `text`, else its only column of text. Options follow a question mark, as in
+    The text of a row is its column `text`, else its only column of text; a column that is named may also hold lists of
+    token ids, for models with the tokenizer they were made with. Options follow a question mark, as in
     `books/*.txt?min_bytes=100000&max_documents=20` or `hf:OWNER/NAME?config=en&split=validation&column=body`. A `%` in
     a value is written `%25`, an `&` `%26`.
 
@@ -112,7 +123,7 @@ def load(
         column: where the text of a row is. This and what follows may stand in `data` as well, as long as it agrees;
             there a Hub dataset also takes config, revision and split (`test` if there is one, else the only one).
         join: all documents as one, two newlines between them.
-        min_bytes: leave out documents shorter than this many UTF-8 bytes.
+        min_bytes: leave out documents shorter than this many UTF-8 bytes (token ids, where those are given).
         max_documents: keep at most this many, and read no further; a Hub dataset without it is read to its end.
         seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `SHUFFLE_BUFFER`.
 
@@ -146,9 +157,11 @@ def load(
             break
     if documents.left_out and not documents:
         raise CorpusError(f"{source!r} has no document of {least} bytes: all {documents.left_out} are shorter")
-    if not any(document.text.strip() for document in documents):
+    if not any(document.ids or document.text.strip() for document in documents):
         raise CorpusError(f"{source!r} is empty")
     if options.get("join", False):
+        if any(document.ids is not None for document in documents):
+            raise CorpusError(f"{source!r} holds token ids, which are not joined; leave out join=true")
         documents[:] = [Document(source, "\n\n".join(document.text for document in documents))]
     return documents
 
@@ -184,6 +197,8 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def _size(document: Document) -> int:
+    if document.ids is not None:
+        return len(document.ids)
     try:
         return len(document.text.encode("utf-8"))
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
@@ -250,7 +265,7 @@ def _read(file: Path, name: str, column: str | None) -> Iterator[Document]:
     try:
         with opener(file, "rb") as stream:
             for where, text in reader(stream, str(file), column):
-                yield Document(name + where, text)
+                yield Document.of(name + where, text)
                 last = f" after {file}{where}"
     except CorpusError:
         raise
@@ -282,12 +297,12 @@ def _optional(module: str, purpose: str) -> Any:
 # -- readers: an open file, its path for messages, the column asked for -> (":" and line, or nothing; text) ------------
 
 
-def _prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+def _prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, Content]]:
     with io.TextIOWrapper(stream, encoding="utf-8-sig") as decoded:  # a byte-order mark is no part of the text
         yield "", decoded.read()
 
 
-def _json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+def _json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, Content]]:
     yield from _texts(_parsed(stream, where), where, column)
 
 
@@ -302,14 +317,14 @@ def _parsed(stream: BinaryIO, where: str) -> Iterator[tuple[int, object]]:
         yield number, row
 
 
-def _json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+def _json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, Content]]:
     rows = json.loads(stream.read().decode("utf-8-sig"))
     if not isinstance(rows, list):
         raise CorpusError(f"{where}: not a list of objects; JSON with one object per line is named .jsonl")
     yield from _texts(enumerate(rows, 1), where, column)
 
 
-def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, str]]:
+def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, Content]]:
     file = _optional("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
     columns = {field.name: str(field.type) in {"string", "large_string", "string_view"} for field in file.schema_arrow}
     chosen = _choose_column(columns, where, column)
@@ -318,7 +333,7 @@ def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple
     yield from _texts(enumerate(rows, 1), where, chosen)
 
 
-def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -> Iterator[tuple[str, str]]:
+def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -> Iterator[tuple[str, Content]]:
     """The text of every row; which column that is, the first row decides."""
     chosen = None
     for number, row in rows:
@@ -330,7 +345,9 @@ def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -
         if chosen not in row:
             raise CorpusError(f"{where}:{number}: no column {chosen!r}; its columns: {', '.join(row) or 'none'}")
         text = row[chosen]
-        if not isinstance(text, str):
+        if isinstance(text, list) and text and all(type(item) is int for item in text):
+            text = array("q", text)  # of token ids, a fifth of what a list of them takes
+        if not isinstance(text, (str, array)):
             raise CorpusError(f"{where}:{number}: the column {chosen!r} holds {type(text).__name__}, not text")
         yield f":{number}", text
 
@@ -354,7 +371,7 @@ def _choose_column(columns: Mapping[str, bool], where: str, asked: str | None) -
 
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": _open_zstd}
-_TABLES: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, str]]]] = {
+_TABLES: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, Content]]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json_list,
@@ -387,7 +404,7 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         if seed is not None:
             found = found.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for where, text in _texts(enumerate(found, 1), f"hf:{name}", options.get("column")):
-            yield Document(name + where, text)
+            yield Document.of(name + where, text)
     except CorpusError:
         raise
     except Exception as error:  # not found, not reachable, no such config, a remote file's reader: all kinds

@@ -54,6 +54,10 @@ def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) 
 
 
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    if document.ids is not None:  # which token has which bytes is not known: each gets its share
+        ids = list(document.ids)
+        total = len(tokenizer.decode(ids).encode("utf-8"))
+        return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
     text = document.text
     total = len(text.encode("utf-8"))
     encoded = tokenizer(
@@ -63,13 +67,18 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         return_attention_mask=False,
         verbose=False,
     )
-    ids: list[int] = encoded["input_ids"]
+    ids = encoded["input_ids"]
     if not tokenizer.is_fast:  # no offsets; exact for byte tokenizers, where tokens and bytes are as many
-        ends = [round(total * (i + 1) / len(ids)) for i in range(len(ids))]
+        ends = list(_shares(total, len(ids)))
     else:
         bytes_before = range(total + 1) if text.isascii() else [0, *accumulate(len(c.encode("utf-8")) for c in text)]
         ends = list(accumulate((bytes_before[end] for _, end in encoded["offset_mapping"]), max))
     return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), tuple(ends))
+
+
+def _shares(total: int, count: int) -> tuple[int, ...]:
+    """Where each of so many parts ends, all of them being of equal size."""
+    return tuple(round(total * (i + 1) / count) for i in range(count))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Family", "families", "family", "parse_families"]
+__all__ = ["PIECES", "Family", "families", "family", "parse_families"]
+
+PIECES = frozenset({"q", "k", "v", "head", "nope+rope", "latent", "rope"})
+"""What the rows of a tensor are made up of, see families.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,9 @@ class Family:
     """One table of families.toml; the comments there say what each field means."""
 
     pairing: str | None = None
+    pairing_switch: str | None = None
+    rotates: dict[str, str] = field(default_factory=dict)
+    stays: tuple[str, ...] = ()
     rope_types: tuple[str, ...] | None = None
     original_in_config: bool = False
     softmax_mscale: bool = False
@@ -30,11 +36,24 @@ class Family:
         for name in ("original_in_config", "softmax_mscale"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        types: object = self.rope_types
-        if types is not None:
-            if not isinstance(types, (list, tuple)) or not all(isinstance(item, str) for item in types):
-                raise ValueError(f"rope_types must be a list of names, got {types!r}")
-            object.__setattr__(self, "rope_types", tuple(types))
+        if self.pairing_switch is not None and not isinstance(self.pairing_switch, str):
+            raise ValueError(f"pairing_switch must be the name of a config key, got {self.pairing_switch!r}")
+        for name in ("rope_types", "stays"):
+            names: object = getattr(self, name)
+            if names is not None:
+                if not isinstance(names, (list, tuple)) or not all(isinstance(item, str) for item in names):
+                    raise ValueError(f"{name} must be a list of names, got {names!r}")
+                object.__setattr__(self, name, tuple(names))
+        rotates: object = self.rotates
+        if not isinstance(rotates, dict):
+            raise ValueError(f"rotates must be a table of module names, got {rotates!r}")
+        for module, rows in rotates.items():
+            words = rows.split() if isinstance(rows, str) else []
+            if words[:1] == ["grouped"]:
+                words = words[1:]
+            if not words or not set(words) <= PIECES:
+                known = ", ".join(sorted(PIECES))
+                raise ValueError(f"rotates.{module} must be words of {known}, after 'grouped' or not; got {rows!r}")
 
 
 def parse_families(text: str) -> dict[str, Family]:

@@ -196,6 +196,30 @@ def test_options_in_the_name_and_apart_are_the_same(tmp_path: Path) -> None:
         load(f"{tmp_path}?seed=1", seed=2)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_token_ids(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoTokenizer
+
+    from rope_ext_hf.eval.perplexity import tokenize
+    from rope_ext_hf.reference import path
+
+    tokenizer = AutoTokenizer.from_pretrained(path())
+    words = ["import os", "a", "Grüße"]
+    ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    file = write_columns(tmp_path, kind, {"input_ids": ids, "title": ["t", "u", "v"]})
+    found = load(f"{file}?column=input_ids&min_bytes=2")
+    assert [list(document.ids or ()) for document in found] == [ids[0], ids[2]]
+    assert found.left_out == 1
+    again = tokenize(found, tokenizer)
+    assert [document.ids.tolist() for document in again] == [ids[0], ids[2]]
+    assert [document.ends[-1] for document in again] == [9, 7]
+    with pytest.raises(CorpusError, match="holds token ids, which are not joined"):
+        load(f"{file}?column=input_ids&join=true")
+    broken = write_columns(tmp_path, kind, {"input_ids": [[1.5, 2.0]], "title": ["t"]})
+    with pytest.raises(CorpusError, match="holds list, not text"):
+        load(f"{broken}?column=input_ids")
+
+
 def test_plain_text_has_no_columns(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     for data in ("stdlib", str(tmp_path / "a.txt"), str(tmp_path)):

@@ -1,0 +1,281 @@
+"""Weight files as bytes: safetensors read and written without trusting or holding them, torch's own files as tensors.
+
+    shard = SafetensorsFile(path)             # the header is read and checked, nothing else
+    shard.tensors["lm_head.weight"].shape
+    shard.read("lm_head.weight")              # this one tensor
+
+The format: 8 bytes with the header's length, a JSON header, then the tensors without gaps
+(https://huggingface.co/docs/safetensors). What a file says about itself is checked against its size before anything is
+read; torch's files are read with weights_only, which runs no code of theirs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import CheckpointError
+
+__all__ = ["DTYPES", "Entry", "SafetensorsFile", "TorchFile", "disk_errors", "inside", "read_json", "write_safetensors"]
+
+# https://github.com/huggingface/safetensors, Dtype; bits per number. torch has no name for some of them: those pass by.
+DTYPES: dict[str, int] = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64},
+    **{"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
+    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+_TORCH: dict[str, torch.dtype] = {
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16},
+    **{"U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64},
+    **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
+}
+_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+MOST_HEADER = 100_000_000  # bytes, as safetensors itself allows
+BLOCK = 16 * 2**20  # bytes copied at a time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file says of one tensor; `begin` and `end` are offsets in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of that name in a folder, if that is where it is; the Hub's cache keeps its files beside its folders.
+
+    Raises:
+        CheckpointError: a path that leaves the folder, or no file.
+    """
+    path = folder / name
+    root = folder.resolve()
+    if root.parent.name == "snapshots":  # of the Hub's cache: a snapshot's files are links into ../../blobs
+        root = root.parent.parent
+    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root):
+        raise CheckpointError(f"{name!r} leads out of the folder {str(folder)!r}: refused")
+    if not path.is_file():
+        raise CheckpointError(f"{name!r} is missing in {str(folder)!r}")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: not one, or one that names a key twice.
+    """
+    try:
+        return _object(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands there twice")
+        return found
+
+    value = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+class SafetensorsFile:
+    """A safetensors file whose header has been read and checked.
+
+    Attributes:
+        header: its bytes, length included, as they stand in the file.
+        tensors: by name, in the order of their bytes.
+
+    Raises:
+        CheckpointError: a header that does not describe this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER):
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                file.seek(0)
+                self.header = file.read(8 + length)
+            fields = _object(self.header[8:])
+            self.metadata = fields.pop("__metadata__", {})
+            entries = {name: _entry(name, field, 8 + length) for name, field in fields.items()}
+            self.tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+            at = 8 + length
+            for name, entry in self.tensors.items():
+                if entry.begin != at:
+                    raise ValueError(f"{name!r} begins at byte {entry.begin}, the tensor before it ends at {at}")
+                at = entry.end
+            if at != size:
+                raise ValueError(f"the tensors end at byte {at}, the file at {size}")
+        except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in memory of its own.
+
+        Raises:
+            CheckpointError: a dtype that torch lacks.
+        """
+        entry = self.tensors[name]
+        if entry.dtype not in _TORCH:
+            raise CheckpointError(f"{name!r} in {str(self.path)!r}: dtype {entry.dtype} cannot be read here")
+        data = self.read_bytes(entry.begin, entry.end)
+        if not data:
+            return torch.empty(entry.shape, dtype=_TORCH[entry.dtype])
+        return torch.frombuffer(data, dtype=torch.uint8).view(_TORCH[entry.dtype]).view(entry.shape)
+
+    def read_bytes(self, begin: int, end: int) -> bytearray:
+        data = bytearray(end - begin)
+        view, at = memoryview(data), 0
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            while at < len(data):
+                count = file.readinto(view[at:])
+                if not count:
+                    raise CheckpointError(f"{str(self.path)!r} ended at byte {begin + at} while it was being read")
+                at += count
+        return data
+
+
+def _entry(name: str, field: Any, base: int) -> Entry:
+    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r} has not dtype, shape and data_offsets")
+    dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    numbers = [*shape, *offsets]
+    if dtype not in DTYPES or not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(offsets) != 2:
+        raise ValueError(f"{name!r}: dtype {dtype!r}, shape {shape!r}, data_offsets {offsets!r}")
+    bits = math.prod(shape) * DTYPES[dtype]
+    if offsets[1] - offsets[0] != bits // 8 or bits % 8:
+        raise ValueError(f"{name!r}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}")
+    return Entry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+class TorchFile:
+    """A file of `torch.save` (.bin, .pth, .pt) that holds tensors by name; they are mapped, not loaded, where possible.
+
+    Raises:
+        CheckpointError: damaged, or anything else than tensors in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CheckpointError(f"{str(path)!r} cannot be read as tensors alone (weights_only): {reason}") from error
+        if not isinstance(found, Mapping) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()
+        ):
+            raise CheckpointError(f"{str(path)!r} does not hold tensors by name")
+        if odd := [name for name, tensor in found.items() if tensor.layout != torch.strided or tensor.is_quantized]:
+            raise CheckpointError(f"{str(path)!r}: {odd[0]!r} is not a plain tensor")
+        self.loaded: dict[str, Tensor] = dict(found)
+        self.tensors = {
+            name: Entry(_name_of(name, tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+            for name, tensor in self.loaded.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self.loaded[name]
+
+
+def _name_of(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{name!r}: safetensors has no name for {dtype}")
+    return _NAMES[dtype]
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Entry],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> None:
+    """A new file of these tensors, one of them in memory at a time; on disk when this returns."""
+    at, fields = 0, {}
+    for name, entry in tensors.items():
+        size = math.prod(entry.shape) * DTYPES[entry.dtype] // 8
+        fields[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + size]}
+        at += size
+    header = json.dumps({"__metadata__": dict(metadata)} | fields, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in tensors:
+            data = bytes_of(read(name))
+            file.write(data)
+            progress(len(data))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in the order of its shape."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+
+
+def copy_range(source: int, target: int, begin: int, end: int, progress: Callable[[int], None]) -> None:
+    """Bytes begin..end of one open file to the end of another; inside the kernel where it can."""
+    at = begin
+    while at < end:
+        count = min(BLOCK, end - at)
+        try:
+            done = os.copy_file_range(source, target, count, offset_src=at)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM):
+                raise
+            data = os.pread(source, count, at)
+            done = len(data)
+            write_all(target, memoryview(data))
+        if not done:
+            raise CheckpointError(f"a weight file ended at byte {at} while it was being copied")
+        at += done
+        progress(done)
+
+
+def write_all(target: int, data: memoryview) -> None:
+    at = 0
+    while at < len(data):
+        at += os.write(target, data[at : at + BLOCK])
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Whatever the disk refuses, as one clear error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"the disk of {str(path)!r} is full; make room and go on with resume, or choose another place"
+            ) from error
+        raise CheckpointError(f"{str(path)!r} could not be written: {error.strerror or error}") from error

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rope_ext_hf.pairing import (
+    PAIRINGS,
+    half_to_interleaved,
+    interleaved_to_half,
+    repair,
+    rotate,
+    rotate_complex,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+
+
+def moved_by_hand(rows: list[int], heads: int, rotary: int, start: int, to: str) -> list[int]:
+    """The permutation row by row, from its definition."""
+    head_dim = len(rows) // heads
+    out = list(rows)
+    for head in range(heads):
+        base = head * head_dim + start
+        for i in range(rotary // 2):
+            for j in (0, 1):
+                interleaved, half = base + 2 * i + j, base + i + j * (rotary // 2)
+                source, target = (interleaved, half) if to == "half" else (half, interleaved)
+                out[target] = rows[source]
+    return out
+
+
+def test_the_order_of_eight() -> None:
+    assert interleaved_to_half(torch.arange(8), heads=1).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert half_to_interleaved(torch.arange(8), heads=1).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert interleaved_to_half(torch.arange(8), heads=2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert interleaved_to_half(torch.arange(8), heads=1, rotary_dim=4, start=2).tolist() == [0, 1, 2, 4, 3, 5, 6, 7]
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_shape_any_slice_any_dimension(data: st.DataObject) -> None:
+    heads, pairs = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 6))
+    start, after = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
+    head_dim = start + 2 * pairs + after
+    if head_dim == 0:
+        return
+    before, behind = (tuple(data.draw(st.lists(st.integers(1, 3), max_size=2))) for _ in range(2))
+    to, dtype = data.draw(st.sampled_from(PAIRINGS)), data.draw(st.sampled_from(DTYPES))
+    shape = (*before, heads * head_dim, *behind)
+    raw = torch.randint(0, 256, (*shape, torch.empty(0, dtype=dtype).element_size()), dtype=torch.uint8)
+    tensor = raw.view(dtype)[..., 0]
+    options: dict[str, Any] = {"heads": heads, "rotary_dim": 2 * pairs, "start": start, "dim": len(before)}
+    moved = repair(tensor, to, **options)
+    assert (moved.shape, moved.dtype) == (tensor.shape, tensor.dtype)
+    order = moved_by_hand(list(range(heads * head_dim)), heads, 2 * pairs, start, to)
+    by_rows = raw.movedim(len(before), 0)[order].movedim(0, len(before))
+    assert torch.equal(moved.contiguous().view(torch.uint8).reshape(raw.shape), by_rows)
+    back = repair(moved, "interleaved" if to == "half" else "half", **options)
+    assert torch.equal(back.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 3}, "8 rows are not 3 heads"),
+        ({"heads": 0}, "8 rows are not 0 heads"),
+        ({"heads": 1, "rotary_dim": 3}, "3 rotated dims"),
+        ({"heads": 2, "rotary_dim": 6}, "do not lie in pairs in a head of 4"),
+        ({"heads": 1, "rotary_dim": 4, "start": 6}, "from 6 on"),
+        ({"heads": 1, "start": -2}, "rotated dims from -2"),
+        ({"heads": 1, "dim": 1}, "dim 1 is not one of"),
+        ({"heads": 8}, "1 rotated dims"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        interleaved_to_half(torch.arange(8), **options)
+
+
+def test_unknown_pairings_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of half, interleaved, got 'neox'"):
+        repair(torch.arange(8), "neox", heads=1)
+    with pytest.raises(ValueError, match="must be one of half, interleaved, got 'neox'"):
+        rotate(torch.ones(8), torch.ones(4), "neox")
+
+
+# The laws of the rotation, for all three forms.
+FORMS = {
+    "half": lambda x, angles: rotate(x, angles, "half"),
+    "interleaved": lambda x, angles: rotate(x, angles, "interleaved"),
+    "complex": rotate_complex,
+}
+vectors = st.integers(0, 2**31).map(
+    lambda seed: torch.randn(2, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+)
+positions = st.integers(-1000, 1000)
+FREQUENCIES = torch.tensor([1.0, 0.3, 0.05, 0.0], dtype=torch.float64)  # 8 rotated dims of 10
+
+
+def at(position: int) -> Tensor:
+    return position * FREQUENCIES
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(x=vectors, m=positions, n=positions)
+@settings(max_examples=50, deadline=None)
+def test_laws_of_the_rotation(form: str, x: Tensor, m: int, n: int) -> None:
+    turn = FORMS[form]
+    q, k = x
+    torch.testing.assert_close(turn(q, at(m)).norm(), q.norm())
+    torch.testing.assert_close(turn(turn(q, at(m)), at(n)), turn(q, at(m + n)))
+    torch.testing.assert_close(turn(q, at(0)), q)
+    shifted = turn(q, at(m + 7)) @ turn(k, at(n + 7))
+    torch.testing.assert_close(turn(q, at(m)) @ turn(k, at(n)), shifted)
+    torch.testing.assert_close(turn(q, at(m))[8:], q[8:])
+
+
+@given(x=vectors, m=positions)
+@settings(max_examples=50, deadline=None)
+def test_the_forms_are_one_rotation(x: Tensor, m: int) -> None:
+    interleaved = rotate(x, at(m), "interleaved")
+    torch.testing.assert_close(rotate_complex(x, at(m)), interleaved)
+    halved = interleaved_to_half(x, heads=1, rotary_dim=8, dim=-1)
+    expected = interleaved_to_half(interleaved, heads=1, rotary_dim=8, dim=-1)
+    torch.testing.assert_close(rotate(halved, at(m), "half"), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dtypes_and_broadcasting(form: str) -> None:
+    x = torch.randn(2, 3, 5, 10, dtype=torch.bfloat16)  # (batch, heads, length, head_dim)
+    angles = torch.arange(5)[:, None] * FREQUENCIES.float()
+    found = FORMS[form](x, angles)
+    assert (found.shape, found.dtype) == (x.shape, x.dtype)
+    exact = FORMS[form](x.double(), angles.double())
+    torch.testing.assert_close(found.double(), exact, atol=2e-2, rtol=1e-2)
+
+
+def test_as_transformers_rotates() -> None:
+    from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as cohere
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
+
+    x = torch.randn(1, 2, 6, 8)
+    angles = torch.arange(6)[:, None] * torch.tensor([1.0, 0.5, 0.1, 0.01])
+    half = torch.cat([angles, angles], -1)[None]
+    torch.testing.assert_close(rotate(x, angles, "half"), llama(x, x, half.cos(), half.sin())[0])
+    adjacent = angles.repeat_interleave(2, -1)[None]
+    torch.testing.assert_close(rotate(x, angles, "interleaved"), cohere(x, x, adjacent.cos(), adjacent.sin())[0])
