@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.results import provenance
-from rope_ext_hf.patches.patching import describe, fixed_length, patch, patched_method
+from rope_ext_hf.patches.patching import check_pairing, describe, fixed_length, patch, patched_method
 from rope_ext_hf.patches.saving import from_pretrained
 from rope_ext_hf.rotary import RotaryEmbedding
 from rope_ext_hf.scaling import Scaling
@@ -112,6 +112,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             model, own = pretrained, None
         if method is not None:
             patch(model, method, factor=factor, target_length=target_length, **params)
+        check_pairing(model)
         length = _max_length(model, max_length)
         with fixed_length(model, length):  # raises where a method follows the input and cannot be held
             pass

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Effort
-from rope_ext_hf.patches.patching import fixed_length
+from rope_ext_hf.patches.patching import check_pairing, fixed_length
 from rope_ext_hf.patches.slots import find_slots, patched_slots
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ class Reader:
         chunk: tokens per pass of the decoder; default: what a share of the free memory holds, see `preflight.budgets`.
         head_bytes: memory for logits; default: likewise.
         offload_cache: keys and values wait in main memory; those of one layer at a time are on its device.
+
+    Raises:
+        CheckpointError: a model whose weights are in a pairing that its class does not run.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Reader:
         head_bytes: int | None = None,
         offload_cache: bool = False,
     ) -> None:
+        check_pairing(model)
         self.model = model
         config = model.config.get_text_config()
         width = torch.finfo(model.dtype).bits // 8

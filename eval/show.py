@@ -108,8 +108,13 @@ def spread(heights: Sequence[float], gap: float, top: float) -> list[float]:
     return placed
 
 
+def _family(name: str) -> str:
+    """The label without its factor."""
+    return name.rpartition(" x")[0] or name
+
+
 def curves(results: Sequence[Result], trained_length: int, path: Path, title: str) -> None:
-    """Loss against context length, one line per method, as a PNG.
+    """Loss against context length, one line per method, as a PNG; the factors of one method share a colour.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -123,17 +128,22 @@ def curves(results: Sequence[Result], trained_length: int, path: Path, title: st
     lengths = sorted({result.length for result in results})
     markers = "osD^vP*Xhd"
     ends: list[tuple[float, str, str]] = []
-    for index, (name, row) in enumerate(by_method(results).items()):
+    methods = by_method(results)
+    families = list(dict.fromkeys(_family(name) for name in methods if name != "as loaded"))
+    for name, row in methods.items():
         points = [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
         if not points:
             continue
-        colour = "#222222" if name == "as loaded" else f"C{index}"
+        which = families.index(_family(name)) if name != "as loaded" else 0
+        siblings = [other for other in methods if _family(other) == _family(name)]
+        nth = siblings.index(name)
+        colour = "#222222" if name == "as loaded" else f"C{which % 10}"
         axes.plot(
             *zip(*points, strict=True),
-            marker=markers[index % len(markers)],
+            marker=markers[(which + 3 * nth) % len(markers)],
             markersize=5,
             linewidth=2.4 if name == "as loaded" else 1.6,
-            linestyle="--" if name == "as loaded" else "-",
+            linestyle="--" if name == "as loaded" else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
             color=colour,
             label=name,
         )

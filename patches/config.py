@@ -19,6 +19,7 @@ from rope_ext_hf.scaling import Rotary, Scaling, method_from_dict, methods, reso
 
 __all__ = [
     "FOREIGN",
+    "PAIRING_KEY",
     "RECORD",
     "SAVED_KEYS",
     "SLIDING",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 RECORD = "rope_ext_hf"
+PAIRING_KEY = "rope_pairing"
+"""The config key that says in which pairing the weights are, where they were converted."""
 FOREIGN = "rope_ext_hf/"
 SLIDING = frozenset({"sliding_attention", "chunked_attention"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.patches.config import (
     FOREIGN,
+    PAIRING_KEY,
     RECORD,
     SAVED_KEYS,
     SLIDING,
@@ -33,6 +34,7 @@ from rope_ext_hf.patches.config import (
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.guard import LengthGuard
+from rope_ext_hf.patches.layouts import runs_pairing
 from rope_ext_hf.patches.saving import SaveForeign
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
 from rope_ext_hf.rotary import RotaryEmbedding
@@ -133,6 +135,7 @@ def patch(
 
 def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_length: int | None, native: bool) -> Record:
     """`patch`, for a method that is known once the geometry is."""
+    check_pairing(model)
     slots = find_slots(model)
     first = slots[0]
     known = family(first.config.model_type)
@@ -282,6 +285,19 @@ def _forget_saved_patch(config: Any) -> None:
         delattr(config, RECORD)
 
 
+def check_pairing(model: nn.Module) -> None:
+    """Raise CheckpointError for a model whose weights are, by its config, in a pairing that its class does not run."""
+    config: Any = getattr(model, "config", None)
+    said = getattr(config, PAIRING_KEY, None)
+    if said is None or (runs := runs_pairing(config)) in (None, said):
+        return
+    raise CheckpointError(
+        f"by the {PAIRING_KEY} of its config this model's weights are {said}, and {config.model_type!r} runs {runs} in "
+        f"transformers: what it says is noise. Mend the folder with `rope-ext convert FOLDER NEW --to {runs}`, or the "
+        f"loaded model with rope.convert(model, to={runs!r})"
+    )
+
+
 def patched_method(model: nn.Module) -> Scaling | None:
     """The method `patch` put into a model, None if it runs as loaded."""
     return next((slot.record.method for slot in patched_slots(model)), None)
@@ -419,6 +435,7 @@ def describe(model: nn.Module) -> Description:
     Raises:
         UnsupportedModelError: a model without rotary embeddings.
     """
+    check_pairing(model)
     slots = find_slots(model)
     slot = slots[0]
     record: Record | None = next((filled.record for filled in patched_slots(model)), None)
@@ -448,7 +465,7 @@ def describe(model: nn.Module) -> Description:
         model_type=slot.config.model_type,
         method=method.name,
         params=params,
-        pairing=family(slot.config.model_type).pairing,
+        pairing=runs_pairing(slot.config),
         trained_length=rotary.trained_length,
         extended_length=extended,
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rope_ext_hf.checkpoint import ConversionReport, convert_checkpoint
+    from rope_ext_hf.detect import PairingReport, detect_pairing
     from rope_ext_hf.errors import (
         CheckpointError,
         CorpusError,
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
         RopeExtError,
         UnsupportedModelError,
     )
+    from rope_ext_hf.patches.converting import convert
     from rope_ext_hf.patches.patching import Description, describe, fixed_length, patch, patched, reset, unpatch
     from rope_ext_hf.patches.saving import from_pretrained
     from rope_ext_hf.rotary import NTKAwareRoPE, RotaryEmbedding, apply_rotary_pos_emb
@@ -36,6 +39,9 @@ _HOMES = {
         "RopeExtError",
         "UnsupportedModelError",
     ),
+    "rope_ext_hf.checkpoint": ("ConversionReport", "convert_checkpoint"),
+    "rope_ext_hf.detect": ("PairingReport", "detect_pairing"),
+    "rope_ext_hf.patches.converting": ("convert",),
     "rope_ext_hf.patches.patching": (
         "Description",
         "describe",
@@ -53,12 +59,14 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CheckpointError",
+    "ConversionReport",
     "CorpusError",
     "Description",
     "Frequencies",
     "LengthError",
     "MethodError",
     "NTKAwareRoPE",
+    "PairingReport",
     "RopeExtError",
     "Rotary",
     "RotaryEmbedding",
@@ -66,7 +74,10 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "apply_rotary_pos_emb",
+    "convert",
+    "convert_checkpoint",
     "describe",
+    "detect_pairing",
     "fixed_length",
     "frequencies",
     "from_pretrained",

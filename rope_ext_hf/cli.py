@@ -413,6 +413,7 @@ def _without_weights(name: str, revision: str | None, trust: bool) -> PreTrained
     import torch
     from transformers import AutoModelForCausalLM
 
+    from rope_ext_hf.patches.patching import check_pairing
     from rope_ext_hf.patches.saving import load_config, restore_patch
     from rope_ext_hf.reference import path
 
@@ -425,6 +426,7 @@ def _without_weights(name: str, revision: str | None, trust: bool) -> PreTrained
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{name!r} is no causal language model: {str(error).strip().splitlines()[0]}") from error
+    check_pairing(model)
     return model if record is None else restore_patch(model, record)
 
 
@@ -610,6 +612,71 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"the folder {str(path)!r} cannot be made: {error.strerror}") from error
+
+
+@app.command()
+def convert(
+    source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
+    new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
+    to: Annotated[str, typer.Option(help="half, interleaved, or meta (Meta's own format).")],
+    source: Annotated[
+        str | None, typer.Option(help="Pairing of the weights now; default: what the config or the family says.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Convert although they are said to be so already.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare what was written with the source.")] = False,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Write a copy of a checkpoint in the other RoPE layout: streamed, whole or not at all, bit for bit there and back.
+
+    Example: `rope-ext convert reference reference-interleaved --to interleaved`
+    """
+    with _errors():
+        from rope_ext_hf.checkpoint import convert_checkpoint
+
+        with _progress(new_folder.name, unit="bytes") as advance:
+            report = convert_checkpoint(
+                source_folder,
+                new_folder,
+                to,
+                source=source,
+                force=force,
+                resume=resume,
+                verify=verify,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                progress=advance.at,
+            )
+        typer.echo(_json(report.to_dict()) if as_json else str(report))
+
+
+@app.command()
+def detect(
+    model: Annotated[str, typer.Argument(metavar="PATH", help="Hub id or folder.")],
+    text: Annotated[
+        Path | None, typer.Option(help="A text to compare the loss of under both readings; loads the model.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say from its weights which pairing a checkpoint is in, layer by layer; or that they do not tell.
+
+    Example: `rope-ext detect reference`
+    """
+    with _errors():
+        from rope_ext_hf.detect import detect_pairing
+        from rope_ext_hf.reference import path
+
+        sample = None
+        if text is not None:
+            try:
+                sample = text.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"the text {str(text)!r} cannot be read: {error}") from error
+        _quiet()
+        report = detect_pairing(path() if model == "reference" else model, text=sample)
+        typer.echo(_json(report.to_dict()) if as_json else str(report))
 
 
 @app.command("lm-eval", context_settings=_EXTRA)
@@ -867,20 +934,28 @@ class _Advance:
     def total(self, tokens: int) -> None:
         self.bar.update(self.task, total=tokens)
 
+    def at(self, done: int, total: int) -> None:
+        self.bar.update(self.task, completed=done, total=total)
+
 
 @contextmanager
-def _progress(name: str, *, show: bool = True) -> Iterator[_Advance]:
+def _progress(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[_Advance]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     errors = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeRemainingColumn(),
+    counts = (
+        (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn("tokens"))
     )
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=errors, disable=not (show and errors.is_terminal), transient=True) as bar:
         yield _Advance(bar, bar.add_task(name, total=None))
 

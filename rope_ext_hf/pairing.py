@@ -37,14 +37,14 @@ def interleaved_to_half(
     Raises:
         ValueError: numbers that do not fit the shape.
     """
-    return _reorder(tensor, heads, rotary_dim, start, dim, into=(-1, 2))
+    return _reorder(tensor, heads, rotary_dim, start, dim, into=1)
 
 
 def half_to_interleaved(
     tensor: Tensor, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
 ) -> Tensor:
     """The inverse of `interleaved_to_half`, whose arguments these are."""
-    return _reorder(tensor, heads, rotary_dim, start, dim, into=(2, -1))
+    return _reorder(tensor, heads, rotary_dim, start, dim, into=0)
 
 
 def repair(
@@ -57,7 +57,8 @@ def repair(
     return function(tensor, heads=heads, rotary_dim=rotary_dim, start=start, dim=dim)
 
 
-def _reorder(tensor: Tensor, heads: int, rotary_dim: int | None, start: int, dim: int, into: tuple[int, int]) -> Tensor:
+def _reorder(tensor: Tensor, heads: int, rotary_dim: int | None, start: int, dim: int, into: int) -> Tensor:
+    """`into`: which of the two dims that pairs are split into holds a pair's two members, 0 or 1."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"dim {dim} is not one of a tensor of shape {tuple(tensor.shape)}")
     dim %= tensor.ndim
@@ -68,16 +69,23 @@ def _reorder(tensor: Tensor, heads: int, rotary_dim: int | None, start: int, dim
     turned = head_dim - start if rotary_dim is None else rotary_dim
     if turned < 0 or turned % 2 or start < 0 or start + turned > head_dim:
         raise ValueError(f"{turned} rotated dims from {start} on do not lie in pairs in a head of {head_dim}")
-    heads_apart = tensor.unflatten(dim, (heads, head_dim))
-    pairs = heads_apart.narrow(dim + 1, start, turned).unflatten(dim + 1, into if turned else (0, 2))
+    heads_apart = _split(tensor, dim, heads, head_dim)
+    halves = turned // 2
+    pairs = _split(heads_apart.narrow(dim + 1, start, turned), dim + 1, *((halves, 2) if into == 1 else (2, halves)))
     moved = pairs.transpose(dim + 1, dim + 2)
     if turned == head_dim:
-        return moved.reshape(tensor.shape)
+        whole: Tensor = moved.reshape(tensor.shape)
+        return whole
     out = torch.empty_like(heads_apart, memory_format=torch.contiguous_format)
     for begin, length in ((0, start), (start + turned, head_dim - start - turned)):
         out.narrow(dim + 1, begin, length).copy_(heads_apart.narrow(dim + 1, begin, length))
-    out.narrow(dim + 1, start, turned).unflatten(dim + 1, moved.shape[dim + 1 : dim + 3]).copy_(moved)
-    return out.reshape(tensor.shape)
+    _split(out.narrow(dim + 1, start, turned), dim + 1, *moved.shape[dim + 1 : dim + 3]).copy_(moved)
+    return out.view(tensor.shape)
+
+
+def _split(tensor: Tensor, dim: int, first: int, second: int) -> Tensor:
+    """One dimension as two; a view, whatever the strides."""
+    return tensor.view(*tensor.shape[:dim], first, second, *tensor.shape[dim + 1 :])
 
 
 def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
@@ -110,6 +118,6 @@ def rotate_complex(x: Tensor, angles: Tensor) -> Tensor:
     count = angles.shape[-1]
     wide = torch.promote_types(x.dtype, angles.dtype)
     wide = torch.promote_types(wide, torch.float32)
-    turned = torch.view_as_complex(x[..., : 2 * count].to(wide).unflatten(-1, (count, 2)).contiguous())
+    turned = torch.view_as_complex(x[..., : 2 * count].to(wide).reshape(*x.shape[:-1], count, 2).contiguous())
     out = torch.view_as_real(turned * torch.polar(torch.ones_like(angles, dtype=wide), angles.to(wide))).flatten(-2)
     return torch.cat([out.to(x.dtype), x[..., 2 * count :].expand(*out.shape[:-1], -1)], -1)
