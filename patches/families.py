@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["PIECES", "Family", "families", "family", "parse_families"]
 
-PIECES = frozenset({"q", "k", "v", "head", "nope+rope", "latent", "rope"})
+PIECES = frozenset({"q", "q+gate", "k", "v", "head", "nope+rope", "latent", "rope"})
 """What the rows of a tensor are made up of, see families.toml."""
 
 
@@ -24,6 +24,7 @@ class Family:
 
     pairing: str | None = None
     pairing_switch: str | None = None
+    cache: str | None = None
     rotates: dict[str, str] = field(default_factory=dict)
     stays: tuple[str, ...] = ()
     rope_types: tuple[str, ...] | None = None
@@ -31,8 +32,9 @@ class Family:
     softmax_mscale: bool = False
 
     def __post_init__(self) -> None:
-        if self.pairing not in (None, "half", "interleaved"):
-            raise ValueError(f"pairing must be 'half' or 'interleaved', got {self.pairing!r}")
+        for name in ("pairing", "cache"):
+            if getattr(self, name) not in (None, "half", "interleaved"):
+                raise ValueError(f"{name} must be 'half' or 'interleaved', got {getattr(self, name)!r}")
         for name in ("original_in_config", "softmax_mscale"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -75,7 +77,8 @@ def parse_families(text: str) -> dict[str, Family]:
             raise ValueError(
                 f"[{name}]: unknown key {', '.join(unknown)}; known keys: like, {', '.join(sorted(known))}"
             )
-        raw[name] = (raw[base] if base else {}) | table
+        inherited = {key: value for key, value in raw[base].items() if key != "cache"} if base else {}
+        raw[name] = inherited | table
         try:
             parsed[name] = Family(**raw[name])
         except (TypeError, ValueError) as error:

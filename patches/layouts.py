@@ -11,6 +11,7 @@ A tensor in an attention module that neither rotates nor is known to stay is an 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,10 +48,15 @@ class Layout:
     def rows(self) -> int:
         return self.groups * sum(piece.count * piece.size for piece in self.pieces)
 
+    @property
+    def spread(self) -> set[tuple[int, ...]]:
+        """Other shapes of a vector with an element for each row: a magnitude of DoRA's, Cohere's norms."""
+        return {(1, self.rows)} | {(piece.count, piece.size) for piece in self.pieces if len(self.pieces) == 1}
+
     def repaired(self, tensor: Tensor, to: str) -> Tensor:
         """The tensor, (rows, ...) or of as many elements, from the other pairing to this one."""
         flat = tensor if tensor.shape[:1] == (self.rows,) else tensor.reshape(self.rows)
-        groups = flat.unflatten(0, (self.groups, -1))
+        groups = flat.reshape(self.groups, -1, *flat.shape[1:])
         parts, at = [], 0
         for piece in self.pieces:
             part = groups.narrow(1, at, piece.count * piece.size)
@@ -64,40 +70,49 @@ class Layout:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of the scales of a tensor that is quantised in blocks of rows: which block each of them comes from."""
+    """Of the scales of a tensor that is quantised in blocks of `size` rows: which block each of them comes from.
+
+    Raises:
+        ValueError: rows of one block go to several, each with a scale of its own.
+    """
 
     layout: Layout
-    count: int
+    size: int
+
+    def __post_init__(self) -> None:
+        self._order("half")  # the other way is its inverse: what is exact one way is exact both ways
 
     def repaired(self, tensor: Tensor, to: str) -> Tensor:
-        """The scales, (blocks, ...).
+        """The scales, (blocks, ...), from the other pairing to this one."""
+        return tensor[self._order(to)]
 
-        Raises:
-            ValueError: rows of one block go to several.
-        """
-        order = self.layout.repaired(torch.arange(self.layout.rows), to)
-        size = -(-self.layout.rows // self.count)
-        came_from = torch.stack([part.float().mean() for part in torch.split(order // size, size)])
-        spread = [int(part.max() - part.min()) for part in torch.split(order // size, size)]
-        if any(spread):
-            raise ValueError(f"rows of one block of {size} go to several blocks, whose scales differ")
-        return tensor[came_from.long()]
+    def _order(self, to: str) -> Tensor:
+        came_from = self.layout.repaired(torch.arange(self.layout.rows), to) // self.size
+        blocks = torch.split(came_from, self.size)
+        if any(bool((block != block[0]).any()) for block in blocks):
+            raise ValueError(f"rows of one block of {self.size} go to several blocks, each with a scale of its own")
+        return torch.stack([block[0] for block in blocks])
 
 
 # What stands behind the name of a module. Rows: the first dimension is the module's output, however it is quantised.
 _ROWS = re.compile(
-    r"(base_layer\.)?(weight|bias)|lora_B(\.\w+)?(\.weight)?|lora_magnitude_vector(\.\w+)?(\.weight)?"
-    r"|weight_scale|weight_zero_point|weight_packed|SCB"
+    r"(base_layer\.)?(weight|bias)|lora_B(\.\w+)?(\.(weight|bias))?|lora_magnitude_vector(\.\w+)?(\.weight)?"
+    r"|weight_scale(_inv)?|weight_zero_point|weight_packed|SCB"
 )
-_BLOCKS = re.compile(r"weight_scale_inv")
+_SCALES = re.compile(r"weight_scale(_inv)?")  # one for all rows, one for each, or one for each block of rows
 _STAYS = re.compile(
-    r"lora_A(\.\w+)?(\.weight)?|(input|output)_(scale|zero_point)|weight_(shape|g_idx|format)|[qkv]_scale|rotary_emb\..*"
+    r"lora_A(\.\w+)?(\.weight)?|(input|output)_(scale|zero_point)|(weight|input)_global_scale"
+    r"|weight_(shape|g_idx|format)|(q|k|v|kv)_scale|rotary_emb\..*"
 )
 _PACKED = re.compile(r"qweight|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested\w*|quant_state\..*)")
 _ATTENTION = re.compile(
-    r"(?:(?P<prefix>.*)\.)?(?:layers|h)\.\d+\.(?:self_attn|self_attention|attention|attn)\.(?P<rest>.+)"
+    r"(?:(?P<prefix>.*?)\.)??(?:(?P<layer>\w+\.\d+)\.)?"
+    r"(?P<attention>(?:self_attn|self_attention|attention|attn)(?:\.\d+)?)\.(?P<rest>.+)"
 )
-_OTHER_MODALITIES = re.compile(r"(^|\.)(vision|visual|audio|speech|image|mm_|multi_modal|qformer)")
+_OTHER_MODALITIES = re.compile(
+    r"(^|\.)(vision|visual|audio|speech|image|video|mm_|multi_modal|projector|resampler|qformer|perceiver|[va]pm\b|vit\b)"
+)
+_FURTHER_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")  # layers that predict further tokens; they rotate like the others
 
 
 @dataclass(frozen=True)
@@ -108,11 +123,13 @@ class RotatingRows:
         model_type: of the text config.
         layouts: by the name of a module inside an attention module.
         stays: names of the modules there whose rows do not rotate.
+        block: rows that share a scale, where the weights are quantised in blocks.
     """
 
     model_type: str
     layouts: dict[str, Layout]
     stays: tuple[str, ...]
+    block: int | None = None
 
     def find(self, name: str, shape: Sequence[int]) -> Layout | Blocks | None:
         """How a tensor's rows are made up, None where none rotates.
@@ -121,13 +138,13 @@ class RotatingRows:
             CheckpointError: a tensor of an attention module that the table does not know, packed numbers that no
                 permutation of rows is exact for, or a shape that disagrees with the config.
         """
-        found = _ATTENTION.fullmatch(name)
-        if found is None or _OTHER_MODALITIES.search(found["prefix"] or ""):
+        found = _attention(name)
+        if found is None:
             return None
         rest = found["rest"]
         if any(rest == module or rest.startswith(f"{module}.") for module in self.stays) or _STAYS.fullmatch(rest):
             return None
-        module = next((m for m in self.layouts if re.fullmatch(f"{re.escape(m)}(\\.norms\\.\\d+)?\\..+", rest)), None)
+        module = self._module(rest)
         if module is None:
             raise CheckpointError(
                 f"{name!r} belongs to an attention of {self.model_type!r}, and whether it rotates is not known; "
@@ -135,27 +152,51 @@ class RotatingRows:
             )
         parameter = re.sub(r"norms\.\d+\.", "", rest.removeprefix(f"{module}."))
         layout = self.layouts[module]
+        size = math.prod(shape)
         if _STAYS.fullmatch(parameter):
             return None
-        if _PACKED.fullmatch(parameter):
+        if _PACKED.fullmatch(parameter) or (parameter == "weight" and shape[1:] == (1,) and size > layout.rows):
             raise CheckpointError(
                 f"{name!r} packs several rows into one number (GPTQ, AWQ, bitsandbytes): moving rows would not be "
                 "exact; convert the weights before they are quantised"
             )
-        size = 1
-        for count in shape:
-            size *= count
-        if _BLOCKS.fullmatch(parameter) and shape:
-            return Blocks(layout, shape[0])
         if not _ROWS.fullmatch(parameter):
             raise CheckpointError(f"{name!r}: what a {parameter!r} holds is not known")
         if size == 1 and parameter.startswith("weight_"):
-            return None  # one scale for all rows
-        if shape[:1] != (layout.rows,) and size != layout.rows:
-            raise CheckpointError(
-                f"{name!r} has shape {tuple(shape)}, but by the config {layout.rows} rows; config and weights disagree"
-            )
-        return layout
+            return None  # one for all rows
+        shape = tuple(shape)
+        if shape[:1] == (layout.rows,) or shape in layout.spread:
+            return layout
+        if _SCALES.fullmatch(parameter) and self.block and shape[:1] == (-(-layout.rows // self.block),):
+            try:
+                return Blocks(layout, self.block)
+            except ValueError as error:
+                raise CheckpointError(f"{name!r} cannot be converted exactly: {error}") from error
+        raise CheckpointError(
+            f"{name!r} has shape {shape}, but by the config {layout.rows} rows"
+            + (f" in blocks of {self.block}" if self.block else "")
+            + "; config and weights disagree"
+        )
+
+    def place(self, name: str) -> tuple[str, str] | None:
+        """Of a tensor that rotates: what stands before its layer, and its module as `layers.0.self_attn.q_proj`.
+
+        None for all others, and in layers that predict further tokens, which come beside those of the model itself.
+        """
+        found = _attention(name)
+        module = None if found is None else self._module(found["rest"])
+        if found is None or module is None or _FURTHER_TOKENS.search(f"{found['prefix'] or ''}.{found['layer'] or ''}"):
+            return None
+        within = [part for part in (found["layer"], found["attention"], module) if part]
+        return found["prefix"] or "", ".".join(within)
+
+    def _module(self, rest: str) -> str | None:
+        return next((m for m in self.layouts if re.fullmatch(f"{re.escape(m)}(\\.norms\\.\\d+)?\\..+", rest)), None)
+
+
+def _attention(name: str) -> re.Match[str] | None:
+    found = _ATTENTION.fullmatch(name)
+    return None if found is None or _OTHER_MODALITIES.search(found["prefix"] or "") else found
 
 
 def rotating_rows(config: Any, rotary_dim: int) -> RotatingRows:
@@ -182,6 +223,7 @@ def rotating_rows(config: Any, rotary_dim: int) -> RotatingRows:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     pieces = {
         "q": Piece(heads, head_dim, rotary_dim),
+        "q+gate": Piece(heads, 2 * head_dim, rotary_dim),
         "k": Piece(keys, head_dim, rotary_dim),
         "v": Piece(keys, head_dim),
         "head": Piece(1, head_dim, rotary_dim),
@@ -195,7 +237,19 @@ def rotating_rows(config: Any, rotary_dim: int) -> RotatingRows:
             "rope": Piece(1, turned, turned),
         }
     layouts = {module: _layout(spec.split(), pieces, keys) for module, spec in known.rotates.items()}
-    return RotatingRows(text.model_type, layouts, known.stays)
+    return RotatingRows(text.model_type, layouts, known.stays, _rows_of_a_block(config))
+
+
+def _rows_of_a_block(config: Any) -> int | None:
+    """How many rows share a scale, where the config says that the weights are quantised in blocks."""
+    said = getattr(config, "quantization_config", None)
+    said = said if isinstance(said, dict) else getattr(said, "to_dict", dict)()
+    groups = said.get("config_groups") or {}
+    sizes = [said.get("weight_block_size")] + [  # DeepSeek's way, and that of compressed-tensors
+        (group.get("weights") or {}).get("block_structure") for group in groups.values() if isinstance(group, dict)
+    ]
+    rows = [size[0] for size in sizes if isinstance(size, (list, tuple)) and size]
+    return next((size for size in rows if type(size) is int and size > 0), None)
 
 
 def _layout(words: Sequence[str], pieces: dict[str, Piece], keys: int) -> Layout:

@@ -33,8 +33,8 @@ from rope_ext_hf.patches.config import (
     write_rope,
 )
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.guard import LengthGuard
 from rope_ext_hf.patches.layouts import runs_pairing
+from rope_ext_hf.patches.lengths import RowLengths
 from rope_ext_hf.patches.saving import SaveForeign
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
 from rope_ext_hf.rotary import RotaryEmbedding
@@ -163,7 +163,11 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
         if "config" in slot.module.__dict__:
             slot.module.config = slot.config  # what was replaced keeps what it was built from
         if method.length_dependent:
-            filling.guard = slot.parent.register_forward_pre_hook(LengthGuard(slot.attribute), with_kwargs=True)
+            rows = RowLengths(slot.attribute, known.cache)
+            filling.hooks = [
+                slot.parent.register_forward_pre_hook(rows.before, with_kwargs=True),
+                slot.parent.register_forward_hook(rows.after, with_kwargs=True, always_call=True),
+            ]
     if rope_type.startswith(FOREIGN) and known.rope_types is not None:
         SaveForeign.attach(model)
     return record
@@ -182,8 +186,8 @@ def unpatch(model: M) -> M:
                 for config in child.record.configs:
                     config.hand_over()
                 _repoint(model, {id(config.now): config.before for config in child.record.configs})
-                if child.guard is not None:
-                    child.guard.remove()
+                for hook in child.hooks:
+                    hook.remove()
     SaveForeign.detach(model)
     return model
 

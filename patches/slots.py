@@ -68,10 +68,16 @@ class PatchedSlot(nn.Module):
             self.tables[layer_type or "all"] = RotaryEmbedding(*chosen, layout=slot.layout, cast=slot.cast)
         self.replaced = slot.module
         self.record = record
-        self.guard: RemovableHandle | None = None  # of the hook that watches for lengths the method cannot know
+        self.hooks: list[RemovableHandle] = []  # that tell a length-dependent method how long each row is
         buffer = next(slot.module.buffers())
         if buffer.device.type != "meta":  # a table of a few numbers needs no offloading
             self.tables.to(buffer.device)
+
+    def table(self, name: str) -> RotaryEmbedding:
+        """The table of a layer type, or of "all" layers."""
+        found = self.tables[name]
+        assert isinstance(found, RotaryEmbedding)
+        return found
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         return self.tables[layer_type or "all"](x, position_ids)

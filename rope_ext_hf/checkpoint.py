@@ -14,42 +14,44 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.pairing import PAIRINGS
 from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing
 from rope_ext_hf.patches.patching import geometry
 from rope_ext_hf.shards import (
+    TORCH_DTYPES,
     SafetensorsFile,
     TorchFile,
     bytes_of,
     copy_range,
-    disk_errors,
+    files_of,
+    holds,
     inside,
+    new_folder,
     read_json,
     write_all,
     write_safetensors,
 )
+from rope_ext_hf.verifying import compare_scores
 
 __all__ = ["ConversionReport", "Source", "convert_checkpoint", "read_source"]
 
 PAIRING_KEY = "rope_pairing"
-PLAN = "rope-ext-plan.json"
 INDEXES = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("adapter_model.safetensors.index.json", "adapter_model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
     ("adapter_model.bin.index.json", "adapter_model.bin"),
 )
+NEVER = ["original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.nemo", "*.ckpt"]  # downloaded
 # Weights in another form, which would be wrong beside converted ones.
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo")
 
@@ -61,7 +63,7 @@ class ConversionReport:
     """What a conversion did.
 
     Attributes:
-        source, to: the pairings before and after.
+        source, to: the pairings before and after; "meta": Meta's own format, interleaved.
         converted: tensors whose rows moved.
         tensors: of all of them.
         bytes: of the weights.
@@ -94,14 +96,12 @@ class ConversionReport:
         if self.left_behind:
             lines.append(f"  left behind      {', '.join(self.left_behind)}: weights in another form")
         if not self.runs:
-            lines.append(
-                f"  note             transformers runs the other pairing here: {_mend(self.path, self.source)}"
-            )
+            lines.append(f"  note             transformers runs the other pairing here: {_mend(self.path, self.to)}")
         return "\n".join(lines)
 
 
 def _mend(path: str, to: str) -> str:
-    return f"for it, rope-ext convert {path} NEW --to {to}"
+    return f"for it, rope-ext convert {path} NEW --to {'interleaved' if to == 'half' else 'half'}"
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Source:
         files: its weight files by name, in the order of the index.
         index: what the index says beside its weight map, None where there is a single file.
         rows: what rotates.
+        expected: the modules that rotate in the model of this config, as `rows.place` names them; none for an adapter.
         pairing: of the weights, as far as the folder says.
     """
 
@@ -122,22 +123,46 @@ class Source:
     files: dict[str, Weights]
     index: dict[str, Any] | None
     rows: RotatingRows
+    expected: frozenset[str]
     pairing: str | None
+
+    @property
+    def adapter(self) -> bool:
+        """Whether these are an adapter's weights."""
+        return _is_adapter(self.files)
 
     def layouts(self) -> dict[str, Layout | Blocks]:
         """Every tensor that rotates.
 
         Raises:
-            CheckpointError: one that the family table does not know, or whose shape the config contradicts.
+            CheckpointError: one that the family table does not know, whose shape the config contradicts, or that is
+                missing; two stacks of layers of which either could be the language model.
         """
         found: dict[str, Layout | Blocks] = {}
+        stacks: dict[str, set[str]] = {}
         for file in self.files.values():
             for name, entry in file.tensors.items():
                 layout = self.rows.find(name, entry.shape)
-                if layout is not None:
-                    found[name] = layout
-        if not found:
+                if layout is None:
+                    continue
+                if entry.dtype not in TORCH_DTYPES:
+                    raise CheckpointError(f"{name!r} is {entry.dtype}, whose rows cannot be moved here")
+                found[name] = layout
+                if (place := self.rows.place(name)) is not None:
+                    stacks.setdefault(place[0], set()).add(place[1])
+        if not stacks:
             raise CheckpointError(f"no tensor in {str(self.folder)!r} rotates by the names of {self.rows.model_type!r}")
+        if len(stacks) > 1:
+            raise CheckpointError(
+                f"attention that rotates stands under {' and '.join(map(repr, stacks))} in {str(self.folder)!r}; which "
+                "of them is the language model is not known"
+            )
+        stack, there = next(iter(stacks.items()))
+        if missing := sorted(self.expected - there):
+            raise CheckpointError(
+                f"{'.'.join([*filter(None, [stack]), missing[0]])!r} is missing in {str(self.folder)!r}"
+                + (f", and {len(missing) - 1} more" if missing[1:] else "")
+            )
         return found
 
 
@@ -149,13 +174,22 @@ def read_source(path: str | Path, *, revision: str | None = None, trust_remote_c
         UnsupportedModelError: a family that the table says nothing of.
     """
     folder = _folder(path, revision)
-    config = _config(folder, trust_remote_code)
+    files_of(folder)
     files, index = _files(folder)
-    dims = _rotary_dim(config, trust_remote_code)
-    said = read_json(folder / "config.json").get(PAIRING_KEY) if (folder / "config.json").is_file() else None
-    if said is not None and said not in PAIRINGS:
-        raise CheckpointError(f"{PAIRING_KEY} in {str(folder / 'config.json')!r} is {said!r}; known: half, interleaved")
-    return Source(folder, config, files, index, rotating_rows(config, dims), said or runs_pairing(config))
+    adapter = _is_adapter(files)
+    config = _config(folder, adapter, trust_remote_code)
+    rows, expected = _rows(config, trust_remote_code)
+    said = getattr(config, PAIRING_KEY, None)
+    if adapter:
+        expected = frozenset()
+        said = read_json(inside(folder, "adapter_config.json")).get(PAIRING_KEY, said)
+    if said not in (None, *PAIRINGS):
+        raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {said!r}; known: half, interleaved")
+    return Source(folder, config, files, index, rows, expected, said or runs_pairing(config))
+
+
+def _is_adapter(files: dict[str, Weights]) -> bool:
+    return next(iter(files)).startswith("adapter_model")
 
 
 def _folder(path: str | Path, revision: str | None) -> Path:
@@ -173,55 +207,64 @@ def _folder(path: str | Path, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision))
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=NEVER))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{name!r} is neither a folder nor a model on the Hub: {reason}") from error
 
 
-def _config(folder: Path, trust_remote_code: bool) -> Any:
+def _config(folder: Path, adapter: bool, trust_remote_code: bool) -> Any:
+    """Of the model, or of the model that an adapter is for."""
     from rope_ext_hf.patches.saving import load_config
 
     where: str | Path = folder
-    if not (folder / "config.json").is_file():
-        adapter = read_json(inside(folder, "adapter_config.json"))
-        where = adapter.get("base_model_name_or_path") or ""
-        if not where:
+    if adapter and not (folder / "config.json").is_file():
+        said = read_json(inside(folder, "adapter_config.json")).get("base_model_name_or_path")
+        if not said or not isinstance(said, str):
             raise CheckpointError(f"{str(folder)!r} is an adapter that does not name the model it is for")
+        where = said
+    else:
+        inside(folder, "config.json")
     try:
         return load_config(where, trust_remote_code=trust_remote_code)[0]
-    except (ValueError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"the config of {str(where)!r} cannot be used: {_first_line(error)}") from error
+    except RopeExtError:
+        raise
+    except Exception as error:  # whatever the words in a config lead its class into
+        raise CheckpointError(f"the config of {str(where)!r} cannot be used: {_in_a_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _rotary_dim(config: Any, trust_remote_code: bool) -> int:
-    """Rotated dims per head, as the model's own rotary module has them."""
+def _rows(config: Any, trust_remote_code: bool) -> tuple[RotatingRows, frozenset[str]]:
+    """What rotates, as the model of this config has it, and which of its modules do."""
     from transformers import AutoModelForCausalLM
 
-    text = config.get_text_config()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(text, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"no model can be built from this config: {_first_line(error)}") from error
-    return geometry(model).dim
+            model = AutoModelForCausalLM.from_config(config.get_text_config(), trust_remote_code=trust_remote_code)
+        rows = rotating_rows(config, geometry(model).dim)
+        places = [rows.place(name) for name in model.state_dict()]
+    except RopeExtError:
+        raise
+    except Exception as error:  # here too
+        raise CheckpointError(f"no model can be built from this config: {_in_a_line(error)}") from error
+    return rows, frozenset(place[1] for place in places if place is not None)
 
 
 def _files(folder: Path) -> tuple[dict[str, Weights], dict[str, Any] | None]:
-    for index_name, single in INDEXES:
-        kind = SafetensorsFile if single.endswith(".safetensors") else TorchFile
-        if (folder / index_name).exists():
-            return _sharded(folder, index_name, kind)
-        if (folder / single).exists():
-            return {single: kind(inside(folder, single))}, None
-    known = ", ".join(name for pair in INDEXES for name in pair)
-    raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {known}")
+    there = [(index, single) for index, single in INDEXES if (folder / index).exists() or (folder / single).exists()]
+    if not there:
+        known = ", ".join(name for pair in INDEXES for name in pair)
+        raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {known}")
+    if len({single.startswith("adapter_model") for _, single in there}) > 1:
+        raise CheckpointError(f"{str(folder)!r} holds a model and an adapter; give each a folder of its own")
+    index_name, single = there[0]
+    kind = SafetensorsFile if single.endswith(".safetensors") else TorchFile
+    if (folder / single).exists():  # as transformers chooses where both are there
+        return {single: kind(inside(folder, single))}, None
+    return _sharded(folder, index_name, kind)
 
 
 def _sharded(
@@ -231,9 +274,12 @@ def _sharded(
     where = index.pop("weight_map", None)
     if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
-    if deep := [name for name in where.values() if Path(name).name != name]:
+    names = list(dict.fromkeys(where.values()))
+    if deep := [name for name in names if Path(name).name != name]:
         raise CheckpointError(f"{deep[0]!r} in {index_name!r} is no name of a file in {str(folder)!r}: refused")
-    files = {name: kind(inside(folder, name)) for name in dict.fromkeys(where.values())}
+    if len({_safetensors_name(name) for name in names}) < len(names):
+        raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
+    files = {name: kind(inside(folder, name)) for name in names}
     seen: dict[str, str] = {}
     for file_name, file in files.items():
         for tensor in file.tensors:
@@ -256,34 +302,58 @@ def convert_checkpoint(
     source: str | None = None,
     force: bool = False,
     resume: bool = False,
+    verify: bool = False,
+    model_parallel: int = 1,
     revision: str | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
-    """Write a copy of a checkpoint whose weights are in the other pairing.
+    """Write a copy of a checkpoint whose weights are in the other pairing, or in Meta's own format, or were in it.
 
     Args:
-        src: a folder or Hub id: safetensors or .bin, sharded or not; a model or an adapter (LoRA, DoRA).
+        src: a folder or Hub id: safetensors or .bin, sharded or not; a model or an adapter (LoRA, DoRA); a Llama in
+            Meta's format (params.json), see `rope_ext_hf.meta`.
         dst: a new folder. Everything else in the source folder comes along; weights in further forms do not.
-        to: "half" or "interleaved".
+        to: "half", "interleaved", or "meta" for a Llama in Meta's format.
         source: the pairing of the weights now; default: what the config says (`rope_pairing`), else what the family's
             transformers class runs.
         force: convert although the weights are said to be in that pairing already.
         resume: go on after an interruption; finished files are compared with what they should be.
+        verify: before the folder gets its name, compare the attention scores of a few layers of source and copy, each
+            under the rotation that its weights are for.
+        model_parallel: parts to write, for "meta".
         progress: called with bytes written and bytes in all.
 
     Raises:
         CheckpointError: anything in the source that is missing, contradictory or unknown (before anything is written),
-            weights that are in that pairing already, a destination that exists, a full disk.
+            weights that are in that pairing already, a destination that exists, a full disk, a failed verification.
         UnsupportedModelError: a family that the table says nothing of.
 
     Tensors are equal to the source's byte for byte but for the order of their rows; there and back is the identity.
     """
+    from rope_ext_hf.meta import hf_to_meta, is_meta, meta_to_hf
+
     dst = Path(dst)
-    if to not in PAIRINGS or source not in (None, *PAIRINGS):
-        raise CheckpointError(f"pairings are half and interleaved, got {to!r}" + (f" and {source!r}" if source else ""))
-    if dst.exists():
+    if to not in (*PAIRINGS, "meta") or source not in (None, *PAIRINGS):
+        raise CheckpointError(
+            f"pairings are half and interleaved, and meta is to be converted to; got {to!r}"
+            + (f" and {source!r}" if source else "")
+        )
+    if os.path.lexists(dst):
         raise CheckpointError(f"{str(dst)!r} exists already; give a new folder")
+    if to == "meta":
+        return hf_to_meta(
+            src,
+            dst,
+            model_parallel=model_parallel,
+            source=source,
+            resume=resume,
+            verify=verify,
+            revision=revision,
+            progress=progress,
+        )
+    if is_meta(folder := _folder(src, revision)):
+        return meta_to_hf(folder, dst, to, source=source, resume=resume, verify=verify, progress=progress)
     found = read_source(src, revision=revision, trust_remote_code=trust_remote_code)
     now = source or found.pairing
     if now is None:
@@ -296,11 +366,17 @@ def convert_checkpoint(
             f"the weights in {str(src)!r} are {to} already, {'you say' if source else 'by their config'}; to convert "
             "them all the same, say so (force)"
         )
-    work = _Work(found, found.layouts(), to, dst, progress)
-    with work.folder(resume) as unfinished:
+    if dst.resolve().is_relative_to(found.folder.resolve()):
+        raise CheckpointError(f"{str(dst)!r} lies in the source, which stays as it is; give a folder elsewhere")
+    work = _Work(found, found.layouts(), to, progress)
+    verified = None
+    with new_folder(dst, work.plan(), work.total, resume=resume) as unfinished:
         for name, file in found.files.items():
             work.write(name, file, unfinished)
         left_behind = work.copy_the_rest(unfinished)
+        if verify:
+            written = {name: SafetensorsFile(unfinished / _safetensors_name(name)) for name in found.files}
+            verified = compare_scores(found.rows, found.files, written, to)
     runs = runs_pairing(work.config_after()) == to
     report = ConversionReport(
         path=str(dst),
@@ -311,11 +387,12 @@ def convert_checkpoint(
         bytes=work.total,
         left_behind=left_behind,
         runs=runs,
+        verified=verified,
     )
     if not runs:
         warnings.warn(
             f"{str(dst)!r} holds {to} weights, which transformers' {found.rows.model_type!r} does not run; "
-            + _mend(str(dst), report.source),
+            + _mend(str(dst), to),
             stacklevel=2,
         )
     return report
@@ -328,19 +405,12 @@ class _Work:
     found: Source
     layouts: dict[str, Layout | Blocks]
     to: str
-    dst: Path
     progress: Callable[[int, int], None] | None
     done: int = 0
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.total = sum(e.end - e.begin for file in self.found.files.values() for e in file.tensors.values())
-        for name, layout in self.layouts.items():
-            if isinstance(layout, Blocks):  # whether its blocks can move at all
-                try:
-                    layout.repaired(torch.zeros(layout.count), self.to)
-                except ValueError as error:
-                    raise CheckpointError(f"{name!r} cannot be converted exactly: {error}") from error
 
     def advance(self, count: int) -> None:
         self.done += count
@@ -352,60 +422,21 @@ class _Work:
         files = {
             name: (file.path.stat().st_size, file.path.stat().st_mtime_ns) for name, file in self.found.files.items()
         }
-        return json.loads(json.dumps({"source": str(self.found.folder.resolve()), "to": self.to, "files": files}))
-
-    @contextmanager
-    def folder(self, resume: bool) -> Iterator[Path]:
-        """The unfinished folder; it becomes the destination at the end, and is all there is until then."""
-        unfinished = self.dst.with_name(f".{self.dst.name}.unfinished")
-        with disk_errors(self.dst):
-            self.dst.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.dst.with_name(f".{self.dst.name}.lock"))
-            try:
-                lock.acquire(timeout=0)
-            except Timeout as error:
-                raise CheckpointError(f"another process is writing {str(self.dst)!r}") from error
-            try:
-                self._begin(unfinished, resume)
-                yield unfinished
-                (unfinished / PLAN).unlink()
-                _sync_folder(unfinished)
-                unfinished.rename(self.dst)
-                _sync_folder(self.dst.parent)
-            finally:
-                lock.release()
-                Path(lock.lock_file).unlink(missing_ok=True)
-
-    def _begin(self, unfinished: Path, resume: bool) -> None:
-        if resume and unfinished.is_dir():
-            if read_json(unfinished / PLAN) != self.plan():
-                raise CheckpointError(f"what {str(unfinished)!r} was begun with has changed; start anew without resume")
-        else:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            (unfinished / PLAN).write_text(json.dumps(self.plan()), encoding="utf-8")
-        room = shutil.disk_usage(unfinished).free
-        written = sum(file.stat().st_size for file in unfinished.iterdir() if file.suffix == ".safetensors")
-        if self.total - written > room:
-            raise CheckpointError(
-                f"{self.total / 1e9:.1f} GB are to be written to {str(self.dst)!r}, where {room / 1e9:.1f} GB are free"
-            )
+        return {"source": str(self.found.folder.resolve()), "to": self.to, "files": files}
 
     def write(self, name: str, file: Weights, unfinished: Path) -> None:
-        """One weight file, complete and on disk when this returns."""
+        """One weight file, complete when this returns; it is on disk when all of them are."""
         target = unfinished / _safetensors_name(name)
-        if target.exists():
-            if self._same(file, target):
-                self.advance(sum(e.end - e.begin for e in file.tensors.values()))
-                return
-            target.unlink()
+        header = file.header if isinstance(file, SafetensorsFile) else None
+        if holds(target, file.tensors, lambda n: self._repaired(file, n), header):
+            self.advance(sum(e.end - e.begin for e in file.tensors.values()))
+            return
         part = target.with_name(f"{target.name}.part")
         if isinstance(file, SafetensorsFile):
             self._copy(file, part)
         else:
             write_safetensors(part, file.tensors, lambda n: self._repaired(file, n), {"format": "pt"}, self.advance)
         part.replace(target)
-        _sync_folder(unfinished)
 
     def _repaired(self, file: Weights, name: str) -> Tensor:
         tensor = file.read(name)
@@ -425,21 +456,9 @@ class _Work:
                     self.advance(entry.end - entry.begin)
                     at = entry.end
             copy_range(source, target, at, file.path.stat().st_size, self.advance)
-            os.fsync(target)
         finally:
             os.close(source)
             os.close(target)
-
-    def _same(self, file: Weights, written: Path) -> bool:
-        """Whether a file that was finished before is what it would be now."""
-        try:
-            there = SafetensorsFile(written)
-        except CheckpointError:
-            return False
-        described = {name: (e.dtype, e.shape) for name, e in file.tensors.items()}
-        if {name: (e.dtype, e.shape) for name, e in there.tensors.items()} != described:
-            return False
-        return all(bytes_of(self._repaired(file, name)) == bytes_of(there.read(name)) for name in file.tensors)
 
     def config_after(self) -> Any:
         """The config object, with what the conversion changes in it."""
@@ -453,40 +472,41 @@ class _Work:
 
     def copy_the_rest(self, unfinished: Path) -> tuple[str, ...]:
         """Everything that is not weights; returns what was left behind."""
-        folder, left_behind = self.found.folder, []
-        for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder)
-            if any(part in (".git", ".cache", "__pycache__") for part in name.parts) or path.is_dir():
-                continue
-            if str(name) in self.found.files or str(name) in [index for index, _ in INDEXES]:
-                continue
-            if path.suffix in WEIGHTS or name.parts[0] == "original":
-                left_behind.append(str(name))
-                continue
-            target = unfinished / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(inside(folder, str(name)), target)
+        indexes = [index for index, _ in INDEXES]
+        left_behind = copy_others(self.found.folder, unfinished, [*self.found.files, *indexes])
         if self.found.index is not None:
             names = {t: _safetensors_name(n) for n, file in self.found.files.items() for t in file.tensors}
-            base = "adapter_model" if any(n.startswith("adapter_model") for n in self.found.files) else "model"
+            base = "adapter_model" if self.found.adapter else "model"
             _write_json(unfinished / f"{base}.safetensors.index.json", self.found.index | {"weight_map": names})
         self._write_config(unfinished)
-        for file in unfinished.rglob("*"):
-            if file.is_file() and file.suffix != ".safetensors":
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-        return tuple(left_behind)
+        return left_behind
 
     def _write_config(self, unfinished: Path) -> None:
         from rope_ext_hf.patches.families import family
 
-        path = next(p for p in (unfinished / "config.json", unfinished / "adapter_config.json") if p.exists())
+        path = unfinished / ("adapter_config.json" if self.found.adapter else "config.json")
         config = read_json(path)
         switch = family(self.found.rows.model_type).pairing_switch
-        if switch is not None and path.name == "config.json":
-            text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        if switch is not None and not self.found.adapter:
+            parts = [part for part in config.values() if isinstance(part, dict)]
+            text = next((part for part in parts if part.get("model_type") == self.found.rows.model_type), config)
             text[switch] = self.to == "interleaved"
         _write_json(path, config | {PAIRING_KEY: self.to})
+
+
+def copy_others(folder: Path, unfinished: Path, known: Collection[str]) -> tuple[str, ...]:
+    """Copy everything that is neither weights nor one of these files; returns the weights in further forms."""
+    left_behind = []
+    for name in files_of(folder):
+        if name in known:
+            continue
+        if Path(name).suffix in WEIGHTS or Path(name).parts[0] == "original":
+            left_behind.append(name)
+            continue
+        target = unfinished / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target)
+    return tuple(left_behind)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -498,11 +518,3 @@ def _safetensors_name(name: str) -> str:
     if name.endswith(".safetensors"):
         return name
     return name.removesuffix(".bin").replace("pytorch_model", "model", 1) + ".safetensors"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

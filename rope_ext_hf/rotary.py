@@ -45,6 +45,14 @@ def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
     return (position_ids[..., None].to(torch.int64) * frequency).to(torch.float32) * (TWO_PI / _TURN)
 
 
+def segment_lengths(position_ids: Tensor) -> Tensor:
+    """How many tokens the input of each token has, (rows, tokens): positions that do not ascend begin another input."""
+    begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
+    segment = begins.cumsum(-1) - 1
+    longest = torch.zeros_like(segment).scatter_reduce(-1, segment, position_ids.to(segment.dtype) + 1, "amax")
+    return longest.gather(-1, segment)
+
+
 class RotaryEmbedding(nn.Module):
     """cos and sin of any frequency-level method, with the call signature of transformers' rotary modules.
 
@@ -80,6 +88,7 @@ class RotaryEmbedding(nn.Module):
         self.rotary = rotary
         self.layout = layout
         self.cast = cast
+        self.row_lengths: Tensor | None = None  # of the forward under way, from whoever knows more than its positions
         self.longest: Tensor | None = None  # sticky growth only: the longest length met, (), on the device
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         self._fix(None)
@@ -124,20 +133,33 @@ class RotaryEmbedding(nn.Module):
         self._fill()
         return self
 
-    def _row_frequency(self, position_ids: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Fixed-point frequencies and attention factor per row, (..., 1, dim // 2) and (..., 1, 1) or a float."""
-        lengths = position_ids.amax(dim=-1) + 1
-        if isinstance(self.method, DynamicNTK) and self.method.sticky:
-            longest = lengths.amax() if self.longest is None else torch.maximum(lengths.amax(), self.longest)
-            self.longest = longest
-            lengths = longest.expand_as(lengths)
-        if lengths.device.type == "mps":  # no float64 there
-            lengths = lengths.cpu()
-        inv_freq, attention_factor = self.method.at_lengths(self.rotary, lengths.to(torch.float64))
-        frequency = fixed_point(inv_freq).to(position_ids.device).unsqueeze(-2)
+    def row_frequency(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Fixed-point frequencies and attention factor of inputs of these lengths, on their device.
+
+        Args:
+            lengths: (rows,) or, where a row holds several inputs, (rows, tokens); integers.
+
+        Returns:
+            int64 (rows, 1 or tokens, dim // 2), and (rows, 1 or tokens, 1) float32 or one number.
+        """
+        device = lengths.device
+        wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
+        inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
+        frequency = fixed_point(inv_freq).to(device)
         if isinstance(attention_factor, Tensor):
-            attention_factor = attention_factor.to(position_ids.device, torch.float32).unsqueeze(-2)
-        return frequency, attention_factor
+            attention_factor = attention_factor.to(device, torch.float32)
+        if lengths.ndim > 1:
+            return frequency, attention_factor
+        return frequency.unsqueeze(-2), (
+            attention_factor.unsqueeze(-2) if isinstance(attention_factor, Tensor) else attention_factor
+        )
+
+    def effective(self, lengths: Tensor) -> Tensor:
+        """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""
+        if not (isinstance(self.method, DynamicNTK) and self.method.sticky):
+            return lengths
+        self.longest = lengths.amax() if self.longest is None else torch.maximum(lengths.amax(), self.longest)
+        return self.longest.expand_as(lengths)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
@@ -159,7 +181,10 @@ class RotaryEmbedding(nn.Module):
         position_ids = position_ids.to(x.device)
         attention_factor: Tensor | float = self.attention_factor
         if self.length_dependent:
-            frequency, attention_factor = self._row_frequency(position_ids)
+            lengths = self.row_lengths
+            if lengths is None:
+                lengths = self.effective(segment_lengths(position_ids))
+            frequency, attention_factor = self.row_frequency(lengths)
         else:
             frequency = self.frequency.to(x.device)
         angle = angles(position_ids, frequency)

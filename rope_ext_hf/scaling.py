@@ -48,6 +48,9 @@ __all__ = [
     "resolve_method",
 ]
 
+FOREVER = 2**62
+"""A length in tokens that nothing reaches."""
+
 TWO_PI = 2 * math.pi
 
 
@@ -155,6 +158,15 @@ class Scaling(ABC):
         Runs on the device of `lengths` and never looks at its values from the host.
         """
         return self._scale(rotary, lengths.unsqueeze(-1))
+
+    @property
+    def steps(self) -> bool:
+        """Whether the frequencies, where they depend on the length, change at a few lengths only."""
+        return False
+
+    def constant_until(self, rotary: Rotary, length: int) -> int:
+        """The longest input with the frequencies of one of `length` tokens, in tokens."""
+        return max(length, rotary.trained_length) if self.length_dependent else FOREVER
 
     @abstractmethod
     def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -348,6 +360,19 @@ class DynamicNTK(Scaling):
     @property
     def length_dependent(self) -> bool:
         return True
+
+    @property
+    def steps(self) -> bool:
+        return self.growth in ("even", "pow2")
+
+    def constant_until(self, rotary: Rotary, length: int) -> int:
+        ratio = length / rotary.trained_length
+        if self.growth == "even":
+            k = self.initial if ratio <= self.initial else 2 * math.ceil(ratio / 2)
+            return math.floor(k * rotary.trained_length)
+        if self.growth == "pow2":
+            return int(rotary.trained_length * 2 ** max(0, math.ceil(math.log2(ratio))))
+        return super().constant_until(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
         _needs_four_dims(self.name, rotary)
@@ -607,6 +632,13 @@ class LongRoPE(Scaling):
     @property
     def length_dependent(self) -> bool:
         return self.short_factor != self.long_factor
+
+    @property
+    def steps(self) -> bool:
+        return self.length_dependent
+
+    def constant_until(self, rotary: Rotary, length: int) -> int:
+        return FOREVER if length > rotary.trained_length else super().constant_until(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
         _check_divisors(self.name, "short_factor", self.short_factor, rotary)

@@ -15,7 +15,8 @@ import errno
 import json
 import math
 import os
-import pickle
+import shutil
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +25,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError
 
-__all__ = ["DTYPES", "Entry", "SafetensorsFile", "TorchFile", "disk_errors", "inside", "read_json", "write_safetensors"]
+__all__ = [
+    "DTYPES",
+    "TORCH_DTYPES",
+    "Entry",
+    "SafetensorsFile",
+    "TorchFile",
+    "disk_errors",
+    "files_of",
+    "holds",
+    "inside",
+    "new_folder",
+    "read_json",
+    "write_safetensors",
+]
 
 # https://github.com/huggingface/safetensors, Dtype; bits per number. torch has no name for some of them: those pass by.
 DTYPES: dict[str, int] = {
@@ -37,15 +52,22 @@ DTYPES: dict[str, int] = {
     **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
-_TORCH: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16},
     **{"U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64},
     **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
+    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
-_NAMES = {dtype: name for name, dtype in _TORCH.items()}
-MOST_HEADER = 100_000_000  # bytes, as safetensors itself allows
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+PLAN = "rope-ext-plan.json"
+KEPT = (".safetensors", ".pth")  # of an interrupted attempt
+MOST_HEADER = 100_000_000  # bytes of a header or index, as safetensors itself allows
+MOST_DIMS = 64
+SKIPPED = frozenset({".git", ".cache", "__pycache__"})  # folders that are no part of a model
 BLOCK = 16 * 2**20  # bytes copied at a time
+PAUSE = 0.05  # seconds between looks for what could go to the disk
+CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)  # inside the kernel
 
 
 @dataclass(frozen=True)
@@ -68,11 +90,31 @@ def inside(folder: Path, name: str) -> Path:
     root = folder.resolve()
     if root.parent.name == "snapshots":  # of the Hub's cache: a snapshot's files are links into ../../blobs
         root = root.parent.parent
-    if Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root):
+    try:
+        leaves = Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root)
+        there, plain = os.path.lexists(path), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, links in a circle
+        raise CheckpointError(f"{name!r} is no name of a file in {str(folder)!r}: {error}") from error
+    if leaves:
         raise CheckpointError(f"{name!r} leads out of the folder {str(folder)!r}: refused")
-    if not path.is_file():
-        raise CheckpointError(f"{name!r} is missing in {str(folder)!r}")
+    if not plain:
+        raise CheckpointError(f"{name!r} is {'no plain file' if there else 'missing'} in {str(folder)!r}")
     return path
+
+
+def files_of(folder: Path) -> list[str]:
+    """The names of all files in a folder and below it.
+
+    Raises:
+        CheckpointError: one that leads out of the folder, or is not a file.
+    """
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if SKIPPED.isdisjoint(name.parts) and (path.is_symlink() or not path.is_dir()):
+            inside(folder, str(name))
+            names.append(str(name))
+    return names
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,6 +124,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: not one, or one that names a key twice.
     """
     try:
+        if path.stat().st_size > MOST_HEADER:
+            raise ValueError(f"more than {MOST_HEADER:,} bytes")
         return _object(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
@@ -122,8 +166,12 @@ class SafetensorsFile:
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
                 file.seek(0)
                 self.header = file.read(8 + length)
+            if self.header[8:9] != b"{":
+                raise ValueError("the header is no JSON object")
             fields = _object(self.header[8:])
             self.metadata = fields.pop("__metadata__", {})
+            if not isinstance(self.metadata, dict) or not all(isinstance(v, str) for v in self.metadata.values()):
+                raise ValueError("__metadata__ does not hold words by name")
             entries = {name: _entry(name, field, 8 + length) for name, field in fields.items()}
             self.tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
             at = 8 + length
@@ -143,12 +191,12 @@ class SafetensorsFile:
             CheckpointError: a dtype that torch lacks.
         """
         entry = self.tensors[name]
-        if entry.dtype not in _TORCH:
+        if entry.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r}: dtype {entry.dtype} cannot be read here")
         data = self.read_bytes(entry.begin, entry.end)
         if not data:
-            return torch.empty(entry.shape, dtype=_TORCH[entry.dtype])
-        return torch.frombuffer(data, dtype=torch.uint8).view(_TORCH[entry.dtype]).view(entry.shape)
+            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        return torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
     def read_bytes(self, begin: int, end: int) -> bytearray:
         data = bytearray(end - begin)
@@ -166,9 +214,10 @@ class SafetensorsFile:
 def _entry(name: str, field: Any, base: int) -> Entry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r} has not dtype, shape and data_offsets")
+    name.encode()  # half a surrogate pair is no name
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
-    numbers = [*shape, *offsets]
-    if dtype not in DTYPES or not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(offsets) != 2:
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= MOST_DIMS and len(offsets) == 2
+    if dtype not in DTYPES or not lists or not all(type(n) is int and 0 <= n < 2**63 for n in [*shape, *offsets]):
         raise ValueError(f"{name!r}: dtype {dtype!r}, shape {shape!r}, data_offsets {offsets!r}")
     bits = math.prod(shape) * DTYPES[dtype]
     if offsets[1] - offsets[0] != bits // 8 or bits % 8:
@@ -186,16 +235,19 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
+            zipped = zipfile.is_zipfile(path)
+            if zipped and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
+                raise ValueError("it is compressed, which torch never does")
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        except Exception as error:  # whatever damaged bytes lead torch into
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(f"{str(path)!r} cannot be read as tensors alone (weights_only): {reason}") from error
         if not isinstance(found, Mapping) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()
         ):
             raise CheckpointError(f"{str(path)!r} does not hold tensors by name")
-        if odd := [name for name, tensor in found.items() if tensor.layout != torch.strided or tensor.is_quantized]:
-            raise CheckpointError(f"{str(path)!r}: {odd[0]!r} is not a plain tensor")
+        if odd := next((name for name, tensor in found.items() if not _plain(tensor)), None):
+            raise CheckpointError(f"{str(path)!r}: {odd!r} is not a plain tensor")
         self.loaded: dict[str, Tensor] = dict(found)
         self.tensors = {
             name: Entry(_name_of(name, tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
@@ -204,6 +256,13 @@ class TorchFile:
 
     def read(self, name: str) -> Tensor:
         return self.loaded[name]
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are all there: neither sparse nor quantised, nor one number that looks like many."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu" or tensor.is_conj():
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _name_of(name: str, dtype: torch.dtype) -> str:
@@ -219,7 +278,7 @@ def write_safetensors(
     metadata: Mapping[str, str],
     progress: Callable[[int], None],
 ) -> None:
-    """A new file of these tensors, one of them in memory at a time; on disk when this returns."""
+    """A new file of these tensors, one of them in memory at a time."""
     at, fields = 0, {}
     for name, entry in tensors.items():
         size = math.prod(entry.shape) * DTYPES[entry.dtype] // 8
@@ -233,14 +292,30 @@ def write_safetensors(
             data = bytes_of(read(name))
             file.write(data)
             progress(len(data))
-        file.flush()
-        os.fsync(file.fileno())
+
+
+def holds(path: Path, tensors: Mapping[str, Entry], read: Callable[[str], Tensor], header: bytes | None = None) -> bool:
+    """Whether a weight file is there and whole, and has these tensors and no others (and this very header)."""
+    try:
+        there = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+    except CheckpointError:
+        return False
+    if header is not None and isinstance(there, SafetensorsFile) and there.header != header:
+        return False
+    described = {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
+    if {name: (entry.dtype, entry.shape) for name, entry in there.tensors.items()} != described:
+        return False
+    return all(torch.equal(_as_bytes(read(name)), _as_bytes(there.read(name))) for name in tensors)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in the order of its shape."""
+    return memoryview(_as_bytes(tensor).numpy().data)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def copy_range(source: int, target: int, begin: int, end: int, progress: Callable[[int], None]) -> None:
@@ -251,7 +326,7 @@ def copy_range(source: int, target: int, begin: int, end: int, progress: Callabl
         try:
             done = os.copy_file_range(source, target, count, offset_src=at)
         except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM):
+            if isinstance(error, OSError) and error.errno not in CANNOT_COPY:
                 raise
             data = os.pread(source, count, at)
             done = len(data)
@@ -278,4 +353,110 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"the disk of {str(path)!r} is full; make room and go on with resume, or choose another place"
             ) from error
-        raise CheckpointError(f"{str(path)!r} could not be written: {error.strerror or error}") from error
+        where = str(error.filename or path)
+        raise CheckpointError(f"{where!r} could not be read or written: {error.strerror or error}") from error
+
+
+@contextmanager
+def new_folder(dst: Path, plan: Mapping[str, Any], size: int, *, resume: bool = False) -> Iterator[Path]:
+    """An unfinished folder beside `dst`; it becomes `dst` at the end, on disk, and is all there is until then.
+
+    Args:
+        plan: JSON-ready; what an interrupted attempt must agree in to be gone on with.
+        size: bytes that will be written.
+        resume: go on with what an interrupted attempt left.
+
+    Raises:
+        CheckpointError: another process at it, a changed plan, no room; whatever the disk refuses later.
+    """
+    unfinished = dst.with_name(f".{dst.name}.unfinished")
+    with disk_errors(dst):
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(dst.with_name(f".{dst.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise CheckpointError(f"another process is writing {str(dst)!r}") from error
+        try:
+            if os.path.lexists(dst):
+                raise CheckpointError(f"{str(dst)!r} exists already; give a new folder")
+            _check_room(unfinished, dst, size)
+            _begin(unfinished, json.loads(json.dumps(plan)), resume)
+            with _towards_disk(unfinished):
+                yield unfinished
+            (unfinished / PLAN).unlink()
+            for path in unfinished.rglob("*"):
+                sync_folder(path)
+            sync_folder(unfinished)
+            unfinished.rename(dst)
+            sync_folder(dst.parent)
+        finally:
+            if not unfinished.exists():
+                Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: another process must not be given it
+            lock.release()
+
+
+@contextmanager
+def _towards_disk(folder: Path) -> Iterator[None]:
+    """Have files go to the disk while more is being written, so that little is left to wait for at the end."""
+    errors: list[OSError] = []  # an error is told to one caller alone
+    ended = threading.Event()
+
+    def sync() -> None:
+        while not ended.wait(PAUSE) and not errors:
+            for path in folder.iterdir():
+                try:
+                    sync_folder(path)
+                except FileNotFoundError:  # it has got its name meanwhile
+                    continue
+                except OSError as error:
+                    errors.append(error)
+
+    thread = threading.Thread(target=sync, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def _check_room(unfinished: Path, dst: Path, size: int) -> None:
+    """Before anything is made; what an interrupted attempt left is gone on with, or makes room."""
+    room = shutil.disk_usage(dst.parent).free
+    if unfinished.is_dir():
+        room += sum(file.stat().st_size for file in unfinished.iterdir())
+    if size > room:
+        raise CheckpointError(
+            f"{size / 1e9:.1f} GB are to be written to {str(dst)!r}, where {room / 1e9:.1f} GB are free"
+        )
+
+
+def _begin(unfinished: Path, plan: dict[str, Any], resume: bool) -> None:
+    begun = None
+    if resume and (unfinished / PLAN).is_file():
+        try:
+            begun = read_json(unfinished / PLAN)
+        except CheckpointError:  # interrupted while it was written
+            begun = None
+    if begun is None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        (unfinished / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+    elif begun != plan:
+        raise CheckpointError(f"what {str(unfinished)!r} was begun with has changed; start anew without resume")
+    for path in unfinished.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix not in KEPT and path.name != PLAN:
+            path.unlink()
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

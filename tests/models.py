@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -291,3 +291,67 @@ def dynamic_cases(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
             {"factor": 4.0, "short_factor": [1.0] * pairs, "long_factor": [1.0 + i for i in range(pairs)]},
         ),
     }
+
+
+# --- every family of families.toml that says what rotates ----------------------------------------------------------
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": TRAINED,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 32,
+    "logit_scale": 1.0,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+} | {key: value for key, value in _LATENT.items() if key != "num_key_value_heads"}
+_SECOND_IS_FULL: dict[str, Any] = {
+    name: {"layer_types": [first, "full_attention"]}
+    for first, names in {
+        "sliding_attention": ("gemma3_text", "olmo3", "mellum"),
+        "linear_attention": ("minimax", "qwen3_next", "olmo_hybrid"),
+        "conv": ("lfm2", "lfm2_moe"),
+    }.items()
+    for name in names
+}
+_OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "dots1": {"n_shared_experts": 1},
+    "longcat_flash": {"num_layers": LAYERS, "zero_expert_num": 1, "head_dim": 8},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}},
+    "phi": {"qk_layernorm": True},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "cohere": {"use_qk_norm": True},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+}
+
+
+def known_config(model_type: str, **overrides: Any) -> Any:
+    """A small config of any family of the table; keys that it does not know are left out."""
+    cls = transformers.CONFIG_MAPPING[model_type]
+    known = {item.name for item in fields(cls)} | set(cls.attribute_map)
+    keys = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
+    sizes = {key: value for key, value in (_SIZES | keys).items() if key in known}
+    return cls(**copy.deepcopy(sizes | _OF_ITS_OWN.get(model_type, {}) | overrides))
+
+
+def build_known(model_type: str, **overrides: Any) -> Any:
+    """A model of `known_config`, every parameter of it random: norms that are not one, biases that are not zero."""
+    model = from_config(known_config(model_type, **overrides))
+    draws = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn(parameter.shape, generator=draws))
+    return model

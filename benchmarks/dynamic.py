@@ -1,0 +1,151 @@
+"""Length-dependent RoPE with a cache, against transformers' own "dynamic": the cost of a step, the loss of text.
+
+    python benchmarks/dynamic.py [--tokens 4096,8192] [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/dynamic.py --text [--documents 24]
+
+Cost: a model of about 100 million random parameters with four heads of keys for twelve of queries, and with twelve;
+stock and patched share their weights, steps are interleaved in pairs, a row is the median ratio patched / stock with
+its 95% bootstrap interval. Text: the bundled model reads held-out text through its cache, one token after another, to
+eight times its trained length; the loss per stretch of positions, and the difference paired by window with its 95%
+interval. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from overhead import interleaved
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.perplexity import tokenize
+from rope_ext_hf.reference import path
+
+TRAINED = 1024
+RULES: dict[str, dict[str, Any]] = {
+    "even": {"growth": "even"},
+    "hf": {"growth": "hf", "factor": 8.0},
+    "paper": {"growth": "paper"},
+}
+
+
+def stock_model(kv_heads: int, device: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=TRAINED,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
+    )
+    return LlamaForCausalLM(config).to(device).eval()
+
+
+def cost(kv_heads: int, tokens: int, pairs: int, device: str) -> list[dict[str, Any]]:
+    stock = stock_model(kv_heads, device)
+    shared = {id(tensor): tensor for tensor in stock.parameters()}
+    ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def decode(which: LlamaForCausalLM) -> Callable[[], object]:
+        cache = DynamicCache(config=which.config)
+        for part in torch.split(ids, 1024, dim=1):
+            which(part, past_key_values=cache, logits_to_keep=1)
+        return lambda: which(ids[:, :1], past_key_values=cache)
+
+    rows = []
+    with torch.inference_mode():
+        for name, parameters in RULES.items():
+            twin = rope.patch(copy.deepcopy(stock, shared), "dynamic-ntk", **parameters)
+            found = interleaved(decode(stock), decode(twin), pairs, device)
+            rows.append({"rule": name, "key heads": kv_heads, "tokens": tokens, **found})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def losses(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+    """Per token, (windows, tokens - 1), read one token at a time through the cache."""
+    cache, found = DynamicCache(config=model.config), []
+    for at in range(windows.shape[1] - 1):
+        logits = model(windows[:, at : at + 1], past_key_values=cache).logits[:, -1].float()
+        found.append(torch.nn.functional.cross_entropy(logits, windows[:, at + 1], reduction="none"))
+    return torch.stack(found, dim=1).double()
+
+
+def text(documents: int, device: str) -> list[dict[str, Any]]:
+    stock = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32)
+    trained = stock.config.max_position_embeddings
+    length = 8 * trained + 1
+    held_out = torch.cat([d.ids for d in tokenize(load("stdlib"), AutoTokenizer.from_pretrained(path()))])
+    starts = torch.linspace(0, len(held_out) - length, documents).long().tolist()
+    windows = torch.stack([held_out[start : start + length] for start in starts]).to(device)
+    rows = []
+    for factor in (2.0, 4.0, 8.0):
+        stock.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
+        plain = LlamaForCausalLM(stock.config).to(device).eval()
+        plain.load_state_dict(stock.state_dict())
+        with torch.inference_mode():
+            theirs = losses(plain, windows)
+            ours = losses(rope.patch(plain, "dynamic-ntk", growth="hf", factor=factor), windows)
+        for low, high in ((0, 1), (1, 2), (2, 4), (4, 8)):
+            span = slice(max(0, low * trained - 1), high * trained - 1)
+            gaps = (ours - theirs)[:, span].mean(dim=1)
+            draws = torch.randint(documents, (2000, documents), generator=torch.Generator().manual_seed(0))
+            interval = torch.quantile(gaps[draws].mean(dim=1), torch.tensor([0.025, 0.975], dtype=torch.float64))
+            rows.append(
+                {
+                    "factor": factor,
+                    "positions": f"{low}x to {high}x",
+                    "stock": round(theirs[:, span].mean().item(), 4),
+                    "ours": round(ours[:, span].mean().item(), 4),
+                    "difference": round(gaps.mean().item(), 4),
+                    "interval": [round(value, 4) for value in interval.tolist()],
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tokens", default="4096,8192")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--text", action="store_true", help="the loss of text instead of the cost of steps")
+    parser.add_argument("--documents", type=int, default=24, help="windows of text")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    arguments = parser.parse_args()
+    device = arguments.device
+    if arguments.text:
+        rows = text(arguments.documents, device)
+    else:
+        lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
+        rows = [row for heads in (4, 12) for tokens in lengths for row in cost(heads, tokens, arguments.pairs, device)]
+    result = {
+        "benchmark": "dynamic text" if arguments.text else "dynamic",
+        "rows": rows,
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+    }
+    line = json.dumps(result)
+    if arguments.out:
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
