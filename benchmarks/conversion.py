@@ -1,0 +1,193 @@
+"""Time and memory of converting a checkpoint from one RoPE layout to the other, against copying its folder.
+
+    python benchmarks/conversion.py [--gigabytes 4] [--pairs 3] [--folder /somewhere] [--out benchmarks/results.jsonl]
+
+A Llama with grouped-query attention (16 query and 4 key heads of 128, bfloat16, several parts) made of random bytes in
+a temporary folder. In turn, with the source in the page cache and nothing else waiting for the disk: one process that
+converts (`convert_checkpoint`, on disk when it ends), and one of `cp -r` followed by `sync`. `ratio` compares the call
+with the copy; `ratio_of_processes` has the start of Python and the import of torch and transformers in it, which take
+the same few seconds for any size. Memory is the process's peak (ru_maxrss), imports included, and the peak of one that
+loads the model. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 7168, 16, 4, 128, 32_000
+PART = 10**9  # bytes of a weight file, at most
+LIMIT_RATIO, LIMIT_TENSORS, LIMIT_MEGABYTES = 1.3, 3, 300
+
+
+def make(folder: Path, size: int) -> int:
+    """Write the checkpoint; returns the bytes of its largest tensor."""
+    import torch
+    from transformers import LlamaConfig
+
+    from rope_ext_hf.shards import Entry, write_safetensors
+
+    heads, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    layer = {
+        "self_attn.q_proj": (heads, HIDDEN),
+        "self_attn.k_proj": (keys, HIDDEN),
+        "self_attn.v_proj": (keys, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, heads),
+        "mlp.gate_proj": (FFN, HIDDEN),
+        "mlp.up_proj": (FFN, HIDDEN),
+        "mlp.down_proj": (HIDDEN, FFN),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    per_layer = 2 * sum(math.prod(shape) for shape in layer.values())
+    layers = max(1, round((size - 2 * 2 * VOCABULARY * HIDDEN) / per_layer))
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    shapes |= {f"model.layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    entries = {name: Entry("BF16", shape, 0, 2 * math.prod(shape)) for name, shape in shapes.items()}
+    largest = max(entry.end for entry in entries.values())
+    noise = torch.randint(-(2**15), 2**15, (largest // 2,), dtype=torch.int16).view(torch.bfloat16)
+    parts: list[dict[str, Entry]] = [{}]
+    room = most = min(PART, sum(entry.end for entry in entries.values()) // 3)
+    for name, entry in entries.items():
+        if parts[-1] and entry.end > room:
+            parts.append({})
+            room = most
+        parts[-1][name] = entry
+        room -= entry.end
+    where = {}
+    for i, part in enumerate(parts, 1):
+        file = f"model-{i:05}-of-{len(parts):05}.safetensors"
+        where |= dict.fromkeys(part, file)
+        write_safetensors(
+            folder / file,
+            part,
+            lambda name: noise[: math.prod(shapes[name])].view(shapes[name]),
+            {"format": "pt"},
+            lambda count: None,
+        )
+    index = {"metadata": {"total_size": sum(entry.end for entry in entries.values())}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    return largest
+
+
+def one(way: str, source: Path, target: Path) -> dict[str, Any]:
+    """What a process of its own does."""
+    import transformers
+
+    from rope_ext_hf.checkpoint import convert_checkpoint
+
+    model = transformers.LlamaForCausalLM  # imports it
+    started = time.perf_counter()
+    if way == "convert":
+        warnings.simplefilter("ignore")
+        convert_checkpoint(source, target, "interleaved")
+    else:
+        loaded = model.from_pretrained(source, dtype="auto")
+        for parameter in loaded.parameters():
+            parameter.view(-1).sum()  # until then it is but a place in a file
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"call": time.perf_counter() - started, "megabytes": peak / 1e6}
+
+
+def run(way: str, source: Path, target: Path) -> dict[str, Any]:
+    """One process, from its start to its end."""
+    if way == "copy":
+        command = ["sh", "-c", 'cp -r "$1" "$2" && sync', "sh", str(source), str(target)]
+    else:
+        command = [sys.executable, __file__, "--one", way, "--folder", str(source), "--target", str(target)]
+    os.sync()
+    for path in source.iterdir():  # into the page cache
+        with path.open("rb") as file:
+            while file.read(2**24):
+                pass
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    shutil.rmtree(target, ignore_errors=True)
+    return {"seconds": seconds} | (json.loads(done.stdout.splitlines()[-1]) if done.stdout else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the temporary folder is made; default: the system's place")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(one(arguments.one, arguments.folder, arguments.target)))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        source, target = Path(temporary, "source"), Path(temporary, "target")
+        source.mkdir()
+        largest = make(source, int(arguments.gigabytes * 1e9))
+        size = sum(path.stat().st_size for path in source.iterdir())
+        parts = len(list(source.glob("*.safetensors")))
+        pairs = []
+        for _ in range(arguments.pairs):
+            pair = {way: run(way, source, target) for way in ("convert", "copy")}
+            pairs.append(pair)
+            print(json.dumps(pair), flush=True)
+        loaded = run("load", source, target)
+    peak = max(pair["convert"]["megabytes"] for pair in pairs)
+    ratios = [pair["convert"]["call"] / pair["copy"]["seconds"] for pair in pairs]
+    processes = [pair["convert"]["seconds"] / pair["copy"]["seconds"] for pair in pairs]
+    most = LIMIT_TENSORS * largest / 1e6 + LIMIT_MEGABYTES
+    result = {
+        "benchmark": "conversion",
+        "gigabytes": round(size / 1e9, 2),
+        "parts": parts,
+        "largest_tensor_megabytes": round(largest / 1e6),
+        "convert_seconds": [round(pair["convert"]["call"], 2) for pair in pairs],
+        "process_seconds": [round(pair["convert"]["seconds"], 2) for pair in pairs],
+        "copy_seconds": [round(pair["copy"]["seconds"], 2) for pair in pairs],
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_of_processes": round(statistics.median(processes), 3),
+        "fast_enough": statistics.median(ratios) <= LIMIT_RATIO,
+        "convert_megabytes": round(peak),
+        "allowed_megabytes": round(most),
+        "small_enough": peak <= most,
+        "load_megabytes": round(loaded["megabytes"]),
+        "device": platform.machine(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+    }
+    line = json.dumps(result)
+    if arguments.out:
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

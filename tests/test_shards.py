@@ -1,0 +1,416 @@
+"""Weight files as bytes: what the reader accepts is a safetensors file, and everything else is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import tempfile
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
+
+import rope_ext_hf as rope
+from rope_ext_hf import shards
+from rope_ext_hf.shards import (
+    DTYPES,
+    TORCH_DTYPES,
+    Entry,
+    SafetensorsFile,
+    TorchFile,
+    bytes_of,
+    copy_range,
+    files_of,
+    holds,
+    inside,
+    new_folder,
+    read_json,
+    write_safetensors,
+)
+
+VALID = save(
+    {"a": torch.arange(6, dtype=torch.int16).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)},
+    {"format": "pt"},
+)
+
+
+def accepted(data: bytes) -> bool:
+    """Whether the reader takes these bytes for a file; the library has to agree, and to read the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.safetensors"
+        path.write_bytes(data)
+        try:
+            found = SafetensorsFile(path)
+        except rope.CheckpointError:
+            return False
+        library: Any = safetensors
+        by_library = dict(library.deserialize(data))
+        assert found.tensors.keys() == by_library.keys()
+        for name, entry in found.tensors.items():
+            assert (entry.dtype, list(entry.shape)) == (by_library[name]["dtype"], by_library[name]["shape"])
+            assert data[entry.begin : entry.end] == by_library[name]["data"]
+            if entry.dtype in TORCH_DTYPES:
+                tensor = found.read(name)
+                assert (tensor.dtype, tuple(tensor.shape)) == (TORCH_DTYPES[entry.dtype], entry.shape)
+                assert bytes(bytes_of(tensor)) == data[entry.begin : entry.end]
+        return True
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes(data: bytes) -> None:
+    accepted(data)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_file_with_some_bytes_changed(data: st.DataObject) -> None:
+    changed = bytearray(VALID)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    accepted(bytes(changed))
+
+
+@given(end=st.integers(0, len(VALID) - 1), more=st.binary(max_size=9))
+@settings(max_examples=100, deadline=None)
+def test_a_file_cut_short_or_prolonged(end: int, more: bytes) -> None:
+    assert not accepted(VALID[:end])
+    assert accepted(VALID + more) == (more == b"")
+
+
+odd: st.SearchStrategy[Any] = st.one_of(
+    st.integers(-3, 40),
+    st.sampled_from(
+        [2**31, 2**62, 2**63, 2**64, 10**30, -1, 1.0, 1e400, True, None, "", "F32", "4", [], [4], {}, {"a": 1}]
+    ),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.lists(st.sampled_from([0, 2**62, 2**63, -1, 1.5, "1", None, [1]]), max_size=3),
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.one_of(st.sampled_from(sorted(DTYPES)), odd),
+        "shape": st.one_of(st.lists(st.integers(0, 4), max_size=3), odd),
+        "data_offsets": st.one_of(st.lists(st.integers(0, 64), min_size=2, max_size=2), odd),
+    },
+    optional={"more": odd},
+)
+headers = st.dictionaries(
+    st.one_of(st.sampled_from(["a", "b", "__metadata__", "\ud800", ""]), st.text(max_size=3)),
+    st.one_of(entries, odd, st.dictionaries(st.text(max_size=2), st.one_of(st.text(max_size=2), odd), max_size=2)),
+    max_size=3,
+)
+
+
+@given(header=headers, body=st.binary(max_size=64), padding=st.sampled_from([b"", b" ", b"\n", b"x"]))
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_header(header: dict[str, Any], body: bytes, padding: bytes) -> None:
+    text = json.dumps(header).encode() + padding
+    accepted(len(text).to_bytes(8, "little") + text + body)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_every_right_file_is_accepted(data: st.DataObject) -> None:
+    """Tensors in any order of their bytes, of any dtype, empty ones among them."""
+    names = data.draw(
+        st.lists(st.text(min_size=1, max_size=5).filter(lambda n: n != "__metadata__"), unique=True, max_size=5)
+    )
+    at = 0
+    fields: list[tuple[str, dict[str, Any]]] = []
+    for name in names:
+        dtype = data.draw(st.sampled_from(sorted(set(DTYPES) - {"F4", "F6_E2M3", "F6_E3M2"})))
+        shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
+        end = at + math.prod(shape) * DTYPES[dtype] // 8
+        fields.append((name, {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}))
+        at = end
+    metadata = data.draw(st.one_of(st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2)))
+    header = dict(data.draw(st.permutations(fields)))
+    text = json.dumps(header if metadata is None else {"__metadata__": metadata} | header).encode()
+    body = data.draw(st.binary(min_size=at, max_size=at))
+    for entry in header.values():  # a byte of a bool is 0 or 1
+        if entry["dtype"] == "BOOL":
+            begin, end = entry["data_offsets"]
+            body = body[:begin] + bytes(byte & 1 for byte in body[begin:end]) + body[end:]
+    assert accepted(len(text).to_bytes(8, "little") + text + body)
+
+
+def with_header(header: str, body: bytes = b"") -> bytes:
+    return len(header.encode()).to_bytes(8, "little") + header.encode() + body
+
+
+ENTRY = '{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "a header of 0 bytes in a file of 0"),
+        (b"\x02" + b"\0" * 7, "a header of 2 bytes in a file of 8"),
+        ((2**63).to_bytes(8, "little") + b"{}", "a header of 9223372036854775808 bytes"),
+        (with_header("[]"), "no JSON object"),
+        (with_header(" {}"), "no JSON object"),
+        (with_header('{"a":' + ENTRY + "}", b"xyz"), "the tensors end at byte .*, the file at"),
+        (with_header('{"a":' + ENTRY + "}", b"x"), "the tensors end at byte .*, the file at"),
+        (with_header('{"a":' + ENTRY + ',"a":' + ENTRY + "}", b"xy"), "'a' stands there twice"),
+        (with_header('{"a":' + ENTRY + ',"b":' + ENTRY + "}", b"xy"), "'b' begins at byte"),
+        (with_header('{"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}', b"xyz"), "'a' begins at byte"),
+        (with_header('{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}', b"xy"), "'a': 2 bytes for shape"),
+        (with_header('{"a":{"dtype":"U7","shape":[2],"data_offsets":[0,2]}}', b"xy"), "dtype 'U7'"),
+        (with_header('{"a":{"dtype":"U8","shape":"","data_offsets":[0,1]}}', b"x"), "shape ''"),
+        (with_header('{"a":{"dtype":"U8","shape":[],"data_offsets":"01"}}', b"x"), "data_offsets '01'"),
+        (with_header('{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}', b"x"), "1 bytes for shape"),
+        (with_header('{"a":{"dtype":"U8","shape":[2]}}', b"xy"), "'a' has not dtype, shape and data_offsets"),
+        (with_header('{"__metadata__":{"a":1}}'), "__metadata__ does not hold words"),
+        (with_header('{"__metadata__":[]}'), "__metadata__ does not hold words"),
+    ],
+)
+def test_what_is_wrong_is_said(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(rope.CheckpointError, match=message) as caught:
+        SafetensorsFile(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [[2**62, 2**62], [2**40], [0, 2**62], [1] * 1000, [2**62] * 64])
+def test_no_claim_makes_it_take_memory(shape: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    entry = {"dtype": "F64", "shape": shape, "data_offsets": [0, 8 if shape[-1] == 1 else 2**40 if shape[0] else 0]}
+    path.write_bytes(with_header(json.dumps({"a": entry}), b"12345678"))
+    tracemalloc.start()
+    with pytest.raises(rope.CheckpointError, match="is no whole safetensors file"):
+        SafetensorsFile(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(VALID)
+    file = SafetensorsFile(path)
+    path.write_bytes(VALID[:-4])
+    with pytest.raises(rope.CheckpointError, match="ended at byte"):
+        file.read(next(name for name, entry in file.tensors.items() if entry.end == len(VALID)))
+    with (
+        path.open("rb") as source,
+        (tmp_path / "copy").open("wb") as target,
+        pytest.raises(rope.CheckpointError, match="ended at byte"),
+    ):
+        copy_range(source.fileno(), target.fileno(), 0, len(VALID), lambda count: None)
+
+
+def test_dtypes_that_torch_lacks_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(with_header('{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"x"))
+    with pytest.raises(rope.CheckpointError, match="dtype F4 cannot be read here"):
+        SafetensorsFile(path).read("a")
+
+
+# --- torch's files ---------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_torch_files_with_some_bytes_changed(data: st.DataObject) -> None:
+    """Tensors or a CheckpointError, never anything else."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.bin"
+        legacy = data.draw(st.booleans())
+        torch.save({"a": torch.zeros(3), "b": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
+        changed = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(changed)
+        try:
+            found = TorchFile(path)
+        except rope.CheckpointError:
+            return
+        for name, entry in found.tensors.items():
+            assert len(bytes_of(found.read(name))) == entry.end
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="where Linux says what is mapped")
+def test_torch_files_are_mapped(tmp_path: Path) -> None:
+    """A tensor is not in memory until its numbers are needed."""
+    path = tmp_path / "file.bin"
+    torch.save({"a": torch.zeros(4)}, path)
+    file = TorchFile(path)
+    assert str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert torch.equal(file.read("a"), torch.zeros(4))
+
+
+def test_compressed_torch_files_are_refused(tmp_path: Path) -> None:
+    import zipfile
+
+    torch.save({"a": torch.zeros(10_000)}, tmp_path / "file.bin")
+    with zipfile.ZipFile(tmp_path / "file.bin") as old, zipfile.ZipFile(tmp_path / "bomb.bin", "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(rope.CheckpointError, match="it is compressed"):
+        TorchFile(tmp_path / "bomb.bin")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3).T,  # columns first
+        "b": torch.ones(3, dtype=torch.bfloat16)[::2],
+        "c": torch.zeros(0, 5),
+        "d": torch.tensor(7),
+    }
+    named = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    entries = {
+        name: Entry(named[t.dtype], tuple(t.shape), 0, t.numel() * t.element_size()) for name, t in tensors.items()
+    }
+    seen: list[int] = []
+    path = tmp_path / "file.safetensors"
+    write_safetensors(path, entries, tensors.__getitem__, {"format": "pt"}, seen.append)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert sum(seen) == sum(entry.end for entry in entries.values())
+    assert holds(path, entries, tensors.__getitem__)
+    assert holds(path, entries, tensors.__getitem__, SafetensorsFile(path).header)
+    assert not holds(path, entries, tensors.__getitem__, b"another header")
+    assert not holds(path, entries, lambda name: tensors[name] + (name == "d"))
+    assert not holds(path, dict(list(entries.items())[1:]), tensors.__getitem__)
+    assert not holds(tmp_path / "nothing.safetensors", entries, tensors.__getitem__)
+
+
+@pytest.mark.parametrize("number", [None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, "absent"])
+def test_ranges_are_copied_without_the_kernels_help_too(
+    number: int | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(range(256)) * 40
+    (tmp_path / "source").write_bytes(data)
+
+    def refuse(*args: Any, **options: Any) -> int:
+        raise OSError(number, "no")
+
+    if number == "absent":  # as on macOS
+        monkeypatch.delattr(os, "copy_file_range")
+    elif number is not None:
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(shards, "BLOCK", 1000)
+    seen: list[int] = []
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb", buffering=0) as target:
+        copy_range(source.fileno(), target.fileno(), 100, 5000, seen.append)
+        copy_range(source.fileno(), target.fileno(), 7, 7, seen.append)
+        copy_range(source.fileno(), target.fileno(), 9000, len(data), seen.append)
+    assert (tmp_path / "copy").read_bytes() == data[100:5000] + data[9000:]
+    assert sum(seen) == 4900 + len(data) - 9000
+
+
+def test_other_errors_of_the_kernel_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    (tmp_path / "source").write_bytes(b"data")
+    with (
+        (tmp_path / "source").open("rb") as source,
+        (tmp_path / "copy").open("wb") as target,
+        pytest.raises(OSError, match="broken"),
+    ):
+        copy_range(source.fileno(), target.fileno(), 0, 4, lambda count: None)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_folder(tmp_path: Path) -> None:
+    for name in ("b.txt", "deep/er/a.txt", ".git/config", "deep/__pycache__/x.pyc", ".cache/y"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("", encoding="utf-8")
+    (tmp_path / "link").symlink_to("b.txt")
+    assert files_of(tmp_path) == ["b.txt", "deep/er/a.txt", "link"]
+    assert inside(tmp_path, "link").read_text(encoding="utf-8") == ""
+
+
+def test_json_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.json").write_text('{"a": 1}', encoding="utf-8")
+    assert read_json(tmp_path / "index.json") == {"a": 1}
+    monkeypatch.setattr(shards, "MOST_HEADER", 7)
+    with pytest.raises(rope.CheckpointError, match="cannot be read: more than 7 bytes"):
+        read_json(tmp_path / "index.json")
+    with pytest.raises(rope.CheckpointError, match=r"cannot be read: .*No such file"):
+        read_json(tmp_path / "nothing.json")
+
+
+def test_a_new_folder_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    dst = tmp_path / "some" / "where"
+    with new_folder(dst, {"a": 1}, 0) as unfinished:
+        (unfinished / "file").write_text("x", encoding="utf-8")
+        assert not dst.exists()
+        with pytest.raises(rope.CheckpointError, match="another process is writing"), in_a_thread(dst):
+            pass
+    assert [path.name for path in dst.parent.iterdir()] == ["where"]
+    assert [path.name for path in dst.iterdir()] == ["file"]
+    with pytest.raises(rope.CheckpointError, match="exists already"), new_folder(dst, {}, 0):
+        pass
+
+
+def in_a_thread(dst: Path) -> Any:
+    """`new_folder`, entered by another thread: locks of one thread know each other."""
+    from concurrent.futures import ThreadPoolExecutor
+    from contextlib import nullcontext
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: new_folder(dst, {}, 0).__enter__()).result()
+    return nullcontext()
+
+
+def test_a_destination_that_came_meanwhile_is_kept(tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+
+    def interfere() -> None:
+        with new_folder(dst, {}, 0):
+            dst.mkdir()
+            (dst / "mine").write_text("x", encoding="utf-8")
+
+    with pytest.raises(rope.CheckpointError, match="could not be read or written"):
+        interfere()
+    assert (dst / "mine").read_text(encoding="utf-8") == "x"
+
+
+def test_what_was_interrupted_is_gone_on_with_by_the_same_plan_alone(tmp_path: Path) -> None:
+    def attempt(plan: dict[str, Any], resume: bool, act: Callable[[Path], object]) -> None:
+        with new_folder(tmp_path / "dst", plan, 0, resume=resume) as unfinished:
+            act(unfinished)
+
+    def stop(unfinished: Path) -> None:
+        (unfinished / "a.safetensors").write_text("x", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt({"size": (1, 2)}, False, stop)
+    with pytest.raises(rope.CheckpointError, match="has changed; start anew without resume"):
+        attempt({"size": (1, 3)}, True, lambda unfinished: None)
+    attempt({"size": (1, 2)}, True, lambda unfinished: None)
+    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["a.safetensors"]
+
+
+def test_saved_by_the_library_read_here(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 2),
+        "b": torch.tensor([1, 0], dtype=torch.bool),
+        "c": torch.randn(2).to(torch.float8_e4m3fn),
+    }
+    save_file(tensors, tmp_path / "file.safetensors", {"format": "pt"})
+    file = SafetensorsFile(tmp_path / "file.safetensors")
+    assert file.metadata == {"format": "pt"}
+    for name, tensor in tensors.items():
+        assert bytes(bytes_of(file.read(name))) == bytes(bytes_of(tensor))
