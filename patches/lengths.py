@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_ext_hf.cache import KeyLayout, Stored, Turn, hand_out_turned, turn_in_place
+from rope_ext_hf.cache import KeyLayout, Stored, Turn, hand_out_turned, outside_graphs, turn_in_place
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.slots import PatchedSlot
 from rope_ext_hf.rotary import RotaryEmbedding, segment_lengths
@@ -92,7 +92,7 @@ class RowLengths:
             when = "outside fixed_length" if isinstance(stored, Stored) else f"at a fixed length of {stored}"
             raise LengthError(f"the keys in this cache were stored {when}, and {held} is held now: fill a new one")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at values: a compiled decoder stops for it
+    @outside_graphs  # it looks at values
     def _bring(
         self,
         slot: PatchedSlot,

@@ -295,10 +295,11 @@ def check_pairing(model: nn.Module) -> None:
     said = getattr(config, PAIRING_KEY, None)
     if said is None or (runs := runs_pairing(config)) in (None, said):
         return
+    folder = getattr(config, "_name_or_path", None) or "FOLDER"
     raise CheckpointError(
         f"by the {PAIRING_KEY} of its config this model's weights are {said}, and {config.model_type!r} runs {runs} in "
-        f"transformers: what it says is noise. Mend the folder with `rope-ext convert FOLDER NEW --to {runs}`, or the "
-        f"loaded model with rope.convert(model, to={runs!r})"
+        f"transformers: what it says is noise. Mend the folder with `rope-ext convert {folder} NEW --to {runs}`, or "
+        f"the loaded model with rope.convert(model, to={runs!r})"
     )
 
 

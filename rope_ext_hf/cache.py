@@ -14,17 +14,35 @@ and it is scaled by the ratio of the attention factors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.rotary import RotaryEmbedding, angles
 
-__all__ = ["KeyLayout", "Stored", "Turn", "hand_out_turned", "turn_in_place"]
+__all__ = ["KeyLayout", "Stored", "Turn", "hand_out_turned", "outside_graphs", "turn_in_place"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """A compiled caller stops for this function and goes on after it; torch's compiler is not loaded on its account."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        result: R = torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return result
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,4 @@ def _turning(
         keys, values = update(here.applied(key_states, layout), value_states, *args, **kwargs)
         return there.of_last(keys.shape[-2]).applied(keys, layout), values
 
-    # What stands there for one forward only is not worth a graph of its own.
-    outside: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(turned)  # type: ignore[no-untyped-call]
-    return outside
+    return outside_graphs(turned)  # what stands there for one forward only is not worth a graph of its own

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.pairing import PAIRINGS
+from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing
 from rope_ext_hf.patches.patching import geometry
 from rope_ext_hf.shards import (
@@ -44,7 +45,6 @@ from rope_ext_hf.verifying import compare_scores
 
 __all__ = ["ConversionReport", "Source", "convert_checkpoint", "read_source"]
 
-PAIRING_KEY = "rope_pairing"
 INDEXES = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("adapter_model.safetensors.index.json", "adapter_model.safetensors"),
