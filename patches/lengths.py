@@ -10,16 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_ext_hf.cache import KeyLayout, Stored, Turn, hand_out_turned, outside_graphs, turn_in_place
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.slots import PatchedSlot
 from rope_ext_hf.rotary import RotaryEmbedding, segment_lengths
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 __all__ = ["RowLengths"]
 
@@ -121,6 +123,8 @@ class RowLengths:
         cropped = known < stored.positions.shape[1]
         if total <= stored.quiet and not cropped:
             return
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
         layers = _layers(slot, cache, names)
         layout = self._layout(slot, table, layers)
         plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
@@ -151,6 +155,8 @@ class RowLengths:
 
     def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Undo what `before` did to others, and note what the cache holds now. Called after an exception, too."""
+        from transformers.cache_utils import Cache
+
         holds: Stored | int | None = self.coming
         if self.open is not None:
             self.open.close()

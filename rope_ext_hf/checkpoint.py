@@ -41,7 +41,7 @@ from rope_ext_hf.shards import (
     write_all,
     write_safetensors,
 )
-from rope_ext_hf.verifying import compare_scores
+from rope_ext_hf.verifying import compare_logits, compare_scores
 
 __all__ = ["ConversionReport", "Source", "convert_checkpoint", "read_source"]
 
@@ -320,7 +320,7 @@ def convert_checkpoint(
         force: convert although the weights are said to be in that pairing already.
         resume: go on after an interruption; finished files are compared with what they should be.
         verify: before the folder gets its name, compare the attention scores of a few layers of source and copy, each
-            under the rotation that its weights are for.
+            under the rotation that its weights are for, and with memory for two models their logits.
         model_parallel: parts to write, for "meta".
         progress: called with bytes written and bytes in all.
 
@@ -377,6 +377,9 @@ def convert_checkpoint(
         if verify:
             written = {name: SafetensorsFile(unfinished / _safetensors_name(name)) for name in found.files}
             verified = compare_scores(found.rows, found.files, written, to)
+            if not found.adapter:
+                before = "interleaved" if to == "half" else "half"
+                verified += "; " + compare_logits(found.folder, before, unfinished, to, work.total)
     runs = runs_pairing(work.config_after()) == to
     report = ConversionReport(
         path=str(dst),

@@ -637,6 +637,7 @@ def convert(
     with _errors():
         from rope_ext_hf.checkpoint import convert_checkpoint
 
+        _quiet()
         with _progress(new_folder.name, unit="bytes") as advance:
             report = convert_checkpoint(
                 source_folder,

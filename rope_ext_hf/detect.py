@@ -2,15 +2,29 @@
 
     print(detect_pairing("path/or/hub-id"))
 
-Training makes the rows of W_q and W_k alike that turn with alike frequencies: in W_q W_k^T of one head, what two dims
-of a turning pair have in common is several times what other dims have. But so it is for neighbouring frequencies, which
-raises the adjacent dims of half-paired weights too. So each reading is asked for all entries, not for its pairs alone:
-it gives every dim a frequency, hence every two dims a likeness, 1 for a pair; the reading whose likenesses go with the
-energies is right. Energies and likenesses are taken off the diagonal, less the means of their rows and columns, so that
-dims with large weights do not count as alike. A head's score is one correlation less the other, half less interleaved.
+Training makes the rows of W_q and W_k that turn at like frequencies alike: in W_q W_k^T of one head, the entries that
+join the two dims of a turning pair have several times the energy (square) of others. But neighbouring frequencies are
+alike too, which raises adjacent dims in half-paired weights. So a reading is judged by all entries, not by those of its
+pairs alone: it gives every dim a frequency, hence every two dims a likeness, 1 for a pair, and a head's score is how
+much better the energies go with the likenesses of the half reading than with those of the interleaved one (correlations
+off the diagonal, less the means of rows and columns, so that dims with large weights do not count as alike).
 
-The verdict is the mean over heads against its standard error: the largest of what heads say, what layers say, and what
-entries in no order at all would have. Below `SURE` standard errors the answer is that it cannot be told.
+The verdict is the mean score over heads against its standard error, by how much heads differ or, if that is more, by
+how much entries in any order would. It takes `SURE` of these and `AGREE` of the layers; else it cannot be told.
+
+Measured on bytes of Python's standard library, models of 1.6 to 1.8 million parameters after 9 minutes of training
+(`benchmarks/detection.py`), score and standard error, all said rightly, by a text too; 555 random initialisations of 20
+families had at most 3.4 standard errors:
+
+    model                          half paired        interleaved
+    bundled (3.8M, 36 minutes)     0.099 +- 0.004    -0.100 +- 0.012
+    qwen2, biases                  0.235 +- 0.014    -0.235 +- 0.017
+    qwen3, norms of q and k        0.173 +- 0.009    -0.189 +- 0.008
+    glm, half of a head rotates    0.132 +- 0.013    -0.129 +- 0.022
+    cohere, norms of q and k       0.075 +- 0.010    -0.167 +- 0.011
+
+The energies of pairs alone, half over interleaved, left half-paired qwen3 (log ratio 0.13 +- 0.13) and cohere
+(0.01 +- 0.09) undecided.
 """
 
 from __future__ import annotations
@@ -41,11 +55,11 @@ if TYPE_CHECKING:
 __all__ = ["LayerScore", "PairingReport", "TextLosses", "detect_pairing", "scores"]
 
 SURE = 4.5  # standard errors; chance alone goes beyond that seven times in a million
+AGREE = 0.75  # of the layers; some models have a few without rotation
 LAYERS = 8  # looked at, evenly over the depth
-AGREE = 0.75  # of the layers
-REACH = (256, 1024, 4096)  # tokens over which frequencies are alike or not; mattered little from 256 to 16,384
+REACH = (256, 1024, 4096)  # tokens; each alone has the right sign on every model above, and none is best on all
 WINDOW, WINDOWS = 256, 8  # tokens of text that are read at a time, and how many times
-MARGIN = 0.1  # nats per token that a text must tell the readings apart by, and be better predicted than by no model
+MARGIN = 0.1  # nats per token: how much better than the other reading, and than knowing nothing, the better one must be
 
 # Whose rows the words of families.toml name. Those of a "head" are a norm's, which says so by its first letter.
 _SIDES = {"q": "q", "q+gate": "q", "nope+rope": "q", "k": "k", "rope": "k"}

@@ -2,7 +2,8 @@
 
 Of a few layers the projections, biases, norms, scales and adapters are read from both sides, applied to the same random
 inputs, and turned by random angles, each side under the rotation that its weights are for. Then q.k must be the same,
-and so must every row that does not rotate. Nothing of a model is built: this takes the memory of a few rows.
+and so must every row that does not rotate. Nothing of a model is built: this takes the memory of a few rows. Where
+there is memory for two models, both folders are loaded as well and must give the same logits.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.pairing import rotate
-from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows
+from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, runs_pairing
 from rope_ext_hf.shards import SafetensorsFile, TorchFile
 
-__all__ = ["compare_scores"]
+__all__ = ["compare_logits", "compare_scores"]
 
 LAYERS = 3
 TOKENS = 4
 ROWS = 1024  # of a weight that are in float64 at a time
 MOST = 1e-5  # of the scores' own spread
+MOST_LOGITS = 1e-3  # of the logits' own; nearly always they are equal to the bit
 _SCALES = re.compile("scale|magnitude|SCB")
 
 
@@ -65,6 +69,49 @@ def compare_scores(
         f"q.k of {len(chosen)} of {len(names)} layers, {other} on the source against {to} on the copy: equal to "
         f"{worst:.0e} of their spread"
     )
+
+
+def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
+    """What was compared, in words, or why nothing was: logits of both folders, loaded by transformers.
+
+    Each model is brought, in memory, to the pairing that its class runs.
+
+    Args:
+        before, to: the pairings of the weights in the two folders.
+        size: bytes of the weights.
+
+    Raises:
+        CheckpointError: logits that differ.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from rope_ext_hf.patches.converting import convert
+
+    if (free := psutil.virtual_memory().available) < 2.5 * size:
+        return f"logits not compared: that takes {2.5 * size / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+    found: list[Tensor] = []
+    for folder, pairing in ((source, before), (written, to)):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            return f"logits not compared: {' '.join(str(error).split())[:200]}"
+        runs = runs_pairing(model.config)
+        if runs is None:
+            return "logits not compared: which pairing the class runs is not known"
+        if runs != pairing:
+            convert(model, runs, source=pairing)
+        ids = torch.arange(3, 3 + TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
+        with torch.no_grad():
+            found.append(model(ids, use_cache=False).logits.float())
+        del model
+    one, other = found
+    difference = float((one - other).abs().max() / one.std().clamp(min=1e-30))
+    if not difference <= MOST_LOGITS:
+        raise CheckpointError(
+            f"verification failed: logits of what was written differ from the source's by {difference:.1e} of their "
+            "spread; the folder did not get its name"
+        )
+    return f"logits of both, loaded: equal to {difference:.0e} of their spread"
 
 
 @dataclass

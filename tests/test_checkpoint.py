@@ -1204,3 +1204,24 @@ def test_killed_at_any_point(source: Path, tmp_path: Path) -> None:
     assert all(kill["right"] and kill["source"] for kill in found["kills"])
     assert sum(kill["there"] for kill in found["kills"]) <= 2  # killed after the folder got its name
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["converted", "expected"]
+
+
+def test_verify_compares_logits_where_there_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    with pytest.warns(UserWarning, match="does not run"):
+        there = rope.convert_checkpoint("reference", tmp_path / "there", "interleaved", verify=True)
+    assert "logits of both, loaded: equal to 0e+00" in (there.verified or "")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    back = rope.convert_checkpoint(tmp_path / "there", tmp_path / "back", "half", verify=True)
+    assert "q.k of 3 of 5 layers" in (back.verified or "")
+    assert "logits not compared: that takes 0.0 GB of memory" in (back.verified or "")
+
+
+def test_verify_catches_wrong_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rope_ext_hf import verifying
+
+    monkeypatch.setattr(verifying, "MOST_LOGITS", -1.0)
+    with pytest.raises(rope.CheckpointError, match="logits of what was written differ"):
+        rope.convert_checkpoint("reference", tmp_path / "there", "interleaved", verify=True)
+    assert not (tmp_path / "there").exists()
