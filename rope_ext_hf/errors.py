@@ -3,8 +3,8 @@
     RopeExtError
     ├── MethodError (ValueError)       unknown method, impossible parameter
     ├── UnsupportedModelError          no rotary embedding, or one that cannot be replaced
-    ├── LengthError (ValueError)       a length-dependent method met a call whose row lengths it cannot know
-    ├── CheckpointError (ValueError)   a folder that is not there, or not what it says
+    ├── LengthError (ValueError)       a length-dependent method met rows, or a cache, of which it cannot know enough
+    ├── CheckpointError (ValueError)   a folder that is not there, not what it says, or not to be converted
     └── CorpusError (ValueError)       no text, or not enough of it
 
 The command line prints the message on one line and exits with status 2.
@@ -28,7 +28,7 @@ class UnsupportedModelError(RopeExtError):
 
 
 class LengthError(RopeExtError, ValueError):
-    """A length-dependent method was called in a way that hides how long each row is."""
+    """A length-dependent method cannot know how long each row is, or at which length a cache was filled."""
 
 
 class CheckpointError(RopeExtError, ValueError):
