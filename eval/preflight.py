@@ -83,8 +83,7 @@ def needs(
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
-    heads, head_dim = _heads(config)
-    cache = 2 * config.num_hidden_layers * heads * head_dim * longest * width
+    cache = config.num_hidden_layers * _cached(config) * longest * width
     working = sum(budgets(device or torch.device("cpu")))
     weights = model.num_parameters() * width
     if offload_cache:
@@ -189,6 +188,14 @@ def narrow_layers(model: PreTrainedModel, longest: int) -> str | None:
         f"{sliding} of {config.num_hidden_layers} layers attend to the last {window:,} tokens only; "
         f"windows of {longest:,} tokens are longer"
     )
+
+
+def _cached(config: Any) -> int:
+    """Numbers that a layer caches per token: keys and values, or what latent attention makes them from."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.kv_lora_rank + config.qk_rope_head_dim)
+    heads, head_dim = _heads(config)
+    return 2 * heads * head_dim
 
 
 def _heads(config: Any) -> tuple[int, int]:

@@ -49,7 +49,8 @@ def speed(results: Sequence[Result]) -> str:
     rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
     if not rates:
         return "not timed"
-    text = f"{rates[0]:,.0f} to {rates[-1]:,.0f} tokens per second"
+    slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
+    text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
     peak = max(result.gpu_bytes or 0 for result in results)
     return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 

@@ -33,8 +33,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return free
 
 
-def test_keys_and_values_are_what_a_cache_holds() -> None:
-    model = build("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "deepseek_v3"])
+def test_keys_and_values_are_what_a_cache_holds(name: str) -> None:
+    model = build(name)
     with torch.no_grad():
         cache = model(torch.arange(3, 35)[None], use_cache=True).past_key_values
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
