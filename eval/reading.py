@@ -196,7 +196,8 @@ class Reader:
         if plain and not self.head._forward_pre_hooks and not self.head._forward_hooks:
             room = self.head_bytes // (len(hidden) * _bytes_of_a_logit(self.model.dtype))
             return _nll(self._parts(hidden, 1 << max(10, room.bit_length() - 1)), targets)
-        few = _power_of_two(self.head_bytes // (self.head.weight.shape[0] * _bytes_of_a_logit(self.model.dtype)))
+        vocabulary = self.model.config.get_text_config().vocab_size  # a quantised or wrapped head has other shapes
+        few = _power_of_two(self.head_bytes // (vocabulary * _bytes_of_a_logit(self.model.dtype)))
         pieces = zip(torch.split(hidden, few), torch.split(targets, few), strict=True)
         return torch.cat([_nll([self._logits(some)], theirs.to(hidden.device)) for some, theirs in pieces])
 
