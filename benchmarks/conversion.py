@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -25,9 +24,10 @@ import sys
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from record import record
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 7168, 16, 4, 128, 32_000
 PART = 10**9  # bytes of a weight file, at most
@@ -178,15 +178,9 @@ def main() -> None:
         "allowed_megabytes": round(most),
         "small_enough": peak <= most,
         "load_megabytes": round(loaded["megabytes"]),
-        "device": platform.machine(),
         "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
     }
-    line = json.dumps(result)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line)
+    record(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import tempfile
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from record import record
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
@@ -176,15 +175,9 @@ def main() -> None:
         "benchmark": "detection",
         "rows": rows,
         "random": by_chance(names, arguments.seeds),
-        "device": platform.machine(),
         "threads": torch.get_num_threads(),
-        "versions": {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")},
     }
-    line = json.dumps(result)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line)
+    record(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from overhead import interleaved
+from record import record
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -136,15 +135,9 @@ def main() -> None:
     result = {
         "benchmark": "dynamic text" if arguments.text else "dynamic",
         "rows": rows,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
     }
-    line = json.dumps(result)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line)
+    record(result, arguments.out, device)
 
 
 if __name__ == "__main__":

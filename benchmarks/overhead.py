@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import record
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -135,15 +133,9 @@ def main() -> None:
         "method": METHOD,
         "rows": rows,
         "patch_32_layers_ms": patch_milliseconds(),
-        "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
     }
-    line = json.dumps(result)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line)
+    record(result, arguments.out, arguments.device)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import record
 
 VOCABULARY = 151_936
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 32, 8, 128, 1024
@@ -171,15 +170,9 @@ def main() -> None:
         "benchmark": "reading",
         "dtype": dtype,
         "rows": rows,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
     }
-    line = json.dumps(result)
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line)
+    record(result, arguments.out, device)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.pairing import PAIRINGS
 from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.layouts import rotating_rows, runs_pairing
+from rope_ext_hf.patches.layouts import rotating_rows, runs_pairing, set_pairing_switch
 from rope_ext_hf.patches.patching import geometry, patched_method
 
 __all__ = ["convert"]
@@ -68,10 +67,7 @@ def convert(model: M, to: str, *, source: str | None = None) -> M:
     with torch.no_grad():
         for parameter, layout in moving:
             parameter.copy_(layout.repaired(parameter.data, to))
-    text = config.get_text_config()
-    switch = family(text.model_type).pairing_switch
-    if switch is not None:
-        setattr(text, switch, to == "interleaved")
+    set_pairing_switch(config, to)
     setattr(config, PAIRING_KEY, to)
     runs = runs_pairing(config)
     if runs is not None and runs != to:

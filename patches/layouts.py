@@ -24,7 +24,7 @@ from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.pairing import repair
 from rope_ext_hf.patches.families import Family, family
 
-__all__ = ["Blocks", "Layout", "Piece", "RotatingRows", "rotating_rows", "runs_pairing"]
+__all__ = ["Blocks", "Layout", "Piece", "RotatingRows", "rotating_rows", "runs_pairing", "set_pairing_switch"]
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,14 @@ def _layout(words: Sequence[str], pieces: dict[str, Piece], keys: int) -> Layout
         return Layout(1, tuple(pieces[word] for word in words))
     within = (pieces[word] for word in words[1:])  # the heads of one key head after another
     return Layout(keys, tuple(Piece(p.count // keys, p.size, p.rotary, p.start) for p in within))
+
+
+def set_pairing_switch(config: Any, to: str) -> None:
+    """Have the class of this config run that pairing, where a key of the config can."""
+    text = config.get_text_config()
+    switch = family(text.model_type).pairing_switch
+    if switch is not None:
+        setattr(text, switch, to == "interleaved")
 
 
 def runs_pairing(config: Any) -> str | None:

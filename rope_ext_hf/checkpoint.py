@@ -25,7 +25,7 @@ from torch import Tensor
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.pairing import PAIRINGS
 from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing
+from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing, set_pairing_switch
 from rope_ext_hf.patches.patching import geometry
 from rope_ext_hf.shards import (
     TORCH_DTYPES,
@@ -465,12 +465,7 @@ class _Work:
 
     def config_after(self) -> Any:
         """The config object, with what the conversion changes in it."""
-        from rope_ext_hf.patches.families import family
-
-        text = self.found.config.get_text_config()
-        switch = family(text.model_type).pairing_switch
-        if switch is not None:
-            setattr(text, switch, self.to == "interleaved")
+        set_pairing_switch(self.found.config, self.to)
         return self.found.config
 
     def copy_the_rest(self, unfinished: Path) -> tuple[str, ...]:
