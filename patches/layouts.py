@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,19 +22,35 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.pairing import repair
-from rope_ext_hf.patches.families import Family, family
+from rope_ext_hf.patches.families import Family, choose, family, look_up
+from rope_ext_hf.scaling import Rotary
 
-__all__ = ["Blocks", "Layout", "Piece", "RotatingRows", "rotating_rows", "runs_pairing", "set_pairing_switch"]
+__all__ = [
+    "Blocks",
+    "Layout",
+    "Piece",
+    "RotatingRows",
+    "layer_modules",
+    "rotating_rows",
+    "runs_pairing",
+    "set_pairing_switch",
+    "stated_pairing",
+    "stated_rotary",
+]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """So many heads of `size` rows, of which `rotary` rotate, from `start` on; none: they only pass by."""
+    """So many heads of `size` rows, of which `rotary` rotate, from `start` on; none: they only pass by.
+
+    `side` says what scores those that rotate make: "q" with "k", "index_q" with "index_k".
+    """
 
     count: int
     size: int
     rotary: int = 0
     start: int = 0
+    side: str = field(default="", compare=False)  # rows move alike on either
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,7 @@ class Blocks:
         return torch.stack([block[0] for block in blocks])
 
 
+MOST_LAYERS = 10_000
 # What stands behind the name of a module. Rows: the first dimension is the module's output, however it is quantised.
 _ROWS = re.compile(
     r"(base_layer\.)?(weight|bias)|lora_B(\.\w+)?(\.(weight|bias))?|lora_magnitude_vector(\.\w+)?(\.weight)?"
@@ -106,7 +123,7 @@ _STAYS = re.compile(
 )
 _PACKED = re.compile(r"qweight|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested\w*|quant_state\..*)")
 _ATTENTION = re.compile(
-    r"(?:(?P<prefix>.*?)\.)??(?:(?P<layer>\w+\.\d+)\.)?"
+    r"(?:(?P<prefix>.*?)\.)??(?:(?P<layer>\w+\.\d+(?:\.norm_attn_norm)?)\.)?"
     r"(?P<attention>(?:self_attn|self_attention|attention|attn)(?:\.\d+)?)\.(?P<rest>.+)"
 )
 _OTHER_MODALITIES = re.compile(
@@ -183,12 +200,16 @@ class RotatingRows:
 
         None for all others, and in layers that predict further tokens, which come beside those of the model itself.
         """
+        parts = self.parts(name)
+        return None if parts is None else (parts[0], ".".join(parts[1:]))
+
+    def parts(self, name: str) -> tuple[str, str, str] | None:
+        """The same with the attention and its module apart: `layers.0.self_attn` and `q_proj`."""
         found = _attention(name)
         module = None if found is None else self._module(found["rest"])
         if found is None or module is None or _FURTHER_TOKENS.search(f"{found['prefix'] or ''}.{found['layer'] or ''}"):
             return None
-        within = [part for part in (found["layer"], found["attention"], module) if part]
-        return found["prefix"] or "", ".".join(within)
+        return found["prefix"] or "", ".".join(filter(None, (found["layer"], found["attention"]))), module
 
     def _module(self, rest: str) -> str | None:
         return next((m for m in self.layouts if re.fullmatch(f"{re.escape(m)}(\\.norms\\.\\d+)?\\..+", rest)), None)
@@ -208,23 +229,22 @@ def rotating_rows(config: Any, rotary_dim: int) -> RotatingRows:
 
     Raises:
         UnsupportedModelError: a family that the table says nothing of.
+        CheckpointError: a config that does not say the sizes of its heads.
     """
     text = config.get_text_config()
-    known = family(text.model_type)
+    known = _family(text)
     if not known.rotates:
         raise UnsupportedModelError(
             f"which tensors of {text.model_type!r} rotate is not in the family table (patches/families.toml); "
             "add them there"
         )
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    if text.model_type == "falcon":
-        keys = text.num_kv_heads if text.new_decoder_architecture else 1 if text.multi_query else heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = int(_number(text, "num_attention_heads"))
+    keys = int(_number(text, "num_key_value_heads", heads))
+    head_dim = _head_dim(text)
     pieces = {
-        "q": Piece(heads, head_dim, rotary_dim),
-        "q+gate": Piece(heads, 2 * head_dim, rotary_dim),
-        "k": Piece(keys, head_dim, rotary_dim),
+        "q": Piece(heads, head_dim, rotary_dim, side="q"),
+        "q+gate": Piece(heads, 2 * head_dim, rotary_dim, side="q"),
+        "k": Piece(keys, head_dim, rotary_dim, side="k"),
         "v": Piece(keys, head_dim),
         "head": Piece(1, head_dim, rotary_dim),
     }
@@ -232,12 +252,85 @@ def rotating_rows(config: Any, rotary_dim: int) -> RotatingRows:
     if latent:
         plain, turned = text.qk_nope_head_dim, text.qk_rope_head_dim
         pieces |= {
-            "nope+rope": Piece(heads, plain + turned, turned, plain),
+            "nope+rope": Piece(heads, plain + turned, turned, plain, side="q"),
             "latent": Piece(1, latent),
-            "rope": Piece(1, turned, turned),
+            "rope": Piece(1, turned, turned, side="k"),
         }
-    layouts = {module: _layout(spec.split(), pieces, keys) for module, spec in known.rotates.items()}
+    index = getattr(text, "index_head_dim", None)
+    if index:
+        pieces |= {
+            "index_q": Piece(text.index_n_heads, index, rotary_dim, side="index_q"),
+            "index_k": Piece(1, index, rotary_dim, side="index_k"),
+        }
+    layouts = {
+        module: _layout(choose(choices, text).split(), pieces, keys, module)
+        for module, choices in known.rotates.items()
+    }
     return RotatingRows(text.model_type, layouts, known.stays, _rows_of_a_block(config))
+
+
+def stated_rotary(config: Any) -> Rotary | None:
+    """The rotary embedding of a family of which the table says how its config has it; None for others.
+
+    Raises:
+        CheckpointError: a config that does not say it, or says what cannot be.
+    """
+    text = config.get_text_config()
+    if "rotary_dim" not in _family(text).words:
+        return None
+    words = ("rotary_dim", "rope_theta", "max_position_embeddings")
+    dim, theta, length = (_number(text, word) for word in words)
+    if not 2 <= int(dim) <= _head_dim(text) or int(dim) % 2:
+        raise CheckpointError(
+            f"by the config {int(dim)} of the {_head_dim(text)} dims of a head rotate; that cannot be"
+        )
+    return Rotary(int(dim), theta, int(length))
+
+
+def layer_modules(config: Any, rows: RotatingRows) -> frozenset[str]:
+    """The modules that rotate in every layer, as `rows.place` names them, of a family with code of its own."""
+    text = config.get_text_config()
+    attention = family(text.model_type).own_code
+    assert attention is not None  # others have a model that can be asked
+    layers = int(_number(text, "num_hidden_layers"))
+    if layers > MOST_LAYERS:
+        raise CheckpointError(f"by the config there are {layers} layers; that cannot be")
+    return frozenset(f"{attention.format(layer)}.{module}" for layer in range(layers) for module in rows.layouts)
+
+
+def _family(text: Any) -> Family:
+    """Of a config, unless one of its keys is a sign of another family by the same model_type."""
+    known = family(text.model_type)
+    for key, other in known.unlike.items():
+        if look_up(text, key) is not None:
+            raise UnsupportedModelError(
+                f"by {key!r} in its config this {text.model_type!r} is {other}; that is not in the family table"
+            )
+    return known
+
+
+def _head_dim(text: Any) -> int:
+    return int(_number(text, "head_dim", 0) or _number(text, "hidden_size") // _number(text, "num_attention_heads"))
+
+
+def _number(text: Any, word: str, default: float | None = None) -> float:
+    """What a config says by one of the words of the family table, by its family's own keys where there are such.
+
+    Raises:
+        CheckpointError: nothing where there is no default, or what is no number above zero.
+    """
+    own = family(text.model_type).words.get(word)
+    if own is None and default is not None:
+        return getattr(text, word, None) or default
+    number = 1.0
+    for factor in choose(own or [word], text).split(" * "):
+        said = float(factor) if factor[0].isdigit() else look_up(text, factor)
+        if not isinstance(said, (int, float)) or isinstance(said, bool) or not 0 < said < math.inf:
+            raise CheckpointError(
+                f"{factor!r} in the config of this {text.model_type!r} should be a number above zero, and is {said!r}"
+            )
+        number *= said
+    return number
 
 
 def _rows_of_a_block(config: Any) -> int | None:
@@ -252,11 +345,18 @@ def _rows_of_a_block(config: Any) -> int | None:
     return next((size for size in rows if type(size) is int and size > 0), None)
 
 
-def _layout(words: Sequence[str], pieces: dict[str, Piece], keys: int) -> Layout:
-    if words[0] != "grouped":
-        return Layout(1, tuple(pieces[word] for word in words))
-    within = (pieces[word] for word in words[1:])  # the heads of one key head after another
-    return Layout(keys, tuple(Piece(p.count // keys, p.size, p.rotary, p.start) for p in within))
+def _layout(words: Sequence[str], pieces: dict[str, Piece], keys: int, module: str) -> Layout:
+    groups = 1
+    if words[0] == "grouped":  # the heads of one key head after another
+        groups, words = keys, words[1:]
+    elif words[1:2] == ["of"]:
+        groups, words = int(words[0]), words[2:]
+    within = (pieces[word] for word in words)
+    norms = module.rpartition(".")[2][0]  # whose norm it is that all heads share: q_norm, key_layernorm
+    return Layout(
+        groups,
+        tuple(replace(p, count=p.count // groups, side=p.side or (norms if p.rotary else "")) for p in within),
+    )
 
 
 def set_pairing_switch(config: Any, to: str) -> None:
@@ -267,10 +367,21 @@ def set_pairing_switch(config: Any, to: str) -> None:
         setattr(text, switch, to == "interleaved")
 
 
-def runs_pairing(config: Any) -> str | None:
-    """The pairing that the transformers class of this config runs; None where the table does not say."""
+def stated_pairing(config: Any) -> str | None:
+    """The pairing that a config says its weights are in, by its family; None where the table does not say."""
     text = config.get_text_config()
     known: Family = family(text.model_type)
     if known.pairing_switch is not None:
         return "interleaved" if getattr(text, known.pairing_switch, True) else "half"
     return known.pairing
+
+
+def runs_pairing(config: Any) -> str | None:
+    """The pairing that the transformers class of this config runs; None where the table does not say.
+
+    Or that the code beside a checkpoint runs, where transformers has no class of its family: not all of that heeds a
+    switch, so what one that is set otherwise does is not known.
+    """
+    stated = stated_pairing(config)
+    known = family(config.get_text_config().model_type)
+    return None if known.own_code is not None and stated != known.pairing else stated

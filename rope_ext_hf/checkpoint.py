@@ -10,12 +10,11 @@ into `.NAME.unfinished`, and renamed when it is complete and on disk.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,37 @@ from torch import Tensor
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.pairing import PAIRINGS
 from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing, set_pairing_switch
-from rope_ext_hf.patches.patching import geometry
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.layouts import (
+    Blocks,
+    Layout,
+    RotatingRows,
+    layer_modules,
+    rotating_rows,
+    runs_pairing,
+    set_pairing_switch,
+    stated_pairing,
+    stated_rotary,
+)
+from rope_ext_hf.patches.patching import rotation
 from rope_ext_hf.shards import (
     TORCH_DTYPES,
+    Progress,
     SafetensorsFile,
     TorchFile,
     bytes_of,
+    check_destination,
     copy_range,
     files_of,
     holds,
     inside,
     new_folder,
     read_json,
+    size_of,
+    stamps,
+    whole,
     write_all,
+    write_json,
     write_safetensors,
 )
 from rope_ext_hf.verifying import compare_logits, compare_scores
@@ -185,7 +201,7 @@ def read_source(path: str | Path, *, revision: str | None = None, trust_remote_c
         said = read_json(inside(folder, "adapter_config.json")).get(PAIRING_KEY, said)
     if said not in (None, *PAIRINGS):
         raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {said!r}; known: half, interleaved")
-    return Source(folder, config, files, index, rows, expected, said or runs_pairing(config))
+    return Source(folder, config, files, index, rows, expected, said or stated_pairing(config))
 
 
 def _is_adapter(files: dict[str, Weights]) -> bool:
@@ -226,11 +242,22 @@ def _config(folder: Path, adapter: bool, trust_remote_code: bool) -> Any:
     else:
         inside(folder, "config.json")
     try:
-        return load_config(where, trust_remote_code=trust_remote_code)[0]
+        return _own_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
     except RopeExtError:
         raise
     except Exception as error:  # whatever the words in a config lead its class into
         raise CheckpointError(f"the config of {str(where)!r} cannot be used: {_in_a_line(error)}") from error
+
+
+def _own_config(where: str | Path) -> Any | None:
+    """What config.json says of a family whose code comes with its checkpoints: none of that code is run."""
+    from transformers.configuration_utils import PreTrainedConfig
+
+    said, _ = PreTrainedConfig.get_config_dict(where)
+    model_type = said.get("model_type")
+    if not isinstance(model_type, str) or family(model_type).own_code is None:
+        return None
+    return PreTrainedConfig(**said)
 
 
 def _in_a_line(error: Exception) -> str:
@@ -242,9 +269,15 @@ def _rows(config: Any, trust_remote_code: bool) -> tuple[RotatingRows, frozenset
     from transformers import AutoModelForCausalLM
 
     try:
+        text = config.get_text_config()
+        if family(text.model_type).own_code is not None:
+            rotary = stated_rotary(config)
+            assert rotary is not None  # the table has it for every such family
+            rows = rotating_rows(config, rotary.dim)
+            return rows, layer_modules(config, rows)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config.get_text_config(), trust_remote_code=trust_remote_code)
-        rows = rotating_rows(config, geometry(model).dim)
+            model = AutoModelForCausalLM.from_config(text, trust_remote_code=trust_remote_code)
+        rows = rotating_rows(config, rotation(model).dim)
         places = [rows.place(name) for name in model.state_dict()]
     except RopeExtError:
         raise
@@ -339,8 +372,7 @@ def convert_checkpoint(
             f"pairings are half and interleaved, and meta is to be converted to; got {to!r}"
             + (f" and {source!r}" if source else "")
         )
-    if os.path.lexists(dst):
-        raise CheckpointError(f"{str(dst)!r} exists already; give a new folder")
+    check_destination(dst)
     if to == "meta":
         return hf_to_meta(
             src,
@@ -366,11 +398,11 @@ def convert_checkpoint(
             f"the weights in {str(src)!r} are {to} already, {'you say' if source else 'by their config'}; to convert "
             "them all the same, say so (force)"
         )
-    if dst.resolve().is_relative_to(found.folder.resolve()):
-        raise CheckpointError(f"{str(dst)!r} lies in the source, which stays as it is; give a folder elsewhere")
-    work = _Work(found, found.layouts(), to, progress)
+    check_destination(dst, found.folder)
+    size = sum(size_of(file.tensors) for file in found.files.values())
+    work = _Work(found, found.layouts(), to, Progress(size, progress))
     verified = None
-    with new_folder(dst, work.plan(), work.total, resume=resume) as unfinished:
+    with new_folder(dst, {"to": to, "files": stamps(found.files.values())}, size, resume=resume) as unfinished:
         for name, file in found.files.items():
             work.write(name, file, unfinished)
         left_behind = work.copy_the_rest(unfinished)
@@ -379,7 +411,7 @@ def convert_checkpoint(
             verified = compare_scores(found.rows, found.files, written, to)
             if not found.adapter:
                 before = "interleaved" if to == "half" else "half"
-                verified += "; " + compare_logits(found.folder, before, unfinished, to, work.total)
+                verified += "; " + compare_logits(found.folder, before, unfinished, to, size)
     runs = runs_pairing(work.config_after()) == to
     report = ConversionReport(
         path=str(dst),
@@ -387,7 +419,7 @@ def convert_checkpoint(
         to=to,
         converted=len(work.layouts),
         tensors=sum(len(file.tensors) for file in found.files.values()),
-        bytes=work.total,
+        bytes=size,
         left_behind=left_behind,
         runs=runs,
         verified=verified,
@@ -408,38 +440,21 @@ class _Work:
     found: Source
     layouts: dict[str, Layout | Blocks]
     to: str
-    progress: Callable[[int, int], None] | None
-    done: int = 0
-    total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.total = sum(e.end - e.begin for file in self.found.files.values() for e in file.tensors.values())
-
-    def advance(self, count: int) -> None:
-        self.done += count
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-    def plan(self) -> dict[str, Any]:
-        """What an interrupted conversion must agree in to be gone on with."""
-        files = {
-            name: (file.path.stat().st_size, file.path.stat().st_mtime_ns) for name, file in self.found.files.items()
-        }
-        return {"source": str(self.found.folder.resolve()), "to": self.to, "files": files}
+    progress: Progress
 
     def write(self, name: str, file: Weights, unfinished: Path) -> None:
         """One weight file, complete when this returns; it is on disk when all of them are."""
         target = unfinished / _safetensors_name(name)
         header = file.header if isinstance(file, SafetensorsFile) else None
         if holds(target, file.tensors, lambda n: self._repaired(file, n), header):
-            self.advance(sum(e.end - e.begin for e in file.tensors.values()))
+            self.progress.advance(size_of(file.tensors))
             return
-        part = target.with_name(f"{target.name}.part")
-        if isinstance(file, SafetensorsFile):
-            self._copy(file, part)
-        else:
-            write_safetensors(part, file.tensors, lambda n: self._repaired(file, n), {"format": "pt"}, self.advance)
-        part.replace(target)
+        with whole(target) as part:
+            if isinstance(file, SafetensorsFile):
+                self._copy(file, part)
+            else:
+                advance = self.progress.advance
+                write_safetensors(part, file.tensors, lambda n: self._repaired(file, n), {"format": "pt"}, advance)
 
     def _repaired(self, file: Weights, name: str) -> Tensor:
         tensor = file.read(name)
@@ -454,11 +469,11 @@ class _Work:
             at = len(file.header)
             for name, entry in file.tensors.items():
                 if name in self.layouts:
-                    copy_range(source, target, at, entry.begin, self.advance)
+                    copy_range(source, target, at, entry.begin, self.progress.advance)
                     write_all(target, bytes_of(self._repaired(file, name)))
-                    self.advance(entry.end - entry.begin)
+                    self.progress.advance(entry.end - entry.begin)
                     at = entry.end
-            copy_range(source, target, at, file.path.stat().st_size, self.advance)
+            copy_range(source, target, at, file.path.stat().st_size, self.progress.advance)
         finally:
             os.close(source)
             os.close(target)
@@ -470,18 +485,15 @@ class _Work:
 
     def copy_the_rest(self, unfinished: Path) -> tuple[str, ...]:
         """Everything that is not weights; returns what was left behind."""
-        indexes = [index for index, _ in INDEXES]
-        left_behind = copy_others(self.found.folder, unfinished, [*self.found.files, *indexes])
+        left_behind = copy_others(self.found.folder, unfinished, self.found.files)
         if self.found.index is not None:
             names = {t: _safetensors_name(n) for n, file in self.found.files.items() for t in file.tensors}
             base = "adapter_model" if self.found.adapter else "model"
-            _write_json(unfinished / f"{base}.safetensors.index.json", self.found.index | {"weight_map": names})
+            write_json(unfinished / f"{base}.safetensors.index.json", self.found.index | {"weight_map": names})
         self._write_config(unfinished)
         return left_behind
 
     def _write_config(self, unfinished: Path) -> None:
-        from rope_ext_hf.patches.families import family
-
         path = unfinished / ("adapter_config.json" if self.found.adapter else "config.json")
         config = read_json(path)
         switch = family(self.found.rows.model_type).pairing_switch
@@ -489,14 +501,14 @@ class _Work:
             parts = [part for part in config.values() if isinstance(part, dict)]
             text = next((part for part in parts if part.get("model_type") == self.found.rows.model_type), config)
             text[switch] = self.to == "interleaved"
-        _write_json(path, config | {PAIRING_KEY: self.to})
+        write_json(path, config | {PAIRING_KEY: self.to})
 
 
 def copy_others(folder: Path, unfinished: Path, known: Collection[str]) -> tuple[str, ...]:
-    """Copy everything that is neither weights nor one of these files; returns the weights in further forms."""
+    """Copy everything but weights, indexes and these files; returns the weights in further forms."""
     left_behind = []
     for name in files_of(folder):
-        if name in known:
+        if name in known or name in dict(INDEXES):
             continue
         if Path(name).suffix in WEIGHTS or Path(name).parts[0] == "original":
             left_behind.append(name)
@@ -505,10 +517,6 @@ def copy_others(folder: Path, unfinished: Path, known: Collection[str]) -> tuple
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target)
     return tuple(left_behind)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _safetensors_name(name: str) -> str:

@@ -44,8 +44,8 @@ from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelErr
 from rope_ext_hf.pairing import PAIRINGS
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing
-from rope_ext_hf.patches.patching import fixed_length, geometry
+from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, rotating_rows, runs_pairing, stated_rotary
+from rope_ext_hf.patches.patching import fixed_length, geometry, rotation
 from rope_ext_hf.patches.slots import patched_slots
 from rope_ext_hf.scaling import Rotary
 
@@ -61,9 +61,7 @@ REACH = (256, 1024, 4096)  # tokens; each alone has the right sign on every mode
 WINDOW, WINDOWS = 256, 8  # tokens of text that are read at a time, and how many times
 MARGIN = 0.1  # nats per token: how much better than the other reading, and than knowing nothing, the better one must be
 
-# Whose rows the words of families.toml name. Those of a "head" are a norm's, which says so by its first letter.
-_SIDES = {"q": "q", "q+gate": "q", "nope+rope": "q", "k": "k", "rope": "k"}
-_INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm")
+_INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
 _LATENT = {"q_b_proj": ("q_a_proj", "q_a_layernorm")}  # queries that are made from a latent, and what makes that
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 
@@ -174,7 +172,8 @@ def detect_pairing(
         tokenizer: for the text; default: the one beside the weights.
 
     Raises:
-        CheckpointError: a folder that is missing or contradicts itself; a text for weights in Meta's format.
+        CheckpointError: a folder that is missing or contradicts itself; a text for weights in Meta's format, or of a
+            family that transformers has no class of.
         CorpusError: a text that is too short, or no tokenizer to read it with.
         UnsupportedModelError: a family that the table of what rotates says nothing of.
 
@@ -409,11 +408,8 @@ class _Weights:
         return sorted((name for name in found if name is not None), key=_by_number)
 
     def _attention(self, name: str) -> str | None:
-        place = self.rows.place(name)
-        if place is None:
-            return None
-        module = next(m for m in self.rows.layouts if place[1].endswith(f".{m}"))
-        return ".".join(part for part in (place[0], place[1].removesuffix(f".{module}")) if part)
+        parts = self.rows.parts(name)
+        return None if parts is None else ".".join(filter(None, parts[:2]))
 
     def queries_and_keys(self, attention: str) -> tuple[Tensor, Tensor]:
         """The rows of one layer that rotate: (heads, dims, width) and (key heads, dims, width), float32.
@@ -436,9 +432,9 @@ class _Weights:
                 weight = self._gain(module, weight).reshape(layout.rows, 1)
             else:
                 latent = _LATENT.get(module, latent)
-            for word, part in _rotating(weight, layout, family(self.rows.model_type).rotates[module]):
-                (gains if a_norm else sides)[_SIDES.get(word, module[0])] = part
-        if set(sides) != {"q", "k"}:
+            for side, part in _rotating(weight, layout):
+                (gains if a_norm else sides)[side] = part
+        if not {"q", "k"} <= set(sides):
             raise CheckpointError(f"{attention!r} has no weights that can be read: packed, or those of an adapter")
         query, key = (sides[side] * gains.get(side, 1.0) for side in ("q", "k"))
         for name in _INPUT_NORMS:
@@ -499,20 +495,20 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale
 
 
-def _rotating(weight: Tensor, layout: Layout, spec: str) -> Iterator[tuple[str, Tensor]]:
-    """What the rows that rotate are called in families.toml, and those rows: (heads, dims, width)."""
+def _rotating(weight: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Whose heads rotate, and the rows of them that do: (heads, dims, width)."""
     groups = weight.view(layout.groups, -1, weight.shape[1])
     at = 0
-    for word, piece in zip(spec.removeprefix("grouped ").split(), layout.pieces, strict=True):
+    for piece in layout.pieces:
         part = groups.narrow(1, at, piece.count * piece.size)
         at += part.shape[1]
         if piece.rotary:
             heads = part.reshape(layout.groups * piece.count, piece.size, -1)
-            yield word, heads.narrow(1, piece.start, piece.rotary)
+            yield piece.side, heads.narrow(1, piece.start, piece.rotary)
 
 
 def _of_model(model: Any) -> _Weights:
-    rotary = geometry(model)
+    rotary = rotation(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return _Weights(
         path=model.name_or_path or type(model).__name__,
@@ -536,17 +532,23 @@ def _of_folder(path: str | Path, revision: str | None, trust_remote_code: bool) 
         return _of_meta(folder)
     found = read_source(path, revision=revision, trust_remote_code=trust_remote_code)
     files = {name: file for file in found.files.values() for name in file.tensors}
+    model_type = found.rows.model_type
+    with_own_code = family(model_type).own_code is not None
 
     def load() -> PreTrainedModel:
+        if with_own_code:
+            raise CheckpointError(f"transformers has no class of {model_type!r} to run on a text; give no text")
         settings = {"config": found.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
         return AutoModelForCausalLM.from_pretrained(found.folder, **settings)
 
-    twin = _twin(found.config, trust_remote_code)
+    twin = None if with_own_code else _twin(found.config, trust_remote_code)
+    rotary = stated_rotary(found.config) if twin is None else rotation(twin)
+    assert rotary is not None  # the table has it for every family with code of its own
     return _Weights(
         path=str(path),
         rows=found.rows,
-        rotary=geometry(twin),
-        norms=_norms(twin),
+        rotary=rotary,
+        norms={} if twin is None else _norms(twin),
         shapes={name: file.tensors[name].shape for name, file in files.items()},
         read=lambda name: files[name].read(name),
         stated=found.pairing,

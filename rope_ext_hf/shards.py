@@ -6,7 +6,8 @@
 
 The format: 8 bytes with the header's length, a JSON header, then the tensors without gaps
 (https://huggingface.co/docs/safetensors). What a file says about itself is checked against its size before anything is
-read; torch's files are read with weights_only, which runs no code of theirs.
+read; of torch's files no code is run (`rope_ext_hf.torchfiles`). Beside that, what writing takes: progress, and folders
+and files that get their names when they are whole.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import math
 import os
 import shutil
 import threading
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +29,27 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.torchfiles import MOST_DIMS, load
 
 __all__ = [
     "DTYPES",
     "TORCH_DTYPES",
     "Entry",
+    "Progress",
     "SafetensorsFile",
     "TorchFile",
+    "View",
+    "check_destination",
     "disk_errors",
     "files_of",
     "holds",
     "inside",
     "new_folder",
     "read_json",
+    "size_of",
+    "stamps",
+    "whole",
+    "write_json",
     "write_safetensors",
 ]
 
@@ -63,7 +71,6 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 PLAN = "rope-ext-plan.json"
 KEPT = (".safetensors", ".pth")  # of an interrupted attempt
 MOST_HEADER = 100_000_000  # bytes of a header or index, as safetensors itself allows
-MOST_DIMS = 64
 SKIPPED = frozenset({".git", ".cache", "__pycache__"})  # folders that are no part of a model
 BLOCK = 16 * 2**20  # bytes copied at a time
 PAUSE = 0.05  # seconds between looks for what could go to the disk
@@ -78,6 +85,30 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...]) -> Entry:
+        """That of a tensor by itself."""
+        return cls(dtype, shape, 0, math.prod(shape) * DTYPES[dtype] // 8)
+
+
+@dataclass(frozen=True)
+class View:
+    """Tensors by name, wherever they are; looks like a weight file."""
+
+    tensors: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
+
+    @classmethod
+    def of(cls, files: Iterable[SafetensorsFile | TorchFile]) -> View:
+        """All that these files hold."""
+        where = {name: file for file in files for name in file.tensors}
+        return cls({name: file.tensors[name] for name, file in where.items()}, lambda name: where[name].read(name))
+
+
+def size_of(tensors: Mapping[str, Entry]) -> int:
+    """Bytes of these tensors."""
+    return sum(entry.end - entry.begin for entry in tensors.values())
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -129,6 +160,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return _object(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """As transformers writes it."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -193,22 +229,21 @@ class SafetensorsFile:
         entry = self.tensors[name]
         if entry.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r}: dtype {entry.dtype} cannot be read here")
-        data = self.read_bytes(entry.begin, entry.end)
-        if not data:
-            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        return torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+        return _numbers(self.path, entry.begin, entry.end, TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
-    def read_bytes(self, begin: int, end: int) -> bytearray:
-        data = bytearray(end - begin)
-        view, at = memoryview(data), 0
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(begin)
-            while at < len(data):
-                count = file.readinto(view[at:])
-                if not count:
-                    raise CheckpointError(f"{str(self.path)!r} ended at byte {begin + at} while it was being read")
-                at += count
-        return data
+
+def _numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+    """These bytes of a file, in memory of their own."""
+    data = bytearray(end - begin)
+    view, at = memoryview(data), 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while at < len(data):
+            count = file.readinto(view[at:])
+            if not count:
+                raise CheckpointError(f"{str(path)!r} ended at byte {begin + at} while it was being read")
+            at += count
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def _entry(name: str, field: Any, base: int) -> Entry:
@@ -226,7 +261,7 @@ def _entry(name: str, field: Any, base: int) -> Entry:
 
 
 class TorchFile:
-    """A file of `torch.save` (.bin, .pth, .pt) that holds tensors by name; they are mapped, not loaded, where possible.
+    """A file of `torch.save` (.bin, .pth, .pt) that holds tensors by name; none of them is in memory before it is read.
 
     Raises:
         CheckpointError: damaged, or anything else than tensors in it.
@@ -235,34 +270,16 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            zipped = zipfile.is_zipfile(path)
-            if zipped and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
-                raise ValueError("it is compressed, which torch never does")
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-        except Exception as error:  # whatever damaged bytes lead torch into
+            self._found = load(path)
+        except Exception as error:  # whatever damaged bytes lead to
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(f"{str(path)!r} cannot be read as tensors alone (weights_only): {reason}") from error
-        if not isinstance(found, Mapping) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()
-        ):
-            raise CheckpointError(f"{str(path)!r} does not hold tensors by name")
-        if odd := next((name for name, tensor in found.items() if not _plain(tensor)), None):
-            raise CheckpointError(f"{str(path)!r}: {odd!r} is not a plain tensor")
-        self.loaded: dict[str, Tensor] = dict(found)
-        self.tensors = {
-            name: Entry(_name_of(name, tensor.dtype), tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
-            for name, tensor in self.loaded.items()
-        }
+        self.tensors = {name: Entry.of(_name_of(name, t.dtype), t.shape) for name, t in self._found.items()}
 
     def read(self, name: str) -> Tensor:
-        return self.loaded[name]
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers are all there: neither sparse nor quantised, nor one number that looks like many."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu" or tensor.is_conj():
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        """One tensor, in memory of its own."""
+        found = self._found[name]
+        return _numbers(self.path, found.begin, found.end, found.dtype).as_strided(found.shape, found.stride)
 
 
 def _name_of(name: str, dtype: torch.dtype) -> str:
@@ -343,6 +360,41 @@ def write_all(target: int, data: memoryview) -> None:
         at += os.write(target, data[at : at + BLOCK])
 
 
+@dataclass
+class Progress:
+    """Bytes written and bytes in all, told to who asked for it."""
+
+    total: int
+    tell: Callable[[int, int], None] | None
+    done: int = 0
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+
+
+def stamps(files: Iterable[SafetensorsFile | TorchFile]) -> dict[str, tuple[int, int]]:
+    """Of each file size and time; with other ones an interrupted attempt is not gone on with."""
+    return {str(file.path.resolve()): (file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files}
+
+
+def check_destination(dst: Path, source: Path | None = None) -> None:
+    """Refuse a new folder where something is already, and one inside the source."""
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{str(dst)!r} exists already; give a new folder")
+    if source is not None and dst.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{str(dst)!r} lies in the source, which stays as it is; give a folder elsewhere")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that gets its name when it is whole."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    part.replace(path)
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Whatever the disk refuses, as one clear error."""
@@ -378,8 +430,7 @@ def new_folder(dst: Path, plan: Mapping[str, Any], size: int, *, resume: bool = 
         except Timeout as error:
             raise CheckpointError(f"another process is writing {str(dst)!r}") from error
         try:
-            if os.path.lexists(dst):
-                raise CheckpointError(f"{str(dst)!r} exists already; give a new folder")
+            check_destination(dst)
             _check_room(unfinished, dst, size)
             _begin(unfinished, json.loads(json.dumps(plan)), resume)
             with _towards_disk(unfinished):

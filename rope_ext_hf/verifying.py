@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.pairing import rotate
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layouts import Blocks, Layout, RotatingRows, runs_pairing
-from rope_ext_hf.shards import SafetensorsFile, TorchFile
+from rope_ext_hf.shards import SafetensorsFile, TorchFile, read_json
 
 __all__ = ["compare_logits", "compare_scores"]
 
@@ -47,9 +48,9 @@ def compare_scores(
     attentions: dict[str, dict[str, list[tuple[str, str]]]] = {}  # by attention and module: file, tensor
     for file_name, file in source.items():
         for name, entry in file.tensors.items():
-            place = rows.place(name)
-            if place is not None and rows.find(name, entry.shape) is not None:
-                attention, module = place[1].rsplit(".", 1)
+            parts = rows.parts(name)
+            if parts is not None and rows.find(name, entry.shape) is not None:
+                _, attention, module = parts
                 attentions.setdefault(attention, {}).setdefault(module, []).append((file_name, name))
     names = list(attentions)
     chosen = dict.fromkeys(names[i * (len(names) - 1) // max(1, LAYERS - 1)] for i in range(LAYERS))
@@ -87,12 +88,16 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
 
     from rope_ext_hf.patches.converting import convert
 
+    model_type = str(read_json(source / "config.json").get("model_type"))
+    if family(model_type).own_code is not None:
+        return f"logits not compared: transformers has no class of {model_type!r}, and the code beside it is not run"
     if (free := psutil.virtual_memory().available) < 2.5 * size:
         return f"logits not compared: that takes {2.5 * size / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
     found: list[Tensor] = []
+    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}  # nor asked for
     for folder, pairing in ((source, before), (written, to)):
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, **settings).eval()
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             return f"logits not compared: {' '.join(str(error).split())[:200]}"
         runs = runs_pairing(model.config)
@@ -133,15 +138,20 @@ def _scores(
     side = _Side()
     for module in sorted(modules, key=lambda name: "norm" in name):  # what a norm weighs comes first
         outputs = _outputs(rows, modules[module], files)
-        heads = _heads(outputs, rows.layouts[module], side.others)
-        for role, each in zip("qk" if len(heads) > 1 else module[0], heads, strict=True):
+        for role, each in _heads(outputs, rows.layouts[module], side.others):
             side.heads[role] = each * side.heads.get(role, 1.0)
-    queries, keys = (side.heads.get(role, next(iter(side.heads.values()))) for role in "qk")
-    angles = _random("angles", TOKENS, 1, queries.shape[-1] // 2) * torch.pi
-    queries, keys = (rotate(x, angles, pairing) for x in (queries, keys))
-    shared = max(1, queries.shape[1] // keys.shape[1])  # queries of one key head
-    scores = torch.einsum("thd,uhd->htu", queries, keys.repeat_interleave(shared, 1)[:, : queries.shape[1]])
-    return scores, torch.cat([other.flatten() for other in side.others]) if side.others else torch.empty(0)
+    found = []
+    for pair in (("q", "k"), ("index_q", "index_k")):
+        there = [side.heads[role] for role in pair if role in side.heads]
+        if there:
+            queries, keys = there[0], there[-1]  # of an adapter to one side alone: with itself
+            angles = _random("angles", TOKENS, 1, queries.shape[-1] // 2) * torch.pi
+            queries, keys = (rotate(x, angles, pairing) for x in (queries, keys))
+            shared = max(1, queries.shape[1] // keys.shape[1])  # queries of one key head
+            keys = keys.repeat_interleave(shared, 1)[:, : queries.shape[1]]
+            found.append(torch.einsum("thd,uhd->htu", queries, keys))
+    others = torch.cat([other.flatten() for other in side.others]) if side.others else torch.empty(0)
+    return torch.cat(found), others
 
 
 def _outputs(
@@ -164,18 +174,17 @@ def _outputs(
     return out
 
 
-def _heads(outputs: Tensor, layout: Layout, others: list[Tensor]) -> list[Tensor]:
-    """Of each piece that rotates (tokens, heads, rotated dims); what does not is added to `others`."""
-    found, at = [], 0
+def _heads(outputs: Tensor, layout: Layout, others: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Of each piece that rotates its side, and (tokens, heads, rotated dims); what does not is added to `others`."""
+    at = 0
     grouped = outputs.T.reshape(TOKENS, layout.groups, -1)  # (tokens, groups, rows)
     for piece in layout.pieces:
         heads = grouped[..., at : at + piece.count * piece.size].reshape(TOKENS, -1, piece.size)
         at += piece.count * piece.size
         end = piece.start + piece.rotary
-        if piece.rotary:
-            found.append(heads[..., piece.start : end])
         others += [heads[..., : piece.start], heads[..., end:]]
-    return found
+        if piece.rotary:
+            yield piece.side, heads[..., piece.start : end]
 
 
 def _random(name: str, *shape: int) -> Tensor:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+
+from rope_ext_hf.patches.families import families, family
 
 VOCABULARY = 97
 TRAINED = 64
@@ -319,8 +322,8 @@ _SIZES: dict[str, Any] = {
 _SECOND_IS_FULL: dict[str, Any] = {
     name: {"layer_types": [first, "full_attention"]}
     for first, names in {
-        "sliding_attention": ("gemma3_text", "olmo3", "mellum"),
-        "linear_attention": ("minimax", "qwen3_next", "olmo_hybrid"),
+        "sliding_attention": ("gemma3_text", "olmo3", "mellum", "flint", "kolibri1", "beam", "lfm3"),
+        "linear_attention": ("minimax", "qwen3_next", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text"),
         "conv": ("lfm2", "lfm2_moe"),
     }.items()
     for name in names
@@ -335,11 +338,93 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "cohere": {"use_qk_norm": True},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 4, "num_attention_heads": 8},
+    "modernbert-decoder": {"attention_bias": True, "cls_token_id": 3, "sep_token_id": 4},
+    "dbrx": {
+        "d_model": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": THETA},
+        "ffn_config": {"ffn_hidden_size": 32},
+    },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": THETA, "mrope_section": [4, 2, 2]},
+            "full_attention": None,
+        },
+    },
+    "phi4_multimodal": {
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "depthwise_separable_out_channel": 16,
+            "nemo_conv_channels": 16,
+            "bias_max_distance": 10,
+        },
+    },
 }
+
+
+WITH_A_CLASS = [name for name, known in families().items() if known.own_code is None]
+"""Families that transformers has a class of; the others have tests of their own: test_chatglm.py."""
+ROTATING = [name for name in WITH_A_CLASS if families()[name].rotates]
+
+_OWN_CODE: dict[str, dict[str, Any]] = {  # the keys that decide, as they stand in the config.json of ChatGLM2-6B
+    "chatglm": {
+        "model_type": "chatglm",
+        "architectures": ["ChatGLMModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_chatglm.ChatGLMConfig",
+            "AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration",
+            "AutoModelForCausalLM": "modeling_chatglm.ChatGLMForConditionalGeneration",
+        },
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "ffn_hidden_size": 96,
+        "hidden_size": 64,
+        "kv_channels": 16,
+        "layernorm_epsilon": 1e-05,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "num_attention_heads": 4,
+        "num_layers": LAYERS,
+        "original_rope": True,
+        "padded_vocab_size": VOCABULARY,
+        "post_layer_norm": True,
+        "rmsnorm": True,
+        "seq_length": TRAINED,
+        "torch_dtype": "float32",
+    }
+}
+
+
+def own_config(family: str, /, **overrides: Any) -> dict[str, Any]:
+    """A small config.json of a family with code of its own; a key that is None is left out."""
+    said = copy.deepcopy(_OWN_CODE[family] | overrides)
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def modeling(model_type: str) -> Any:
+    """The module of a family's causal language model."""
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[model_type]]
+    return importlib.import_module(cls.__module__)
 
 
 def known_config(model_type: str, **overrides: Any) -> Any:
     """A small config of any family of the table; keys that it does not know are left out."""
+    if family(model_type).own_code is not None:
+        return transformers.PreTrainedConfig(**own_config(model_type, **overrides))
     cls = transformers.CONFIG_MAPPING[model_type]
     known = {item.name for item in fields(cls)} | set(cls.attribute_map)
     keys = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
+import inspect
 import json
 import os
 import shutil
@@ -25,9 +25,9 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf import checkpoint, shards
 from rope_ext_hf.pairing import rotate
-from rope_ext_hf.patches.families import families, family
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layouts import runs_pairing
-from tests.models import build_known, known_config, logits, tokens
+from tests.models import ROTATING, build_known, known_config, logits, modeling, tokens
 
 OTHER = {"half": "interleaved", "interleaved": "half"}
 
@@ -55,8 +55,7 @@ def untouched(parent: Path, dst: str = "converted") -> bool:
 
 def turn_otherwise(monkeypatch: pytest.MonkeyPatch, model_type: str, to: str) -> None:
     """Have the family's own code run the other rotation, by the definition in pairing.rotate."""
-    package = model_type.removesuffix("_text")
-    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    module = modeling(model_type)
 
     def angles(cos: Tensor, sin: Tensor) -> Tensor:
         both = torch.atan2(sin, cos)
@@ -73,9 +72,18 @@ def turn_otherwise(monkeypatch: pytest.MonkeyPatch, model_type: str, to: str) ->
         by = turns.angle().unsqueeze(2 if model_type == "llama4_text" else 1)
         return rotate(q, by, to), rotate(k, by, to)
 
+    def turn_one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        return rotate(x, angles(cos, sin).unsqueeze(unsqueeze_dim), to)
+
+    def turn_by_pair(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:  # (batch, length, heads, dims), once a pair
+        return rotate(tensor, torch.atan2(sin, cos).unsqueeze(2), to)
+
     names = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb", "apply_rotary_emb")
     name = next(name for name in names if hasattr(module, name))
-    monkeypatch.setattr(module, name, turn_complex if name == "apply_rotary_emb" else turn)
+    first, *_, last = inspect.signature(getattr(module, name)).parameters
+    by_words = {("x", "unsqueeze_dim"): turn_one, ("tensor", "cos"): turn_by_pair}
+    new = turn_complex if name == "apply_rotary_emb" else by_words.get((first, last), turn)
+    monkeypatch.setattr(module, name, new)
 
 
 # --- equal logits, for every family of the table ---------------------------------------------------------------------
@@ -95,10 +103,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 with biases": ("deepseek_v3", {"attention_bias": True}),
     "one key head": ("llama", {"num_key_value_heads": 1}),
     "wide heads": ("gemma", {"head_dim": 32}),
+    "codegen with one head in each part": ("codegen", {"num_attention_heads": 4, "rotary_dim": 12}),
+    "gptj with heads that rotate whole": ("gptj", {"rotary_dim": 16}),
+    "dbrx, a key for each query": ("dbrx", {"attn_config": {"kv_n_heads": 4, "clip_qkv": 9.0, "rope_theta": 10_000.0}}),
+    "qwen3_5 with heads that rotate by half": (
+        "qwen3_5_text",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "glm_moe_dsa with an indexer shared": ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}),
 }
-KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {}) for name, table in families().items() if table.rotates
-} | VARIANTS
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ROTATING} | VARIANTS
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -137,6 +151,12 @@ def test_logits_are_equal_under_the_other_rotation(name: str, tmp_path: Path, mo
         ("phi", "k_layernorm.bias"),
         ("stablelm", "q_layernorm.norms.1.weight"),
         ("falcon", "query_key_value.weight"),
+        ("gptj", "k_proj.weight"),
+        ("codegen", "qkv_proj.weight"),
+        ("dbrx", "Wqkv.weight"),
+        ("glm_moe_dsa", "kv_a_proj_with_mqa.weight"),
+        ("glm_moe_dsa", "indexer.wq_b.weight"),
+        ("glm_moe_dsa", "indexer.k_norm.bias"),
     ],
 )
 def test_one_forgotten_tensor_shows(
@@ -147,7 +167,7 @@ def test_one_forgotten_tensor_shows(
     expected = logits(load(tmp_path / "source"), tokens(24))
     now = str(family(model_type).pairing)
     monkeypatch.setattr(checkpoint._Work, "_repaired", forget(forgotten, checkpoint._Work._repaired))
-    with pytest.raises(rope.CheckpointError, match=r"verification failed: the scores of 'layers\.\d\.|'h\.0"):
+    with pytest.raises(rope.CheckpointError, match=r"verification failed: the scores of '(layers|h|blocks)\.\d\."):
         convert(tmp_path / "source", tmp_path / "checked", OTHER[now], verify=True)
     assert not (tmp_path / "checked").exists()
     convert(tmp_path / "source", tmp_path / "converted", OTHER[now])

@@ -15,7 +15,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.perplexity import Tokens
-from tests.models import FAMILIES, build, logits, tokens
+from tests.models import FAMILIES, build, build_known, logits, tokens
 
 INTERLEAVED = {"glm", "cohere", "llama4", "deepseek_v2"}
 
@@ -128,3 +128,15 @@ def test_weights_and_code_that_disagree_are_refused_everywhere(tmp_path: Path) -
             use()
     rope.convert(loaded, "half")
     rope.patch(loaded, "yarn", factor=2)
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_a_family_without_a_rotary_module(name: str) -> None:
+    """What rotates is in the table and the config; nothing of it can be asked of the model."""
+    model = build_known(name)
+    before, expected = copy.deepcopy(model.state_dict()), logits(model, tokens(24))
+    with pytest.warns(UserWarning, match="runs interleaved: save them for code that runs half"):
+        rope.convert(model, "half")
+    assert not torch.allclose(logits(model, tokens(24)), expected, atol=1e-2)
+    rope.convert(model, "interleaved")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -20,12 +20,10 @@ import rope_ext_hf as rope
 from rope_ext_hf import detect
 from rope_ext_hf.eval.corpora import stdlib_held_out
 from rope_ext_hf.pairing import PAIRINGS
-from rope_ext_hf.patches.families import families
 from rope_ext_hf.reference import path
 from rope_ext_hf.shards import SafetensorsFile
-from tests.models import FAMILIES, build, build_known
+from tests.models import FAMILIES, ROTATING, build, build_known
 
-KNOWN = sorted(name for name, family in families().items() if family.rotates)
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
 
 
@@ -161,7 +159,7 @@ def test_random_weights_do_not_tell(name: str) -> None:
         assert "cannot tell" in str(report)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", ROTATING)
 def test_every_family_of_the_table_is_read(name: str) -> None:
     report = rope.detect_pairing(build_known(name))
     assert report.layers
@@ -297,6 +295,28 @@ def test_planted_pairs_are_found(name: str, pairing: str) -> None:
     report = rope.detect_pairing(model)
     assert report.pairing == pairing
     assert report.confidence > 0.9999
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("name", ["gptj", "codegen", "dbrx"])
+def test_planted_pairs_are_found_behind_other_names(name: str, pairing: str) -> None:
+    """Also behind norms of other names, and, in CodeGen, in four parts of two heads: queries, values, keys."""
+    model = build_known(name, num_hidden_layers=4)
+    with torch.no_grad():
+        for index in range(4):
+            if name == "dbrx":
+                weight = model.transformer.blocks[index].norm_attn_norm.attn.Wqkv.weight
+                plant(weight[:64].view(2, 2, 16, 64), weight[64:96].view(2, 16, 64), pairing)
+                continue
+            attention = model.transformer.h[index].attn
+            if name == "gptj":
+                queries, keys = (getattr(attention, f"{side}_proj").weight.view(4, 16, 64) for side in "qk")
+                plant(queries[:, None, :8], keys[:, :8], pairing)
+            else:
+                for part in attention.qkv_proj.weight.view(4, 3, 2, 8, 64):
+                    plant(part[0][:, None, :4], part[2][:, :4], pairing)
+    report = rope.detect_pairing(model)
+    assert (report.pairing, report.stated) == (pairing, "half" if name == "dbrx" else "interleaved")
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from itertools import combinations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.families import Family, families, family, parse_families
-from tests.models import FAMILIES, TRAINED, build, known_config, static_cases
+from tests.models import FAMILIES, ROTATING, TRAINED, WITH_A_CLASS, build, known_config, modeling, static_cases
 
 DIM = 8
 
@@ -65,6 +64,32 @@ def test_reads_tables_in_order() -> None:
         ("rope_types = [1]", "1"),
         ('original_in_config = "yes"', "yes"),
         ("softmax_mscale = 1", "1"),
+        ("rotates = 3", "rotates must be a table, got 3"),
+        ("rotates = { a = 3 }", "rotates.a must be a string, or several"),
+        ("rotates = { a = [] }", "rotates.a must be a string, or several"),
+        ('rotates = { a = "" }', "rotates.a must be a string, or several"),
+        ('rotates = { a = ["q", 3] }', "rotates.a must be a string, or several"),
+        ('rotates = { a = "q z" }', "rotates.a must be words of .*; got 'q z'"),
+        ('rotates = { a = "grouped" }', "rotates.a must be words of .*; got 'grouped'"),
+        ('rotates = { a = "0 of q" }', "rotates.a must be words of .*; got '0 of q'"),
+        ('rotates = { a = "4 of" }', "rotates.a must be words of .*; got '4 of'"),
+        ('rotates = { a = ["q", "k"] }', "rotates.a .* all but the last end in ' if KEY'"),
+        ('rotates = { a = "q if key" }', "rotates.a .* all but the last end in ' if KEY'"),
+        ('rotates = { a = ["q if key", "k if key"] }', "rotates.a .* all but the last end in ' if KEY'"),
+        ('rotates = { a = ["q if 3", "k"] }', "rotates.a .* all but the last end in ' if KEY'; got .'q if 3', 'k'."),
+        ('words = "head_dim"', "words must be a table, got 'head_dim'"),
+        ('words = { heads = "a" }', "words.heads is none of head_dim, max_position_embeddings, num_"),
+        ("words = { head_dim = 64 }", "words.head_dim must be a string, or several"),
+        ('words = { head_dim = "a + b" }', "words.head_dim must be config keys and numbers .*, got 'a . b'"),
+        ('words = { head_dim = "a*b" }', "words.head_dim must be config keys and numbers"),
+        ('words = { head_dim = "-1" }', "words.head_dim must be config keys and numbers"),
+        ('words = { head_dim = "1e3" }', "words.head_dim must be config keys and numbers"),
+        ('words = { head_dim = "a..b" }', "words.head_dim must be config keys and numbers"),
+        ("own_code = true", "own_code must be like 'layers.{}.self_attention', got True"),
+        ('own_code = "layers.0.attn"', "own_code must be like"),
+        ('own_code = "layers.{}.attn"', "own_code needs words.rotary_dim"),
+        ("unlike = 3", "unlike must be a table of config keys"),
+        ("unlike = { a = 3 }", "unlike must be a table of config keys"),
     ],
 )
 def test_refuses_what_it_does_not_know(table: str, said: str) -> None:
@@ -92,11 +117,6 @@ def test_a_family_that_is_not_in_the_table_has_nothing_special() -> None:
 # --- the entries --------------------------------------------------------------------------------------------------
 
 
-def modeling(model_type: str) -> Any:
-    package = model_type.removesuffix("_text")
-    return importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-
-
 def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
     """What the family's own function makes of x (batch, heads, length, DIM) when every pair turns by its own angle.
 
@@ -115,28 +135,35 @@ def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
     name = "apply_rotary_pos_emb"
     if hasattr(module, "apply_rotary_pos_emb_interleave") and getattr(config, "rope_interleave", True):
         name = "apply_rotary_pos_emb_interleave"
+    function = getattr(module, name)
+    parameters = list(inspect.signature(function).parameters)
+    if parameters == ["tensor", "sin", "cos"]:  # GPT-J wants (batch, length, heads, dim)
+        return lambda x: function(x.transpose(1, 2), angle.sin(), angle.cos()).transpose(1, 2)
     both = {
         "interleaved": torch.repeat_interleave(angle, 2, dim=-1),
         "half": torch.cat((angle, angle), -1),
         "once": angle,
     }[arranged(model_type, config)]
-    return lambda x: getattr(module, name)(x, x, both.cos(), both.sin())[0]
+    if parameters[:3] == ["x", "cos", "sin"]:
+        return lambda x: function(x, both.cos(), both.sin())
+    return lambda x: function(x, x, both.cos(), both.sin())[0]
 
 
 def arranged(model_type: str, config: Any) -> str:
     """How the family's rotary module lays out its cosines: each angle twice, next to itself or not, or once."""
     module = modeling(model_type)
-    cls = next(value for name, value in vars(module).items() if name.endswith("RotaryEmbedding"))
-    rotary = cls(config)
-    nested = "layer_type" in inspect.signature(rotary.forward).parameters
-    layer_type = {"layer_type": "full_attention"} if nested else {}
+    classes = {name: value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")}
+    rotary = next(value for name, value in classes.items() if "Vision" not in name)(config)
+    layer_type = {}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        layer_type = {"layer_type": next(name for name, settings in config.rope_parameters.items() if settings)}
     row = rotary(torch.zeros(1), torch.ones(1, 1, dtype=torch.int64), **layer_type)[0].flatten()
     if torch.equal(row[0::2], row[1::2]):
         return "interleaved"
     return "half" if torch.equal(row[: len(row) // 2], row[len(row) // 2 :]) else "once"
 
 
-@pytest.mark.parametrize("model_type", [name for name, known in families().items() if known.pairing])
+@pytest.mark.parametrize("model_type", ROTATING)
 def test_pairing_is_what_transformers_computes(model_type: str) -> None:
     rotate = rotation(model_type)
     lit = []  # which outputs each input dim lights up; the two dims of a pair light up the same two
@@ -155,7 +182,12 @@ def test_pairing_is_what_transformers_computes(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", families())
 def test_every_model_type_exists(model_type: str) -> None:
-    assert model_type in transformers.CONFIG_MAPPING
+    """Or has code of its own: never both."""
+    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).own_code is None)
+
+
+def test_a_pairing_is_said_where_rows_rotate() -> None:
+    assert [name for name, known in families().items() if bool(known.rotates) != bool(known.pairing)] == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -191,7 +223,7 @@ def test_softmax_mscale_is_in_the_attention_of_the_families_that_say_so() -> Non
     assert scaled.model.layers[0].self_attn.scaling > plain.model.layers[0].self_attn.scaling
 
 
-@pytest.mark.parametrize("model_type", families())
+@pytest.mark.parametrize("model_type", WITH_A_CLASS)
 def test_softmax_mscale_stands_where_the_code_reads_it(model_type: str) -> None:
     source = Path(str(modeling(model_type).__file__)).read_text(encoding="utf-8")
     assert family(model_type).softmax_mscale == ("mscale_all_dim" in source)

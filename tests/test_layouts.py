@@ -10,7 +10,16 @@ import transformers
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.families import families
-from rope_ext_hf.patches.layouts import Blocks, Layout, Piece, RotatingRows, rotating_rows, runs_pairing
+from rope_ext_hf.patches.layouts import (
+    Blocks,
+    Layout,
+    Piece,
+    RotatingRows,
+    rotating_rows,
+    runs_pairing,
+    stated_pairing,
+    stated_rotary,
+)
 from tests.models import known_config
 
 
@@ -208,6 +217,45 @@ def test_the_three_fused_layouts_of_falcon(overrides: dict[str, Any], keys: int)
     assert rotating_rows(config, 16).layouts["query_key_value"] == expected
 
 
+def test_the_four_parts_of_codegen() -> None:
+    """Each of a quarter of the queries, then of the values, then of the keys."""
+    rows = rotating_rows(known_config("codegen"), 4)
+    expected = Layout(4, (Piece(2, 8, 4), Piece(2, 8), Piece(2, 8, 4)))
+    assert rows.find("transformer.h.3.attn.qkv_proj.weight", (192, 64)) == expected
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_the_buffers_of_old_checkpoints_pass_by(model_type: str) -> None:
+    rows = rotating_rows(known_config(model_type), 4)
+    for name in ("bias", "masked_bias", "embed_positions"):
+        assert rows.find(f"transformer.h.3.attn.{name}", (1, 1, 64, 64)) is None
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"), [(7, "by the config 7 of the 16"), (18, "18 of the 16"), (0, "'rotary_dim' in")]
+)
+def test_rotated_dims_that_cannot_be(dims: int, message: str) -> None:
+    with pytest.raises(rope.CheckpointError, match=message):
+        stated_rotary(known_config("gptj", rotary_dim=dims))
+
+
+def test_the_index_of_latent_attention() -> None:
+    """GLM-5's own sizes: 32 heads of 128 dims, of which the first 64 rotate as in the attention itself."""
+    rows = rotating_rows(transformers.GlmMoeDsaConfig(), 64)
+    found = rows.find("model.layers.0.self_attn.indexer.wq_b.weight", (4096, 2048))
+    assert found == Layout(1, (Piece(32, 128, 64),))
+    assert rows.find("model.layers.0.self_attn.indexer.k_norm.bias", (128,)) == Layout(1, (Piece(1, 128, 64),))
+    assert rows.find("model.layers.0.self_attn.indexer.weights_proj.weight", (32, 6144)) is None
+
+
+def test_the_attention_of_dbrx_has_a_place() -> None:
+    """It stands a step deeper in its layer than others do."""
+    rows = rotating_rows(known_config("dbrx"), 16)
+    name = "transformer.blocks.3.norm_attn_norm.attn.Wqkv"
+    assert rows.parts(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn", "Wqkv")
+    assert rows.place(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn.Wqkv")
+
+
 def test_a_family_that_is_not_in_the_table_is_refused() -> None:
     with pytest.raises(rope.UnsupportedModelError, match="which tensors of 'gpt2' rotate is not in the family table"):
         rotating_rows(transformers.GPT2Config(), 64)
@@ -222,4 +270,6 @@ def test_a_pairing_comes_with_what_rotates(model_type: str) -> None:
     config = known_config(model_type)
     assert runs_pairing(config) == known.pairing
     if known.pairing_switch:
-        assert runs_pairing(known_config(model_type, **{known.pairing_switch: False})) == "half"
+        other = known_config(model_type, **{known.pairing_switch: False})
+        assert stated_pairing(other) == "half"
+        assert runs_pairing(other) == ("half" if known.own_code is None else None)  # not all of that code heeds it

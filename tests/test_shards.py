@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import pickle
 import tempfile
 import tracemalloc
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import safetensors
@@ -36,6 +41,7 @@ from rope_ext_hf.shards import (
     read_json,
     write_safetensors,
 )
+from rope_ext_hf.torchfiles import writing
 
 VALID = save(
     {"a": torch.arange(6, dtype=torch.int16).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)},
@@ -238,25 +244,255 @@ def test_torch_files_with_some_bytes_changed(data: st.DataObject) -> None:
             assert len(bytes_of(found.read(name))) == entry.end
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="where Linux says what is mapped")
-def test_torch_files_are_mapped(tmp_path: Path) -> None:
-    """A tensor is not in memory until its numbers are needed."""
-    path = tmp_path / "file.bin"
-    torch.save({"a": torch.zeros(4)}, path)
+def tensors_of_every_kind() -> dict[str, torch.Tensor]:
+    base = torch.arange(24.0).view(2, 3, 4)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    with_attributes = torch.nn.Parameter(torch.ones(3))
+    with_attributes.note = {"a": [1, 2.5, None, True]}  # type: ignore[attr-defined]
+    annotated = torch.zeros(2)
+    annotated.note = -1  # type: ignore[attr-defined]
+    return module.state_dict() | {
+        "base": base,
+        "turned": base.permute(2, 0, 1),
+        "row": base[1, 2],
+        "steps": base[:, ::2, 1:],
+        "again": base.expand(1, 2, 3, 4),
+        "one": torch.tensor(7),
+        "none": torch.zeros(0, 3),
+        "none of a part": base[2:],
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "with attributes": with_attributes,
+        "annotated": annotated,
+        "bool": torch.tensor([True, False]),
+        "float8": torch.randn(5).to(torch.float8_e4m3fn),
+        "unsigned": torch.tensor([1, 65535], dtype=torch.uint16),
+        "complex": torch.tensor([1 + 2j]),
+        **{str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)},
+        **{str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32)},
+    }
+
+
+def save_torch(value: Any, path: Path, legacy: bool) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_torch_files_are_read_as_torch_reads_them(legacy: bool, tmp_path: Path) -> None:
+    saved = tensors_of_every_kind()
+    path = save_torch(saved, tmp_path / "file.bin", legacy)
+    # Of the old format torch itself does not read the newest dtypes.
+    expected = saved if legacy else torch.load(path, weights_only=True)
+    found = TorchFile(path)
+    assert list(found.tensors) == list(expected)
+    for name, tensor in expected.items():
+        read = found.read(name)
+        assert (read.dtype, read.shape, read.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert bytes(bytes_of(read)) == bytes(bytes_of(tensor)), name
+        assert found.tensors[name] == Entry(found.tensors[name].dtype, tuple(tensor.shape), 0, tensor.nbytes)
+
+
+def test_torch_files_without_checksums(tmp_path: Path) -> None:
+    options = pytest.importorskip("torch.serialization")
+    if not hasattr(options, "set_crc32_options"):
+        pytest.skip("this torch always writes them")
+    options.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, tmp_path / "file.bin")
+    finally:
+        options.set_crc32_options(True)
+    assert torch.equal(TorchFile(tmp_path / "file.bin").read("a"), torch.ones(3))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_more_than_a_tensor_is_in_memory(legacy: bool, tmp_path: Path) -> None:
+    size = 4_000_000
+    path = save_torch({str(i): torch.full((size // 4,), i) for i in range(8)}, tmp_path / "file.bin", legacy)
+    tracemalloc.start()
     file = TorchFile(path)
-    assert str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
-    assert torch.equal(file.read("a"), torch.zeros(4))
+    assert tracemalloc.get_traced_memory()[1] < 500_000
+    for i in range(8):
+        assert file.read(str(i))[-1] == i
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * size
+    tracemalloc.stop()
 
 
-def test_compressed_torch_files_are_refused(tmp_path: Path) -> None:
-    import zipfile
+def test_a_torch_file_of_any_size(tmp_path: Path) -> None:
+    """A file with a hole: 64 GB by its size, of which a few blocks are on the disk."""
+    numbers = 2**34
+    said = [{"a": Tensors("0", numbers, shape=(numbers,)), "b": Tensors("1", 2)}, ["0", "1"]]
+    path = tmp_path / "file.bin"
+    with path.open("wb") as file:
+        write_pickles(file, [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, *said])
+        file.write(numbers.to_bytes(8, "little"))
+        file.seek(4 * numbers, os.SEEK_CUR)
+        file.write((2).to_bytes(8, "little") + bytes(bytes_of(torch.tensor([1.0, 2.0]))))
+    found = TorchFile(path)
+    assert found.tensors["a"].end == 2**36
+    assert torch.equal(found.read("b"), torch.tensor([1.0, 2.0]))
 
-    torch.save({"a": torch.zeros(10_000)}, tmp_path / "file.bin")
-    with zipfile.ZipFile(tmp_path / "file.bin") as old, zipfile.ZipFile(tmp_path / "bomb.bin", "w") as new:
-        for entry in old.infolist():
-            new.writestr(entry.filename, old.read(entry), zipfile.ZIP_DEFLATED)
-    with pytest.raises(rope.CheckpointError, match="it is compressed"):
-        TorchFile(tmp_path / "bomb.bin")
+
+@dataclass
+class Tensors:
+    """A tensor of one storage, as a pickle has it, with what may be wrong about it."""
+
+    key: str = "0"
+    count: Any = 2
+    shape: Any = (2,)
+    stride: Any = (1,)
+    offset: Any = 0
+    storage: Any = torch.FloatStorage
+    kind: str = "storage"
+    metadata: tuple[Any, ...] = ()
+    function: Any = torch._utils._rebuild_tensor_v2
+
+
+def write_pickles(file: IO[bytes], values: list[Any]) -> None:
+    class Storage:
+        def __init__(self, said: tuple[Any, ...]) -> None:
+            self.said = said
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return value.said if isinstance(value, Storage) else None
+
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, Tensors):
+                return NotImplemented
+            storage = Storage((value.kind, value.storage, value.key, "cpu", value.count, None))
+            rest = (value.offset, value.shape, value.stride, False, OrderedDict(), *value.metadata)
+            return value.function, (storage, *rest)
+
+    for value in values:
+        Pickler(file, 2).dump(value)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "code": ({"a": os.getcwd}, "its pickle names posix.getcwd"),
+    "code of torch's": ({"a": Tensors(), "b": torch.hub.load}, "does not hold tensors by name"),
+    "another storage": ({"a": Tensors(storage=torch.QInt8Storage)}, "a storage in it is torch.QInt8Storage"),
+    "no storage": ({"a": Tensors(kind="module")}, "something in it is no storage"),
+    "a negative count": ({"a": Tensors(count=-1)}, "something in it is no storage"),
+    "two counts": ({"a": Tensors(), "b": Tensors(count=3)}, "storage 0 is described in two ways"),
+    "two types": ({"a": Tensors(), "b": Tensors(storage=torch.IntStorage)}, "storage 0 is described in two ways"),
+    "a negative size": ({"a": Tensors(shape=(-2,))}, "'a' has no shape"),
+    "a size of a half": ({"a": Tensors(shape=(0.5,))}, "'a' has no shape"),
+    "a list for a shape": ({"a": Tensors(shape=[2])}, "a list in place of a tuple"),
+    "a negative offset": ({"a": Tensors(offset=-1)}, "'a' has no shape"),
+    "a stride too many": ({"a": Tensors(stride=(1, 1))}, "'a' has no shape"),
+    "many dimensions": ({"a": Tensors(shape=(1,) * 65, stride=(1,) * 65)}, "'a' has no shape"),
+    "too many numbers": ({"a": Tensors(shape=(3,), stride=(0,))}, "'a' is not a plain tensor"),
+    "none of too many": ({"a": Tensors(shape=(0, 2**62, 2**62), stride=(1, 1, 1))}, "'a' is not a plain tensor"),
+    "behind its storage": ({"a": Tensors(offset=1)}, "'a' goes on behind its storage"),
+    "far behind it": ({"a": Tensors(stride=(2**62,))}, "'a' goes on behind its storage"),
+    "conjugate": ({"a": Tensors(metadata=({"conj": True},))}, "'a' is not a plain tensor"),
+    "another function": ({"a": Tensors(function=torch._utils._rebuild_qtensor)}, "'a' is not a plain tensor"),
+    "no dtype": ({"a": Tensors(function=torch._utils._rebuild_tensor_v3, metadata=(torch.load,))}, "NoneType in place"),
+    "half a letter": ({"\ud800": Tensors()}, "surrogates not allowed"),
+    "a list": ([Tensors()], "does not hold tensors by name"),
+    "tensors in tensors' place": ({"a": {"b": Tensors()}}, "does not hold tensors by name"),
+}
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("name", BAD)
+def test_pickles_that_are_no_tensors(name: str, archive: bool, tmp_path: Path) -> None:
+    value, message = BAD[name]
+    path = tmp_path / "file.bin"
+    data = bytes(bytes_of(torch.tensor([1.0, 2.0])))
+    if archive:
+        pickled = io.BytesIO()
+        write_pickles(pickled, [value])
+        with zipfile.ZipFile(path, "w") as target:
+            target.writestr("archive/data.pkl", pickled.getvalue())
+            target.writestr("archive/data/0", data)
+    else:
+        with path.open("wb") as file:
+            write_pickles(file, [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, value, ["0"]])
+            file.write((2).to_bytes(8, "little") + data)
+    with pytest.raises(rope.CheckpointError, match=f"cannot be read as tensors alone .*{message}"):
+        TorchFile(path)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"\x80\x02}q\xff", "pickle exhausted"),
+        (b"\x80\x02r\xff\xff\xff\xff.", "list index"),  # a memo of four billion
+        (b"\x80\x02})" + b"q\x00h\x00\x86" * 200 + b"Ns.", "a key of type tuple"),  # whose hash takes forever
+        (b"\x80\x02X\xff\xff\xff\x7fa.", "expected 2147483647 bytes"),  # a text of two
+        (b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00.", "its pickle has FRAME"),
+        (b"\x80\x02]}b.", "a list in place of a dict"),
+        (b"\x80\x02ctorch\nload\n}b.", "a _Name in place of a dict"),  # attributes of a function
+        (b"\x80\x02(lp0\n.", "its pickle has LIST"),
+        (b"\x80\x02}", "pickle exhausted"),
+        (b"", "pickle exhausted"),
+    ],
+)
+def test_pickles_that_are_none(pickled: bytes, message: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "file.bin", "w") as target:
+        target.writestr("archive/data.pkl", pickled)
+    with pytest.raises(rope.CheckpointError, match=message) as caught:
+        TorchFile(tmp_path / "file.bin")
+    assert "(weights_only)" in str(caught.value)
+
+
+def entries_of(path: Path, change: Callable[[dict[str, bytes]], object], method: int = zipfile.ZIP_STORED) -> None:
+    """Pack an archive anew, changed."""
+    with zipfile.ZipFile(path) as old:
+        content = {entry.filename: old.read(entry) for entry in old.infolist()}
+    change(content)
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in content.items():
+            new.writestr(name, data, method)
+
+
+@pytest.mark.parametrize(
+    ("change", "method", "message"),
+    [
+        (lambda c: None, zipfile.ZIP_DEFLATED, "it is compressed"),
+        (lambda c: c.update({"file/byteorder": b"big"}), zipfile.ZIP_STORED, "their high bytes first"),
+        (lambda c: c.update({"other/data.pkl": b"."}), zipfile.ZIP_STORED, "no archive of torch's"),
+        (lambda c: c.pop("file/data.pkl"), zipfile.ZIP_STORED, "no archive of torch's"),
+        (lambda c: c.pop("file/data/0"), zipfile.ZIP_STORED, "it has no file/data/0 of 40000 bytes"),
+        (lambda c: c.update({"file/data/0": b"short"}), zipfile.ZIP_STORED, "it has no file/data/0 of 40000 bytes"),
+    ],
+)
+def test_archives_that_are_not_torchs(
+    change: Callable[[dict[str, bytes]], object], method: int, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file.bin"
+    torch.save({"a": torch.zeros(10_000)}, path)
+    entries_of(path, lambda content: None)
+    assert TorchFile(path).tensors["a"].shape == (10_000,)
+    entries_of(path, change, method)
+    with pytest.raises(rope.CheckpointError, match=message):
+        TorchFile(path)
+
+
+def test_what_is_written_is_what_torch_reads(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.ones(7, dtype=torch.bfloat16),
+        "c": torch.zeros(0, 2),
+        "d": torch.tensor(1.5, dtype=torch.float64),
+    }
+    path = tmp_path / "file.pth"
+    with writing(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, {"e": "a"}) as write:
+        for name in ("b", "d", "a", "c"):  # in any order
+            write(name, bytes_of(tensors[name]))
+    for mapped in (False, True):
+        found = torch.load(path, weights_only=True, mmap=mapped)
+        assert list(found) == [*tensors, "e"]
+        for name, tensor in found.items():
+            assert torch.equal(tensor, tensors.get(name, tensors["a"]))
+            assert tensor.dtype == tensors.get(name, tensors["a"]).dtype
+            assert tensor.data_ptr() % 64 == 0
+        assert found["e"].data_ptr() == found["a"].data_ptr()
+    file = TorchFile(path)
+    assert all(torch.equal(file.read(name), found[name]) for name in found)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
