@@ -25,15 +25,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Effort
-from rope_ext_hf.patches.patching import check_pairing, fixed_length
+from rope_ext_hf.patches.patching import check_pairing, fixed_length, patched_method
 from rope_ext_hf.patches.slots import find_slots, patched_slots
+from rope_ext_hf.relative import AttentionLevel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Reader"]
 
-ATTENTION = "rope_ext_hf/chunks"
+ATTENTION = "rope_ext_hf.chunks"
 
 
 class UnreadableError(Exception):
@@ -339,7 +340,13 @@ class _Cache(Cache):  # type: ignore[misc]
 
 @contextmanager
 def _chunked_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Every attention module of this model uses `attend`, until the end of the block."""
+    """Every attention module of this model uses `attend`, until the end of the block.
+
+    Not under an attention-level method, whose own attention needs neither masks nor more memory for longer texts.
+    """
+    if isinstance(patched_method(model), AttentionLevel):
+        yield
+        return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     configs = {id(c): c for m in model.modules() if hasattr(c := m.__dict__.get("config"), "_attn_implementation")}

@@ -174,6 +174,9 @@ def label(method: dict[str, Any] | None) -> str:
         parts.append(f"{method['theta']:g}")
     if "factor" in method:
         parts.append(f"x{method['factor']:g}")
+    parts += [f"{key}={method[key]:g}" for key in ("chunk", "window", "group", "k") if key in method]
+    if "frequency" in method:
+        parts.append(f"on {label(method['frequency'])}")
     return " ".join(parts)
 
 

@@ -29,7 +29,7 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.eval.perplexity import Reading, prepare
 from rope_ext_hf.eval.reading import Reader
 from rope_ext_hf.eval.results import DocumentLoss, Effort, Result, Setting, difference, label, provenance
-from rope_ext_hf.patches.patching import geometry, patched
+from rope_ext_hf.patches.patching import fitted, geometry, patched
 from rope_ext_hf.scaling import Rotary, Scaling, methods, resolve_method
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def plan_sweep(
     rotary = geometry(model)
     wanted = sorted({*lengths, *([rotary.trained_length] if rotary.trained_length < max(lengths) else [])})
     chosen = expand(methods, factors or [max(1.0, wanted[-1] / rotary.trained_length)], rotary)
+    chosen = [fitted(model, method, max(wanted[-1], rotary.trained_length)) for method in chosen]
     name = data or (corpus if isinstance(corpus, str) else "documents")
     return SweepPlan((None, *chosen), prepare(model, corpus, lengths=wanted, **reading), name)
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.patches.attention import NAME, Calls, attach, detach, discover, register
 from rope_ext_hf.patches.config import (
     FOREIGN,
     PAIRING_KEY,
@@ -33,16 +34,18 @@ from rope_ext_hf.patches.config import (
     write_rope,
 )
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.layouts import runs_pairing
-from rope_ext_hf.patches.lengths import RowLengths
+from rope_ext_hf.patches.layouts import runs_pairing, stated_rotary
+from rope_ext_hf.patches.lengths import follow_lengths
 from rope_ext_hf.patches.saving import SaveForeign
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
+from rope_ext_hf.relative import AttentionLevel
 from rope_ext_hf.rotary import RotaryEmbedding
 from rope_ext_hf.scaling import TWO_PI, Rotary, Scaling, method_from_dict, resolve_method
 
 __all__ = [
     "Description",
     "describe",
+    "fitted",
     "fixed_length",
     "geometry",
     "install",
@@ -50,6 +53,7 @@ __all__ = [
     "patched",
     "patched_method",
     "reset",
+    "rotation",
     "unpatch",
 ]
 
@@ -145,6 +149,11 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
 
     rotary = _shared_geometry(slots, own)
     method = resolve(rotary)
+    layers: list[Any] = []
+    calls = Calls()
+    if isinstance(method, AttentionLevel):
+        method = method.fitted(rotary, *_own_method(first), target_length)
+        layers = [] if _only_shapes(model) else discover(model, slots, method, rotary, calls)
     rope_type = write_rope(own, rotary, method, known, first.scaled_layers, target_length, native)
     if known.softmax_mscale:
         _check_softmax_scale(first, own, rope_type)
@@ -155,6 +164,11 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
 
     unpatch(model)
     _repoint(model, {id(config.before): config.now for config in configs})
+    if isinstance(method, AttentionLevel):
+        register()
+        attach(layers)
+        for config in configs:
+            config.now._attn_implementation = NAME
     for config in configs:
         config.written = copy.deepcopy({k: v for k, v in vars(config.now).items() if not hasattr(v, "model_type")})
     for slot, filling in zip(slots, fillings, strict=True):
@@ -162,12 +176,13 @@ def install(model: nn.Module, resolve: Callable[[Rotary], Scaling], target_lengt
         setattr(slot.parent, slot.attribute, filling)
         if "config" in slot.module.__dict__:
             slot.module.config = slot.config  # what was replaced keeps what it was built from
-        if method.length_dependent:
-            rows = RowLengths(slot.attribute, known.cache)
+        if isinstance(method, AttentionLevel):
             filling.hooks = [
-                slot.parent.register_forward_pre_hook(rows.before, with_kwargs=True),
-                slot.parent.register_forward_hook(rows.after, with_kwargs=True, always_call=True),
+                slot.parent.register_forward_pre_hook(calls.before, with_kwargs=True),
+                slot.parent.register_forward_hook(calls.after, always_call=True),
             ]
+    if method.length_dependent:
+        follow_lengths(model)
     if rope_type.startswith(FOREIGN) and known.rope_types is not None:
         SaveForeign.attach(model)
     return record
@@ -189,6 +204,7 @@ def unpatch(model: M) -> M:
                 for hook in child.hooks:
                     hook.remove()
     SaveForeign.detach(model)
+    detach(model)
     return model
 
 
@@ -245,6 +261,26 @@ def reset(model: M) -> M:
     for table in _tables(model):
         table.reset()
     return model
+
+
+def fitted(model: nn.Module, method: Scaling, length: int) -> Scaling:
+    """The method with what it has not been given worked out for inputs of this length, as `patch` does it."""
+    if not isinstance(method, AttentionLevel):
+        return method
+    return method.fitted(geometry(model), *_own_method(find_slots(model)[0]), length)
+
+
+def _own_method(slot: Slot) -> tuple[Scaling, int]:
+    """The method a model came with, and the length it is for in tokens."""
+    rotary, method = slot.native[(slot.scaled_layers or list(slot.native))[0]]
+    return method, rotary.trained_length if method.name == "default" else slot.config.max_position_embeddings
+
+
+def _only_shapes(model: nn.Module) -> bool:
+    """Whether a model's weights are not there, and no hook brings them when they are needed."""
+    return all(p.device.type == "meta" for p in model.parameters()) and not any(
+        hasattr(module, "_hf_hook") for module in model.modules()
+    )
 
 
 def _tables(model: nn.Module) -> list[RotaryEmbedding]:
@@ -320,6 +356,17 @@ def geometry(model: nn.Module) -> Rotary:
     return _shared_geometry(slots, config)
 
 
+def rotation(model: nn.Module) -> Rotary:
+    """What rotates in a model, also where nothing could be patched: as the family table says, else its `geometry`.
+
+    Raises:
+        UnsupportedModelError: neither is known.
+    """
+    config = getattr(model, "config", None)
+    stated = stated_rotary(config) if hasattr(config, "get_text_config") else None
+    return stated or geometry(model)
+
+
 def _shared_geometry(slots: Sequence[Slot], config: Any) -> Rotary:
     geometries = {
         read_rope(config, slot.native[layer_type][0].dim, layer_type)[0]
@@ -356,6 +403,7 @@ def _check_softmax_scale(slot: Slot, config: Any, rope_type: str) -> None:
 
 
 _EVERY_LAYER = "Every layer"
+_KNOWN_DISTANCES = "Far keys are seen at distances the model knows, {} tokens at most; frequencies stay as they are."
 
 
 def _notes(slot: Slot, extended_length: int) -> tuple[str, ...]:
@@ -429,6 +477,9 @@ class Description:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key}={_short(item)}" for key, item in value.items() if key != "method")
+        return f"{value['method']}({inner})"
     if isinstance(value, (list, tuple)):
         return f"[{len(value)} numbers]"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -458,6 +509,8 @@ def describe(model: nn.Module) -> Description:
         notes = _notes(slot, extended)
     else:
         rotary, method, extended, notes = record.rotary, record.method, record.extended_length, record.notes
+        if isinstance(method, AttentionLevel):
+            notes = (*notes, _KNOWN_DISTANCES.format(method.limit))
         route = f"transformers' own {record.rope_type!r}; loads anywhere"
         if record.rope_type.startswith(FOREIGN):
             route = f"{record.rope_type!r}: plain loading stops there, rope_ext_hf.from_pretrained restores it"

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rope_ext_hf.attending import StoredRotary
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.config import SLIDING, read_rope
+from rope_ext_hf.relative import AttentionLevel
 from rope_ext_hf.rotary import Layout, RotaryEmbedding
 from rope_ext_hf.scaling import Rotary, Scaling
 
@@ -65,10 +67,11 @@ class PatchedSlot(nn.Module):
         self.tables = nn.ModuleDict()
         for layer_type, (native_rotary, native_method) in slot.native.items():
             chosen = (method, rotary) if layer_type in scaled else (native_method, native_rotary)
-            self.tables[layer_type or "all"] = RotaryEmbedding(*chosen, layout=slot.layout, cast=slot.cast)
+            kind = StoredRotary if isinstance(chosen[0], AttentionLevel) else RotaryEmbedding
+            self.tables[layer_type or "all"] = kind(*chosen, layout=slot.layout, cast=slot.cast)
         self.replaced = slot.module
         self.record = record
-        self.hooks: list[RemovableHandle] = []  # that tell a length-dependent method how long each row is
+        self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
         buffer = next(slot.module.buffers())
         if buffer.device.type != "meta":  # a table of a few numbers needs no offloading
             self.tables.to(buffer.device)

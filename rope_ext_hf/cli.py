@@ -763,6 +763,7 @@ def demo(
     """
     with _errors():
         from rope_ext_hf.eval.perplexity import prepare
+        from rope_ext_hf.relative import DualChunk, LeakyReRoPE
         from rope_ext_hf.scaling import NTK, DynamicNTK, DynamicYarn, Linear, Yarn
 
         model = _load("reference", "float32", device, None, False)
@@ -775,6 +776,8 @@ def demo(
             DynamicYarn(),
             Yarn(factor=4.0),
             Yarn(factor=8.0),
+            LeakyReRoPE(),
+            DualChunk(),
         ]
         lengths = [trained, 2 * trained, 4 * trained, 8 * trained]
         reading = prepare(model, "stdlib", lengths=lengths, max_windows=windows)

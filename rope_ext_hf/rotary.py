@@ -112,16 +112,31 @@ class RotaryEmbedding(nn.Module):
         finally:
             self._fix(before)
 
+    @contextmanager
+    def turning_by(self, radians: Tensor, attention_factor: float) -> Iterator[None]:
+        """Every forward inside turns each pair by its own radians (dim // 2,) per position, whatever the length."""
+        before = self.fixed_length
+        self._table, self.attention_factor = tuple(fixed_point(radians.double()).tolist()), attention_factor
+        self.fixed_length = 1  # any: these frequencies do not follow the input
+        self._fill()
+        try:
+            yield
+        finally:
+            self._fix(before)
+
     def reset(self) -> None:
         """Forget the longest input met (matters to sticky growth only)."""
         self.longest = None
 
     def _fix(self, length: int | None) -> None:
         """Take the method's frequencies at `length` (None: the trained length, for static methods) as the table."""
-        inv_freq, self.attention_factor = self.method.frequencies(self.rotary, length)
+        inv_freq, self.attention_factor = self._at(length)
         self._table = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length
         self._fill()
+
+    def _at(self, length: int | None) -> Frequencies:
+        return self.method.frequencies(self.rotary, length)
 
     def _fill(self) -> None:
         if self.frequency.device.type != "meta":

@@ -112,6 +112,7 @@ def _are_numbers(value: object) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", _is_number),
     "float | None": ("a number", _is_number),
+    "int | None": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "tuple[float, ...]": ("a list of numbers", _are_numbers),
 }
@@ -687,9 +688,15 @@ class Factors(Scaling):
         return rotary.inv_freq(device=length.device) / _on_device(self.factors, length.device), self.attention_factor
 
 
+def _registry() -> dict[str, type[Scaling]]:
+    import rope_ext_hf.relative  # noqa: F401 - registers the attention-level methods, which build on this module
+
+    return _METHODS
+
+
 def methods() -> dict[str, type[Scaling]]:
     """Every method by name."""
-    return dict(_METHODS)
+    return dict(_registry())
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
@@ -732,13 +739,18 @@ def resolve_method(
     if not isinstance(method, str):
         raise TypeError(f"method must be a name or a method object, got {type(method).__name__}")
 
+    registry = _registry()
     name, implied = _ALIASES.get(method, (method, {}))
-    if name not in _METHODS:
-        known = sorted([*_METHODS, *_ALIASES])
+    if name not in registry:
+        known = sorted([*registry, *_ALIASES])
         raise MethodError(f"unknown method {method!r}.{_nearest(method, known)} Known methods: {', '.join(known)}")
-    cls = _METHODS[name]
+    cls = registry[name]
     accepted = {item.name: item for item in fields(cls)}
     values = implied | params
+    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # which gets what is not the method's own
+        below = {key: values.pop(key) for key in list(values) if key not in accepted}
+        values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
+        factor = None
     for key in values:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])

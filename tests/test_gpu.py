@@ -77,3 +77,21 @@ def test_the_bundled_model_reads_on_in_bfloat16() -> None:
     assert plain[256] <= 1.4
     assert plain[1024] >= plain[256] + 1.0
     assert yarn[1024] <= plain[256] + 0.25
+
+
+@pytest.mark.parametrize("method", ["rerope", "leaky-rerope", "self-extend", "dca"])
+def test_attention_level_methods_give_what_they_give_on_the_cpu(method: str) -> None:
+    ids = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :100] = 0
+    model = rope.patch(build("llama"), method)
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits[mask.bool()]
+        for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
+            moved = model.to("cuda", dtype)
+            found = moved(ids.cuda(), attention_mask=mask.cuda()).logits.float().cpu()[mask.bool()]
+            assert (found - wanted).norm() / wanted.norm() < tolerance
+            cache = moved(ids[:, :200].cuda(), attention_mask=mask[:, :200].cuda(), use_cache=True).past_key_values
+            step = moved(ids[:, 200:].cuda(), attention_mask=mask.cuda(), past_key_values=cache).logits.float().cpu()
+            whole = moved(ids.cuda(), attention_mask=mask.cuda()).logits.float().cpu()[:, 200:]
+            assert (step - whole).norm() / whole.norm() < tolerance

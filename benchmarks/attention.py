@@ -1,0 +1,154 @@
+"""Attention-level methods against plain attention, by length: time and memory of one layer's attention.
+
+    python benchmarks/attention.py [--lengths 1024,2048,4096,8192,16384,32768] [--pairs 3] [--plot docs/attention.png]
+    python benchmarks/attention.py --device cuda --dtype bfloat16
+
+Queries of 8 heads and keys of 2, 128 dims each, a trained length of 4,096 and the methods' own defaults. Prefill: all
+queries at once, against torch's scaled_dot_product_attention (causal, grouped), and against the eager way of whole
+score matrices while those are below 4 GB; decode: one query. Single runs are interleaved in pairs, a ratio is their
+median. What a forward works out once for all of its layers (the cosines) is worked out before. Memory: the most bytes
+that live during the call, queries, keys, values and those cosines included. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory import most_bytes
+from overhead import timed
+from record import record
+from torch.nn.functional import scaled_dot_product_attention
+
+from rope_ext_hf.attending import Call, Extras, Phases, attend
+from rope_ext_hf.cache import KeyLayout
+from rope_ext_hf.relative import AttentionLevel
+from rope_ext_hf.scaling import Default, Rotary, resolve_method
+
+HEADS, KV_HEADS, DIM = 8, 2, 128
+ROTARY = Rotary(dim=DIM, theta=10_000.0, trained_length=4096)
+METHODS = ("rerope", "leaky-rerope", "self-extend", "dca")
+MOST_SCORES = 4 * 10**9  # bytes of a score matrix
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Way = Callable[[], Callable[..., torch.Tensor]]  # makes a way anew, with nothing worked out yet
+
+
+def inputs(tokens: int, count: int, device: str, dtype: torch.dtype) -> Tensors:
+    torch.manual_seed(0)
+    shapes = ((HEADS, tokens), (KV_HEADS, count), (KV_HEADS, count))
+    query, key, value = (torch.randn(1, *shape, DIM, device=device, dtype=dtype) for shape in shapes)
+    return query, key, value
+
+
+def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return scaled_dot_product_attention(query, key, value, is_causal=query.shape[-2] > 1, enable_gqa=True)
+
+
+def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * DIM**-0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
+    method = resolve_method(name, ROTARY)
+    assert isinstance(method, AttentionLevel)
+    method = method.fitted(ROTARY, Default(), ROTARY.trained_length, max(count, ROTARY.trained_length))
+    phases, layout = Phases(ROTARY.inv_freq()), KeyLayout("half", 0, DIM)
+    positions = torch.arange(count, device=device)[None]
+    calls = {tokens: Call(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        call = calls[query.shape[-2]]
+        return attend(method, phases, layout, call, query, key, value, DIM**-0.5, Extras())
+
+    return run
+
+
+def measured(what: str, way: str, make: Way, made: Tensors, pairs: int, device: str) -> dict[str, Any]:
+    """Time and memory of one way, and their ratios to plain attention."""
+
+    def memory(make: Way) -> int:
+        def anew() -> Callable[[], object]:
+            run, copies = make(), [x.clone() for x in made]
+            return lambda: run(*copies)
+
+        return most_bytes(anew, device)
+
+    run, times = make(), []
+    for which in (plain, run):
+        which(*made)
+    for pair in range(pairs):
+        seconds = {
+            which: timed(partial(which, *made), device) for which in ((plain, run) if pair % 2 else (run, plain))
+        }
+        times.append((seconds[run], seconds[plain]))
+    most = memory(make)
+    row = {
+        "what": what,
+        "way": way,
+        "tokens": made[1].shape[-2],
+        "seconds": round(statistics.median(mine for mine, _ in times), 5),
+        "time": round(statistics.median(mine / theirs for mine, theirs in times), 3),
+        "megabytes": round(most / 1e6, 1),
+        "memory": round(most / memory(lambda: plain), 3),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, key, unit in zip(figure.subplots(1, 2), ("seconds", "megabytes"), ("seconds", "MB"), strict=True):
+        for way in dict.fromkeys(row["way"] for row in rows):
+            mine = [row for row in rows if row["way"] == way and row["what"] == "prefill"]
+            style = "k--" if way == "plain" else "k:" if way == "eager" else "o-"
+            axes.loglog([r["tokens"] for r in mine], [r[key] for r in mine], style, label=way, markersize=4)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(f"{unit} of one layer's attention")
+        ticks = sorted({row["tokens"] for row in rows})
+        axes.set_xticks(ticks, [f"{tick // 1024}k" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    arguments = parser.parse_args()
+    device, dtype, rows = arguments.device, getattr(torch, arguments.dtype), []
+    with torch.inference_mode():
+        for count in (int(length) for length in arguments.lengths.split(",")):
+            ways: dict[str, Way] = {"plain": lambda: plain}
+            ways |= {name: partial(ours, name, count, device) for name in METHODS}
+            if HEADS * count**2 * dtype.itemsize <= MOST_SCORES:
+                ways["eager"] = lambda: eager
+            made = inputs(count, count, device, dtype)
+            rows += [measured("prefill", way, make, made, arguments.pairs, device) for way, make in ways.items()]
+            made = inputs(1, count, device, dtype)
+            rows += [measured("decode", way, ways[way], made, 20 * arguments.pairs, device) for way in METHODS]
+    if arguments.plot is not None:
+        draw(rows, arguments.plot)
+    result = {"benchmark": "attention", "dtype": arguments.dtype, "rows": rows, "threads": torch.get_num_threads()}
+    record(result, arguments.out, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Attention over zones of keys, each at relative positions of its own, without a (length, length) tensor.
+
+    out = attend(rule, phases, layout, call, query, key, value, scale=scale)
+
+Two ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by rectangles
+and causal squares, each goes through the kernel, and the partial softmaxes are merged by their log-sum-exp. The rest
+(soft caps, odd masks, gradients, decoding steps of padded batches) comes from the scores of a few queries at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rope_ext_hf.cache import KeyLayout, Turn
+from rope_ext_hf.relative import AttentionLevel, Piece, Place, newest
+from rope_ext_hf.rotary import RotaryEmbedding, fixed_point
+from rope_ext_hf.scaling import Frequencies
+
+__all__ = ["Call", "Extras", "Phases", "Rule", "StoredRotary", "Window", "attend"]
+
+QUERIES = 2048  # turned at a time
+FEWEST = 16  # queries for which the kernels are worth their calls in a padded batch
+NARROWEST = 32  # window; with narrower ones the calls would be too many
+SCORES = 64 * 2**20  # bytes of scores at a time
+
+
+class Rule(Protocol):
+    """What `AttentionLevel` says about places and zones; the docstrings are there."""
+
+    @property
+    def band(self) -> bool: ...
+    @property
+    def span(self) -> int: ...
+    def stored(self, n: Tensor) -> Place: ...
+    def queries(self, m: Tensor) -> tuple[Place, ...]: ...
+    def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
+    def pieces(self, first: int, last: int) -> Iterator[Piece]: ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rule of a layer without a method: all keys, or those of a sliding window, where they are.
+
+    `method`: whose rotation the keys come with; None: their own, or none.
+    """
+
+    size: int | None
+    method: AttentionLevel | None = None
+
+    @property
+    def band(self) -> bool:
+        return True
+
+    @property
+    def span(self) -> int:
+        return self.size or 2**40
+
+    def stored(self, n: Tensor) -> Place:
+        return Place(n) if self.method is None else self.method.stored(n)
+
+    def queries(self, m: Tensor) -> tuple[Place, ...]:
+        return (Place(m),)
+
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        return torch.zeros_like(m - n)
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        if self.size is not None:
+            yield from newest(self.size, first, last)
+        else:
+            yield Piece(0, (first, last), (0, last))
+
+
+class StoredRotary(RotaryEmbedding):
+    """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
+
+    def _at(self, length: int | None) -> Frequencies:
+        assert isinstance(self.method, AttentionLevel)
+        inv_freq, attention_factor = super()._at(length)
+        return Frequencies(inv_freq / self.method.stored(torch.zeros((), dtype=torch.int64)).divisor, attention_factor)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        assert isinstance(self.method, AttentionLevel)
+        positions = self.method.stored(position_ids).positions
+        assert positions is not None
+        return super().forward(x, positions)
+
+
+class Phases:
+    """Angles of places, in fixed point: int64 units of 2^-64 turns (see `rotary.py`).
+
+    Args:
+        inv_freq: (pairs,) float64, radians per token.
+    """
+
+    def __init__(self, inv_freq: Tensor) -> None:
+        self.inv_freq = inv_freq
+        self._known: dict[tuple[float, torch.device], Tensor] = {}
+
+    def at(self, place: Place, device: torch.device) -> Tensor:
+        """(..., pairs) int64 for positions (...)."""
+        phase = torch.zeros((), dtype=torch.int64, device=device)
+        if place.positions is not None:
+            phase = place.positions.to(device)[..., None] * self._of(1 / place.divisor, device)
+        return phase + self._of(place.plus, device) if place.plus else phase
+
+    def turn(self, before: Place, after: Place, device: torch.device) -> Turn:
+        """What brings queries or keys from one place to another; positions (rows or 1, tokens)."""
+        return Turn.by(self.at(after, device) - self.at(before, device))
+
+    def _of(self, tokens: float, device: torch.device) -> Tensor:
+        """The phase of so many tokens, (pairs,); copied to a device once."""
+        key = tokens, device
+        if key not in self._known:
+            self._known[key] = fixed_point(self.inv_freq * tokens).to(device)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward of the decoder, as far as attention must know.
+
+    Attributes:
+        queries: (rows or 1, tokens) int64, positions of the new tokens.
+        keys: (rows or 1, past + tokens) int64, positions of all of them.
+        offsets: per row, how many padded tokens come before position 0, all others following in order; None: the
+            positions are not like that.
+        real: (rows, past + tokens) bool, False where a key is padding; None: nowhere.
+        turns: what has been worked out for one layer and serves the next.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    offsets: tuple[int, ...] | None
+    real: Tensor | None
+    turns: dict[Hashable, Turn] = field(default_factory=dict)
+
+
+class Extras(NamedTuple):
+    """What some families do to scores.
+
+    Attributes:
+        window: keys by index that a query sees, itself included; None: all before it.
+        cap: scores become cap tanh(score / cap).
+        sinks: (heads,) scores of a key without a value.
+        mask: (rows or 1, 1, tokens, keys), bool or to be added; it then says all about what is visible.
+        dropout: of attention weights.
+    """
+
+    window: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    dropout: float = 0.0
+
+
+def attend(
+    rule: Rule,
+    phases: Phases | None,
+    layout: KeyLayout,
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    extras: Extras,
+) -> Tensor:
+    """Attention of the newest queries to keys that end with their own.
+
+    Args:
+        phases: None: nothing is turned here.
+        query: (rows, heads, tokens, head_dim), turned as the keys are.
+        key, value: (rows, kv_heads, past + tokens, head_dim), keys turned to where they are stored.
+
+    Returns:
+        (rows, heads, tokens, head_dim of value) in value's dtype.
+    """
+    zoned = _Zoned(rule, phases, layout, call.turns)
+    tokens, count = query.shape[-2], key.shape[-2]
+    offsets = call.offsets
+    simple = extras.mask is None and extras.cap is None and not extras.dropout and rule.span >= NARROWEST
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if offsets is None or not simple or learns or not _has_kernel(query, value):
+        return _by_scores(zoned, call, query, key, value, scale, extras)
+    # A sliding cache has let the oldest keys go; they are in nobody's window.
+    gone = call.keys.shape[-1] - count
+    if len(set(offsets)) == 1:
+        return _by_kernel(zoned, query, key, value, scale, extras.sinks, offsets[0], gone)
+    if tokens < FEWEST:
+        return _by_scores(zoned, call, query, key, value, scale, extras)
+    rows = (
+        _by_kernel(zoned, query[r : r + 1], key[r : r + 1], value[r : r + 1], scale, extras.sinks, offset, gone)
+        for r, offset in enumerate(offsets)
+    )
+    return torch.cat(list(rows))
+
+
+@dataclass(frozen=True)
+class _Zoned:
+    """A rule with the means to turn by it."""
+
+    rule: Rule
+    phases: Phases | None
+    layout: KeyLayout
+    turns: dict[Hashable, Turn]
+
+    def queries(self, query: Tensor, m: Tensor, zone: int, where: Hashable) -> Tensor:
+        """Queries (rows, heads, tokens, head_dim) as they stand in a zone.
+
+        Args:
+            m: their positions, (rows or 1, tokens).
+            where: says which positions these are, among those of the call.
+        """
+        return self._turned(query, m, lambda: self.rule.queries(m)[zone], (zone, where))
+
+    def near_keys(self, key: Tensor, n: Tensor, where: Hashable) -> Tensor:
+        """Keys of the nearest zone."""
+        return self._turned(key, n, lambda: Place(n), ("keys", where)) if self.rule.band else key
+
+    def _turned(self, x: Tensor, positions: Tensor, place: Callable[[], Place], what: Hashable) -> Tensor:
+        if self.phases is None:
+            return x
+        name = (self.rule, self.phases, x.device, what)
+        if name not in self.turns:
+            self.turns[name] = self.phases.turn(self.rule.stored(positions), place(), x.device)
+        return self.turns[name].applied(x, self.layout)
+
+
+# --- by kernel ------------------------------------------------------------------------------------------------------
+
+
+def _by_kernel(
+    zoned: _Zoned, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, offset: int, gone: int
+) -> Tensor:
+    """Rows whose real keys begin after `offset` padded ones; of all of them the first `gone` are not here any more."""
+    begin = max(0, offset - gone)
+    key, value = key[:, :, begin:], value[:, :, begin:]
+    low = max(0, gone - offset)  # position of the first key
+    last = low + key.shape[-2]
+    padded = max(0, query.shape[-2] - last)  # queries that are padding themselves
+    first = last - query.shape[-2] + padded
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    for start in range(first, last, QUERIES):
+        stop = min(start + QUERIES, last)
+        block = slice(padded + start - first, padded + stop - first)
+        out[:, :, block] = _merged(zoned, query[:, :, block], key, value, scale, sinks, start, low)
+    return out
+
+
+def _merged(
+    zoned: _Zoned, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, start: int, low: int
+) -> Tensor:
+    """Queries from position `start` on, over keys from position `low` on."""
+    rule, device = zoned.rule, query.device
+    stop = start + query.shape[-2]
+    m = torch.arange(start, stop, device=device)[None]
+    oldest = max(low, start - rule.span + 1)
+    n = torch.arange(oldest, stop, device=device)[None]
+    near = zoned.near_keys(key[:, :, oldest - low : stop - low], n, (oldest, stop))
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    lse = torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=device)
+    for zone, pieces in groupby(sorted(rule.pieces(start, stop), key=lambda piece: piece.zone), lambda p: p.zone):
+        turned = zoned.queries(query, m, zone, (start, stop))
+        keys, keys_from = (near, oldest) if zone == 0 else (key, low)
+        for (q0, q1), (k0, k1), seen in chain.from_iterable(piece.rectangles(keys_from) for piece in pieces):
+            part, part_lse = _kernel(
+                turned[:, :, q0 - start : q1 - start],
+                keys[:, :, k0 - keys_from : k1 - keys_from],
+                value[:, :, k0 - low : k1 - low],
+                scale,
+                seen,
+            )
+            _merge(out[:, :, q0 - start : q1 - start], lse[:, :, q0 - start : q1 - start], part, part_lse)
+    if sinks is not None:
+        out *= torch.sigmoid(lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
+    return out
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a partial softmax to what is there: zeros where `lse` is -inf. What is added is used up."""
+    both = torch.logaddexp(lse, part_lse)
+    out *= lse.sub_(both).exp_()[..., None].to(out.dtype)
+    out += part.mul_(part_lse.sub_(both).exp_()[..., None].to(out.dtype))
+    lse.copy_(both)
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    if query.device.type == "cpu":
+        return True
+    return query.device.type == "cuda" and max(query.shape[-1], value.shape[-1]) <= 256
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) -> tuple[Tensor, Tensor]:
+    """A fused kernel and its log-sum-exp, (rows, heads, queries) float32; `seen` as in `Rectangle`."""
+    if seen == "reversed":
+        out, lse = _kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
+        return out.flip(-2), lse.flip(-1)
+    width, depth = value.shape[-1], query.shape[-1]
+    wide = max(width, depth) if query.device.type == "cpu" else -(-max(width, depth) // 8) * 8
+    query, key, value = (
+        nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value)
+    )
+    causal = seen == "causal"
+    aten = torch.ops.aten
+    if query.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    elif query.dtype in (torch.float16, torch.bfloat16):
+        out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[:2]
+    else:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        out, lse = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )[:2]
+    return out[..., :width], lse[..., : query.shape[-2]].to(torch.float32, copy=True)
+
+
+# --- by scores ------------------------------------------------------------------------------------------------------
+
+
+def _by_scores(
+    zoned: _Zoned, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: Extras
+) -> Tensor:
+    """A few queries at a time, whatever the masks and positions are."""
+    rows, heads, tokens, _ = query.shape
+    few = max(1, SCORES // (4 * rows * heads * key.shape[-2]))
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    out = []
+    for start in range(0, tokens, few):
+        block = slice(start, min(start + few, tokens))
+        if learns and few < tokens:  # else the scores of all of them would wait for the gradient
+            out.append(checkpoint(_block, zoned, call, query, key, value, scale, extras, block, use_reentrant=False))
+        else:
+            out.append(_block(zoned, call, query, key, value, scale, extras, block))
+    return torch.cat(out, dim=-2)
+
+
+def _block(
+    zoned: _Zoned,
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    extras: Extras,
+    block: slice,
+) -> Tensor:
+    """Some of the newest queries."""
+    rule, tokens, count = zoned.rule, query.shape[-2], key.shape[-2]
+    total = call.keys.shape[-1]
+    m = call.queries[:, block]
+    n = call.keys[:, total - count :]
+    query_index = torch.arange(total - tokens + block.start, total - tokens + block.stop, device=query.device)
+    key_index = torch.arange(total - count, total, device=query.device)
+    query = query[:, :, block]
+    ordered = call.offsets is not None and extras.mask is None
+    last_zone = len(rule.queries(m)) - 1
+    # Where positions follow each other, only the newest keys can be in the other zones.
+    newest_keys = max(0, count - (tokens - block.start) - rule.span + 1) if ordered else 0
+    where = (block.start, block.stop)
+    keys = key if last_zone else zoned.near_keys(key, n, (0, count))
+    scores = _scores(zoned.queries(query, m, last_zone, where), keys, scale)
+    if last_zone:
+        zones = rule.zone(m[:, :, None], n[:, None, newest_keys:])[:, None]
+        some = scores[..., newest_keys:]
+        near = zoned.near_keys(key[:, :, newest_keys:], n[:, newest_keys:], (newest_keys, count))
+        for zone in range(last_zone):
+            theirs = near if zone == 0 else key[:, :, newest_keys:]
+            some = torch.where(zones == zone, _scores(zoned.queries(query, m, zone, where), theirs, scale), some)
+        scores = torch.cat([scores[..., :newest_keys], some], dim=-1)
+    if extras.cap is not None:
+        scores = torch.tanh(scores / extras.cap) * extras.cap
+    lowest = torch.finfo(scores.dtype).min
+    if extras.mask is not None:
+        mask = extras.mask[:, :, block, :count]
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    else:
+        visible = key_index <= query_index[:, None]
+        if extras.window is not None:
+            visible = visible & (key_index > query_index[:, None] - extras.window)
+        visible = visible[None, None]
+        if call.real is not None:
+            visible = visible & call.real[:, None, None, total - count :]
+        scores = scores.masked_fill(~visible, lowest)
+    if extras.sinks is not None:
+        sinks = extras.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = nn.functional.dropout(weights, extras.dropout)
+    rows, heads, queries, _ = weights.shape
+    folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, count)
+    return (folded @ value).reshape(rows, heads, queries, -1)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """(rows, heads, queries, keys) float32; heads share keys in groups."""
+    rows, heads, queries, dim = query.shape
+    folded = query.reshape(rows, key.shape[1], -1, dim)
+    return ((folded @ key.transpose(-1, -2)).float() * scale).reshape(rows, heads, queries, -1)

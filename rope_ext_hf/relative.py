@@ -1,0 +1,413 @@
+"""Every attention-level method: at which relative position a query sees a key.
+
+    >>> from rope_ext_hf.relative import SelfExtend
+    >>> SelfExtend(group=8, window=1024)
+    SelfExtend(limit=None, log_n=False, frequency=None, window=1024, group=8)
+
+Positions that a model was not trained at never occur: far keys are seen at positions it knows. A method divides the
+keys before a query into zones, nearest first. In a zone the query stands at one place and the keys at theirs, and the
+difference is the relative position. Keys are stored in the cache at one place each, `stored`, which is theirs in every
+zone but the nearest of the methods with a band, where they stand where they are.
+
+Symbols as in the papers: m and n, the positions of a query and a key; w = `window`, G = `group`, s = `chunk`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.scaling import Default, Rotary, Scaling, method_from_dict, scaling
+
+__all__ = [
+    "AttentionLevel",
+    "DualChunk",
+    "LeakyReRoPE",
+    "Piece",
+    "Place",
+    "ReRoPE",
+    "Rectangle",
+    "SelfExtend",
+    "newest",
+]
+
+REACH = 16
+"""`group` and `k` where nothing says how long the input will be: about 8 to 12 times the trained length."""
+
+
+class Place(NamedTuple):
+    """Where something stands, in tokens: positions / divisor + plus."""
+
+    positions: Tensor | None = None
+    divisor: float = 1.0
+    plus: float = 0.0
+
+
+class Rectangle(NamedTuple):
+    """Queries and keys as ranges of positions: every query sees every key ("all"), or they are as many and the i-th
+    query sees the first i + 1 keys ("causal") or all but the first i ("reversed")."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    seen: str
+
+
+class Piece(NamedTuple):
+    """Queries and keys of one zone, as ranges of positions.
+
+    A query m of them sees the keys n <= m - `lag`; or, where `since` is set, the keys n > m - `lag`.
+    """
+
+    zone: int
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    lag: int = 0
+    since: bool = False
+
+    def rectangles(self, low: int) -> Iterator[Rectangle]:
+        """What is visible, keys below position `low` left out; a pair of query and key is in one rectangle at most."""
+        (q0, q1), (k0, k1) = self.queries, self.keys
+        k0 = max(k0, low)
+        edge = q0 - self.lag + (1 if self.since else 0)  # the last key that query q0 sees, or the first
+        inner = max(0, k0 - edge)  # until then no query sees any, or each sees all
+        square = max(0, min(q1 - q0 - inner, k1 - edge - inner))
+        begin, end = q0 + inner, q0 + inner + square
+        first, last = edge + inner, edge + inner + square
+        if self.since:
+            parts = [
+                Rectangle((q0, min(begin, q1)), (k0, k1), "all"),
+                Rectangle((begin, end), (first, last), "reversed"),
+                Rectangle((begin, end), (last, k1), "all"),
+            ]
+        elif q1 - begin == 1:
+            parts = [Rectangle((begin, q1), (k0, min(first + 1, k1)), "all")]
+        else:
+            parts = [
+                Rectangle((begin, q1), (k0, min(first, k1)), "all"),
+                Rectangle((begin, end), (first, last), "causal"),
+                Rectangle((end, q1), (first, k1), "all"),
+            ]
+        yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])
+
+
+def newest(window: int, first: int, last: int) -> Iterator[Piece]:
+    """The keys at distances below `window` of the queries first..last, in blocks of queries; their own come first."""
+    for start in range(first, last, window):
+        stop = min(start + window, last)
+        if stop - start == 1:
+            yield Piece(0, (start, stop), (max(0, start - window + 1), stop))
+            continue
+        yield Piece(0, (start, stop), (start, stop))
+        if start:
+            yield Piece(0, (start, stop), (max(0, start - window + 1), start), window, since=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLevel(Scaling):
+    """Base of the attention-level methods.
+
+    Attributes:
+        limit: the longest distance in tokens that the model knows; default: its trained length, or what its
+            frequencies are extended to.
+        log_n: multiply queries by max(1, ln(m + 1) / ln limit), which keeps the entropy of attention as it is at the
+            limit (Su 2022, https://kexue.fm/archives/8823).
+        frequency: a static frequency-level method underneath; default: the model's own.
+    """
+
+    limit: int | None = None
+    log_n: bool = False
+    frequency: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.frequency, Mapping):
+            object.__setattr__(self, "frequency", method_from_dict(self.frequency))
+        super().__post_init__()
+        if self.frequency is not None and (
+            not isinstance(self.frequency, Scaling)
+            or isinstance(self.frequency, AttentionLevel)
+            or self.frequency.length_dependent
+        ):
+            raise MethodError(
+                f"{self.name}: frequency must be a frequency-level method that does not follow the input, "
+                f"got {self.frequency!r}"
+            )
+        for name in ("limit", "window", "group", "chunk"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise MethodError(f"{self.name}: {name} must be at least 1, got {value}")
+
+    def fitted(self, rotary: Rotary, own: Scaling, own_length: int, target_length: int | None) -> Self:
+        """With every parameter that was not given worked out.
+
+        Args:
+            own: the model's own frequency-level method.
+            own_length: the length that one is for, in tokens.
+            target_length: the length asked for.
+
+        Raises:
+            MethodError: parameters that lead to positions beyond the limit, or frequencies that follow the input.
+        """
+        method = self
+        if method.frequency is None and own.name != "default":
+            if own.length_dependent:
+                raise MethodError(
+                    f"{self.name} needs frequencies that stay, and this model's own {own.name} follows the input; "
+                    "give another one (frequency)"
+                )
+            method = replace(method, frequency=own)
+        if method.limit is None:
+            length = own_length if self.frequency is None else self.frequency.extended_length(rotary)
+            method = replace(method, limit=length or rotary.trained_length)
+        assert method.limit is not None
+        if method.limit < 8:
+            raise MethodError(f"{self.name} needs a trained length of at least 8 tokens, got {method.limit}")
+        return method._filled(method.limit, target_length)
+
+    @abstractmethod
+    def _filled(self, limit: int, target_length: int | None) -> Self: ...
+
+    def _within(self, limit: int, what: str, size: float) -> None:
+        if size > limit:
+            raise MethodError(
+                f"{self.name}: {what} is {size:g} tokens, and the model knows distances up to {limit} only"
+            )
+
+    def _scale(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        return (self.frequency or Default()).at_lengths(rotary, length.squeeze(-1))
+
+    def check(self, rotary: Rotary) -> None:
+        (self.frequency or Default()).check(rotary)
+
+    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+        return None
+
+    def extended_length(self, rotary: Rotary) -> int | None:
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        saved = super().to_dict()
+        return saved if self.frequency is None else saved | {"frequency": self.frequency.to_dict()}
+
+    @property
+    def band(self) -> bool:
+        """Whether the keys of the nearest zone stand where they are, not where they are stored."""
+        return True
+
+    @abstractmethod
+    def stored(self, n: Tensor) -> Place:
+        """Where keys stand in the cache."""
+
+    @abstractmethod
+    def queries(self, m: Tensor) -> tuple[Place, ...]:
+        """Where queries stand, zone by zone."""
+
+    @abstractmethod
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        """The zone of each pair; of those with n > m anything."""
+
+    @property
+    @abstractmethod
+    def span(self) -> int:
+        """Keys at this distance and beyond are in the last zone."""
+
+    @abstractmethod
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        """All keys that the queries first..last see, piece by piece; every query's own key comes first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Banded(AttentionLevel):
+    """Keys at distances below `window` are seen where they are, those beyond at one further place each."""
+
+    window: int | None = None
+
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        return (m - n >= self.span).long()
+
+    @property
+    def span(self) -> int:
+        assert self.window is not None
+        return self.window
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        yield from newest(self.span, first, last)
+        if last > self.span:
+            yield Piece(1, (first, last), (0, last - self.span), self.span)
+
+
+@scaling("rerope")
+@dataclass(frozen=True, kw_only=True)
+class ReRoPE(_Banded):
+    """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window every key is seen at distance w.
+
+    `window`: default half the limit.
+    """
+
+    def _filled(self, limit: int, target_length: int | None) -> Self:
+        method = replace(self, window=self.window or limit // 2)
+        method._within(limit, "window", method.span)
+        return method
+
+    def stored(self, n: Tensor) -> Place:
+        return Place(torch.zeros_like(n))
+
+    def queries(self, m: Tensor) -> tuple[Place, ...]:
+        return Place(m), Place(plus=self.span)
+
+
+@scaling("leaky-rerope")
+@dataclass(frozen=True, kw_only=True)
+class LeakyReRoPE(_Banded):
+    """Leaky ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window distances grow k times as slowly.
+
+    `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
+    """
+
+    k: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k is not None and self.k < 1:
+            raise MethodError(f"{self.name}: k must be at least 1, got {self.k:g}")
+
+    def _filled(self, limit: int, target_length: int | None) -> Self:
+        window = self.window or limit // 2
+        self._within(limit, "window", window)
+        k = self.k
+        if k is None:
+            k = float(
+                REACH
+                if target_length is None or window == limit
+                else max(1, math.ceil((target_length - window) / (limit - window)))
+            )
+        method = replace(self, window=window, k=k)
+        if target_length is not None:
+            method._within(
+                limit,
+                f"with k={k:g} the place of a key {target_length} tokens back",
+                window + (target_length - window) / k,
+            )
+        return method
+
+    def extended_length(self, rotary: Rotary) -> int | None:
+        if self.limit is None or self.window is None or self.k is None:
+            return None
+        return int(self.window + (self.limit - self.window) * self.k)
+
+    def stored(self, n: Tensor) -> Place:
+        assert self.k is not None
+        return Place(n, self.k)
+
+    def queries(self, m: Tensor) -> tuple[Place, ...]:
+        assert self.k is not None
+        return Place(m), Place(m, self.k, self.span - self.span / self.k)
+
+
+@scaling("self-extend")
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(_Banded):
+    """Self-Extend (Jin et al. 2024, arXiv 2401.01325): beyond the window keys are seen in groups.
+
+    A query m sees a far key n at distance floor(m / G) - floor(n / G) + w - floor(w / G). `window`: default a quarter
+    of the limit; `group`: default as small as the target length allows, 16 where there is none.
+    """
+
+    group: int | None = None
+
+    def _farthest(self, length: int, window: int, group: int) -> int:
+        return (length - 1) // group + window - window // group
+
+    def _filled(self, limit: int, target_length: int | None) -> Self:
+        window = self.window or limit // 4
+        self._within(limit, "window", window)
+        group = self.group
+        if group is None:
+            group = REACH
+            if target_length is not None:
+                sizes = range(1, target_length + 1)
+                group = next(
+                    (size for size in sizes if self._farthest(target_length, window, size) < limit), target_length
+                )
+        if target_length is not None:
+            self._within(
+                limit - 1, f"with group={group} the farthest place", self._farthest(target_length, window, group)
+            )
+        return replace(self, window=window, group=group)
+
+    def extended_length(self, rotary: Rotary) -> int | None:
+        if self.limit is None or self.window is None or self.group is None:
+            return None
+        return (self.limit - self.window + self.window // self.group) * self.group
+
+    def stored(self, n: Tensor) -> Place:
+        assert self.group is not None
+        return Place(n // self.group)
+
+    def queries(self, m: Tensor) -> tuple[Place, ...]:
+        assert self.group is not None
+        return Place(m), Place(m // self.group, plus=self.span - self.span // self.group)
+
+
+@scaling("dca")
+@dataclass(frozen=True, kw_only=True)
+class DualChunk(AttentionLevel):
+    """Dual Chunk Attention (An et al. 2024, arXiv 2402.17463).
+
+    The input is cut into chunks of s tokens, and a key n stands at n mod s. A query m stands at m mod s for keys of
+    its own chunk, at min(m mod s + s, s + w - 1) for those of the chunk before, so that the last w tokens are where
+    they are, and at s + w - 1 for all older ones. (The paper's ceiling c is s + w.) `chunk`: default three quarters of
+    the limit; `window`: default what is left of the limit.
+    """
+
+    chunk: int | None = None
+    window: int | None = None
+
+    def _filled(self, limit: int, target_length: int | None) -> Self:
+        chunk = self.chunk or 3 * limit // 4
+        window = self.window or max(1, limit - chunk)
+        self._within(limit, "chunk and window together", chunk + window)
+        return replace(self, chunk=chunk, window=window)
+
+    @property
+    def band(self) -> bool:
+        return False
+
+    @property
+    def size(self) -> int:
+        assert self.chunk is not None
+        return self.chunk
+
+    @property
+    def farthest(self) -> int:
+        assert self.window is not None
+        return self.size + self.window - 1
+
+    def stored(self, n: Tensor) -> Place:
+        return Place(n % self.size)
+
+    def queries(self, m: Tensor) -> tuple[Place, ...]:
+        within = m % self.size
+        return Place(within), Place((within + self.size).clamp(max=self.farthest)), Place(plus=self.farthest)
+
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        return (m // self.size - n // self.size).clamp(0, 2)
+
+    @property
+    def span(self) -> int:
+        return 2 * self.size
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        for start in range(first - first % self.size, last, self.size):
+            queries = max(first, start), min(last, start + self.size)
+            yield Piece(0, queries, (start, queries[1]))
+            if start:
+                yield Piece(1, queries, (start - self.size, start))
+            if start > self.size:
+                yield Piece(2, queries, (0, start - self.size))

@@ -1,0 +1,213 @@
+"""Attention over zones against the definitions in the papers, written out pair by pair here, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rope_ext_hf.attending import Call, Extras, Phases, Window, attend
+from rope_ext_hf.cache import KeyLayout
+from rope_ext_hf.relative import AttentionLevel, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
+
+THETA = 10_000.0
+
+
+def place_of_key(method: AttentionLevel, n: int) -> float:
+    """Where the method is to find a key in the cache."""
+    said: dict[str, Any] = method.to_dict()
+    match said["method"]:
+        case "rerope":
+            return 0.0
+        case "leaky-rerope":
+            return n / float(said["k"])
+        case "self-extend":
+            return float(n // said["group"])
+    return float(n % said["chunk"])
+
+
+def distance(method: AttentionLevel, m: int, n: int) -> float:
+    """The relative position at which query m sees key n <= m, straight from the papers."""
+    said: dict[str, Any] = method.to_dict()
+    w = said["window"]
+    if said["method"] != "dca" and m - n < w:
+        return float(m - n)
+    match said["method"]:
+        case "rerope":
+            return float(w)
+        case "leaky-rerope":
+            return float(w + (m - n - w) / said["k"])
+        case "self-extend":
+            g = said["group"]
+            return float(m // g - n // g + w - w // g)
+    s, c = said["chunk"], said["chunk"] + w
+    if m // s == n // s:
+        return float(m % s - n % s)
+    if m // s - n // s == 1:
+        return float(min(m % s + s, c - 1) - n % s)
+    return float(c - 1 - n % s)
+
+
+def turned(x: Tensor, places: Tensor, dim: int, theta: float = THETA) -> Tensor:
+    """RoPE by half pairing on the first `dim` dims, float64; x (..., tokens, head_dim), places (..., tokens)."""
+    inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = places[..., None] * inv_freq
+    first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., dim:]], dim=-1)
+
+
+def eager(method: AttentionLevel | None, q: Tensor, k: Tensor, v: Tensor, dim: int, **more: Any) -> Tensor:
+    """One row: q (heads, tokens, head_dim), k and v (kv_heads, keys, ...), un-rotated, float64; every score at once."""
+    tokens, count = q.shape[-2], k.shape[-2]
+    groups = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
+    for i in range(tokens):
+        m = count - tokens + i
+        seen = range(max(0, m - more["window"] + 1) if more.get("window") else 0, m + 1)
+        places = torch.tensor([distance(method, m, n) if method else float(m - n) for n in seen], dtype=torch.float64)
+        query = turned(q[:, i : i + 1].expand(-1, len(seen), -1), places, dim)
+        scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
+        if more.get("cap"):
+            scores = torch.tanh(scores / more["cap"]) * more["cap"]
+        if more.get("sinks") is not None:
+            scores = torch.cat([scores, more["sinks"].double()[:, None]], dim=-1)
+        weights = scores.softmax(-1)[:, : len(seen)]
+        out[:, i] = (weights[..., None] * v[:, list(seen)]).sum(-2)
+    return out
+
+
+def run(
+    method: AttentionLevel,
+    tokens: int,
+    count: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    value_dim: int = 16,
+    dim: int = 16,
+    pads: tuple[int, ...] = (0,),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    sliding: int | None = None,
+    gone: int = 0,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """What `attend` gives and what the definition gives, for real queries; pads: keys before the first real one."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(pads)
+
+    def random(n_heads: int, length: int, width: int) -> Tensor:
+        return torch.randn(rows, n_heads, length, width, generator=generator, dtype=torch.float64)
+
+    q, k, v = random(heads, tokens, head_dim), random(kv_heads, count, head_dim), random(kv_heads, count, value_dim)
+    keys = torch.stack([torch.arange(count) - pad for pad in pads]).clamp(min=0)
+    stored = torch.tensor([[place_of_key(method, int(n)) for n in row] for row in keys], dtype=torch.float64)[:, None]
+    call = Call(
+        queries=keys[:, count - tokens :],
+        keys=keys,
+        offsets=pads if more.pop("ordered", True) else None,
+        real=torch.stack([torch.arange(count) >= pad for pad in pads]) if any(pads) else None,
+    )
+    rule: Any = method if sliding is None else Window(sliding, method)
+    inv_freq = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    extras = Extras(window=sliding, cap=more.get("cap"), sinks=more.get("sinks"))
+    found = attend(
+        rule,
+        Phases(inv_freq),
+        KeyLayout("half", 0, dim),
+        call,
+        turned(q, stored[..., count - tokens :], dim).to(dtype),
+        turned(k, stored, dim).to(dtype)[:, :, gone:],
+        v.to(dtype)[:, :, gone:],
+        head_dim**-0.5,
+        extras,
+    )
+    parts, wanted = [], []
+    for r, pad in enumerate(pads):
+        real = min(tokens, count - pad)
+        definition = None if sliding is not None else method
+        out = eager(definition, q[r, :, tokens - real :], k[r, :, pad:], v[r, :, pad:], dim, window=sliding, **more)
+        parts.append(found[r, :, tokens - real :].double().reshape(-1))
+        wanted.append(out.reshape(-1))
+    return torch.cat(parts), torch.cat(wanted)
+
+
+def close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+
+
+@st.composite
+def methods(draw: Any) -> AttentionLevel:
+    window = draw(st.integers(1, 70))
+    match draw(st.sampled_from(["rerope", "leaky", "self-extend", "dca"])):
+        case "rerope":
+            return ReRoPE(window=window)
+        case "leaky":
+            return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)))
+        case "self-extend":
+            return SelfExtend(window=window, group=draw(st.integers(1, 20)))
+    return DualChunk(chunk=draw(st.integers(1, 70)), window=window)
+
+
+@given(methods(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: AttentionLevel, data: Any) -> None:
+    tokens = data.draw(st.one_of(st.integers(1, 3), st.integers(1, 150)), "tokens")
+    count = tokens + data.draw(st.integers(0, 150), "past")
+    kv_heads, groups = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2)]), "heads")
+    dim = data.draw(st.sampled_from([4, 8, 16]), "rotated")
+    pads = tuple(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3), "pads"))
+    value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
+    close(
+        *run(method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim)
+    )
+
+
+EACH = [
+    ReRoPE(window=40),
+    LeakyReRoPE(window=40, k=8.0),
+    SelfExtend(window=40, group=4),
+    DualChunk(chunk=48, window=16),
+]
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "more",
+    [{"cap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"sliding": 33}, {"sliding": 33, "gone": 60}],
+    ids=["soft cap", "sinks", "sliding window", "sliding cache"],
+)
+@pytest.mark.parametrize("pads", [(0,), (0, 7, 90)], ids=["one row", "padded rows"])
+def test_what_families_do_to_scores(method: AttentionLevel, more: dict[str, Any], pads: tuple[int, ...]) -> None:
+    close(*run(method, 40, 150, pads=pads, **more))
+    close(*run(method, 1, 150, pads=pads, **more))
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_both_ways_give_the_same(method: AttentionLevel) -> None:
+    by_kernel, wanted = run(method, 100, 200)
+    by_scores, _ = run(method, 100, 200, ordered=False)
+    close(by_kernel, wanted)
+    close(by_scores, wanted)
+    assert not torch.equal(by_kernel, by_scores)
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_half_precision(method: AttentionLevel) -> None:
+    close(*run(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
+    close(*run(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_positions_are_the_models_own_inside_the_window(method: AttentionLevel) -> None:
+    assert all(distance(method, m, n) == m - n for m in range(40) for n in range(m + 1))
+    farthest = max(distance(method, m, n) for m in range(1000) for n in range(m + 1))
+    assert farthest < 64 or isinstance(method, (LeakyReRoPE, SelfExtend))
