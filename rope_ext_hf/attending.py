@@ -41,6 +41,7 @@ class Rule(Protocol):
     def span(self) -> int: ...
     def stored(self, n: Tensor) -> Place: ...
     def queries(self, m: Tensor) -> tuple[Place, ...]: ...
+    def weight(self, m: Tensor) -> Tensor | None: ...
     def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
     def pieces(self, first: int, last: int) -> Iterator[Piece]: ...
 
@@ -68,6 +69,9 @@ class Window:
 
     def queries(self, m: Tensor) -> tuple[Place, ...]:
         return (Place(m),)
+
+    def weight(self, m: Tensor) -> Tensor | None:
+        return None
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return torch.zeros_like(m - n)
@@ -213,13 +217,15 @@ class _Zoned:
     turns: dict[Hashable, Turn]
 
     def queries(self, query: Tensor, m: Tensor, zone: int, where: Hashable) -> Tensor:
-        """Queries (rows, heads, tokens, head_dim) as they stand in a zone.
+        """Queries (rows, heads, tokens, head_dim) as they stand, and are weighed, in a zone.
 
         Args:
             m: their positions, (rows or 1, tokens).
             where: says which positions these are, among those of the call.
         """
-        return self._turned(query, m, lambda: self.rule.queries(m)[zone], (zone, where))
+        turned = self._turned(query, m, lambda: self.rule.queries(m)[zone], (zone, where))
+        weight = self.rule.weight(m)
+        return turned if weight is None else turned * weight[:, None, :, None].to(turned.device, turned.dtype)
 
     def near_keys(self, key: Tensor, n: Tensor, where: Hashable) -> Tensor:
         """Keys of the nearest zone."""
@@ -355,40 +361,44 @@ def _block(
 ) -> Tensor:
     """Some of the newest queries."""
     rule, tokens, count = zoned.rule, query.shape[-2], key.shape[-2]
+    last_zone = len(rule.queries(call.queries)) - 1
+    begin, newest, end = 0, 0, count
+    if call.offsets is not None and extras.mask is None:  # positions follow each other
+        end = count - tokens + block.stop  # later keys are seen by later queries
+        newest = max(0, count - tokens + block.start - rule.span + 1)  # keys before these are in the last zone
+        begin = 0 if last_zone else newest
     total = call.keys.shape[-1]
-    m = call.queries[:, block]
-    n = call.keys[:, total - count :]
-    query_index = torch.arange(total - tokens + block.start, total - tokens + block.stop, device=query.device)
-    key_index = torch.arange(total - count, total, device=query.device)
-    query = query[:, :, block]
-    ordered = call.offsets is not None and extras.mask is None
-    last_zone = len(rule.queries(m)) - 1
-    # Where positions follow each other, only the newest keys can be in the other zones.
-    newest_keys = max(0, count - (tokens - block.start) - rule.span + 1) if ordered else 0
-    where = (block.start, block.stop)
-    keys = key if last_zone else zoned.near_keys(key, n, (0, count))
-    scores = _scores(zoned.queries(query, m, last_zone, where), keys, scale)
+    here = slice(total - count + begin, total - count + end)
+    query, key, value = query[:, :, block], key[:, :, begin:end], value[:, :, begin:end]
+    device, newest = query.device, newest - begin  # layers may be spread over devices
+    m, n = call.queries[:, block].to(device), call.keys[:, here].to(device)
+    near = zoned.near_keys(key[:, :, newest:], n[:, newest:], ("of", begin + newest, end))
+
+    def scored(zone: int, keys: Tensor) -> Tensor:
+        return _scores(zoned.queries(query, m, zone, (block.start, block.stop)), keys, scale)
+
+    scores = scored(last_zone, key if last_zone else near)
     if last_zone:
-        zones = rule.zone(m[:, :, None], n[:, None, newest_keys:])[:, None]
-        some = scores[..., newest_keys:]
-        near = zoned.near_keys(key[:, :, newest_keys:], n[:, newest_keys:], (newest_keys, count))
+        zones = rule.zone(m[:, :, None], n[:, None, newest:])[:, None]
+        some = scores[..., newest:]
         for zone in range(last_zone):
-            theirs = near if zone == 0 else key[:, :, newest_keys:]
-            some = torch.where(zones == zone, _scores(zoned.queries(query, m, zone, where), theirs, scale), some)
-        scores = torch.cat([scores[..., :newest_keys], some], dim=-1)
+            some = torch.where(zones == zone, scored(zone, key[:, :, newest:] if zone else near), some)
+        scores = torch.cat([scores[..., :newest], some], dim=-1)
     if extras.cap is not None:
         scores = torch.tanh(scores / extras.cap) * extras.cap
     lowest = torch.finfo(scores.dtype).min
     if extras.mask is not None:
-        mask = extras.mask[:, :, block, :count]
+        mask = extras.mask[:, :, block, begin:end]
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     else:
-        visible = key_index <= query_index[:, None]
+        key_index = torch.arange(begin, end, device=device)
+        query_index = torch.arange(count - tokens + block.start, count - tokens + block.stop, device=device)[:, None]
+        visible = key_index <= query_index
         if extras.window is not None:
-            visible = visible & (key_index > query_index[:, None] - extras.window)
+            visible = visible & (key_index > query_index - extras.window)
         visible = visible[None, None]
         if call.real is not None:
-            visible = visible & call.real[:, None, None, total - count :]
+            visible = visible & call.real[:, None, None, here].to(device)
         scores = scores.masked_fill(~visible, lowest)
     if extras.sinks is not None:
         sinks = extras.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
@@ -397,7 +407,7 @@ def _block(
         weights = scores.softmax(-1)
     weights = nn.functional.dropout(weights, extras.dropout)
     rows, heads, queries, _ = weights.shape
-    folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, count)
+    folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, value.shape[-2])
     return (folded @ value).reshape(rows, heads, queries, -1)
 
 

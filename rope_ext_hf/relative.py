@@ -208,6 +208,13 @@ class AttentionLevel(Scaling):
     def queries(self, m: Tensor) -> tuple[Place, ...]:
         """Where queries stand, zone by zone."""
 
+    def weight(self, m: Tensor) -> Tensor | None:
+        """What queries are multiplied by, float32; None: nothing."""
+        if not self.log_n:
+            return None
+        assert self.limit is not None
+        return ((m + 1).to(torch.float32).log() / math.log(self.limit)).clamp(min=1)
+
     @abstractmethod
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         """The zone of each pair; of those with n > m anything."""

@@ -74,6 +74,8 @@ def eager(method: AttentionLevel | None, q: Tensor, k: Tensor, v: Tensor, dim: i
         places = torch.tensor([distance(method, m, n) if method else float(m - n) for n in seen], dtype=torch.float64)
         query = turned(q[:, i : i + 1].expand(-1, len(seen), -1), places, dim)
         scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
+        if method is not None and method.log_n:
+            scores *= max(1.0, math.log(m + 1) / math.log(method.limit or 0))
         if more.get("cap"):
             scores = torch.tanh(scores / more["cap"]) * more["cap"]
         if more.get("sinks") is not None:
@@ -147,14 +149,15 @@ def close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
 @st.composite
 def methods(draw: Any) -> AttentionLevel:
     window = draw(st.integers(1, 70))
+    log_n: dict[str, Any] = {"log_n": draw(st.booleans()), "limit": 64}
     match draw(st.sampled_from(["rerope", "leaky", "self-extend", "dca"])):
         case "rerope":
-            return ReRoPE(window=window)
+            return ReRoPE(window=window, **log_n)
         case "leaky":
-            return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)))
+            return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)), **log_n)
         case "self-extend":
-            return SelfExtend(window=window, group=draw(st.integers(1, 20)))
-    return DualChunk(chunk=draw(st.integers(1, 70)), window=window)
+            return SelfExtend(window=window, group=draw(st.integers(1, 20)), **log_n)
+    return DualChunk(chunk=draw(st.integers(1, 70)), window=window, **log_n)
 
 
 @given(methods(), st.data())

@@ -308,6 +308,17 @@ def test_gradients_are_those_of_the_definition(method: str) -> None:
         torch.testing.assert_close(found[key], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
+@each_method
+def test_reading_in_chunks_gives_the_losses_of_one_forward(method: str) -> None:
+    from rope_ext_hf.eval.reading import Reader
+
+    model, ids = rope.patch(build("gemma2"), method), tokens(200)[0]
+    reader = Reader(model, chunk=32)
+    assert reader.chunked
+    wanted = nn.functional.cross_entropy(logits(model, ids[None])[0, 99:-1], ids[100:], reduction="none")
+    torch.testing.assert_close(reader.losses(ids, first=100), wanted, atol=ATOL, rtol=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_peft() -> None:
     from peft import LoraConfig, get_peft_model
