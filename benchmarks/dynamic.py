@@ -1,13 +1,15 @@
 """Length-dependent RoPE with a cache, against transformers' own "dynamic": the cost of a step, the loss of text.
 
-    python benchmarks/dynamic.py [--tokens 4096,8192] [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/dynamic.py [--tokens 4096,8192] [--dtype bfloat16] [--device cuda] [--out results.jsonl]
+    python benchmarks/dynamic.py --pairs 0                  # memory alone: it does not mind a busy machine
     python benchmarks/dynamic.py --text [--documents 24]
 
 Cost: a model of about 100 million random parameters with four heads of keys for twelve of queries, and with twelve;
 stock and patched share their weights, steps are interleaved in pairs, a row is the median ratio patched / stock with
-its 95% bootstrap interval. Text: the bundled model reads held-out text through its cache, one token after another, to
-eight times its trained length; the loss per stretch of positions, and the difference paired by window with its 95%
-interval. The last line is JSON.
+its 95% bootstrap interval. `memory` is the ratio of the most bytes that live during a step, cache included and weights
+not; it is a step at which "even" turns all keys. Text: the bundled model reads held-out text through its cache, one
+token after another, to eight times its trained length; the loss per stretch of positions, and the difference paired by
+window with its 95% interval. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from overhead import interleaved
 from record import record
+from torch.profiler import profile, record_function
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -37,7 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def stock_model(kv_heads: int, device: str) -> LlamaForCausalLM:
+def stock_model(kv_heads: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32000,
@@ -50,27 +53,56 @@ def stock_model(kv_heads: int, device: str) -> LlamaForCausalLM:
         max_position_embeddings=TRAINED,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
     )
-    return LlamaForCausalLM(config).to(device).eval()
+    return LlamaForCausalLM(config).to(device, dtype).eval()
 
 
-def cost(kv_heads: int, tokens: int, pairs: int, device: str) -> list[dict[str, Any]]:
-    stock = stock_model(kv_heads, device)
+def filled(which: LlamaForCausalLM, ids: torch.Tensor) -> Callable[[], object]:
+    """A decode step onto a cache that holds ids."""
+    cache = DynamicCache(config=which.config)
+    for part in torch.split(ids, 1024, dim=1):
+        which(part, past_key_values=cache, logits_to_keep=1)
+    return lambda: which(ids[:, :1], past_key_values=cache)
+
+
+def most_bytes(which: LlamaForCausalLM, ids: torch.Tensor) -> int:
+    """What lives during the first decode step when it is most: the cache and all else but weights."""
+    if ids.is_cuda:
+        before = torch.cuda.memory_allocated()
+        step = filled(which, ids)
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        step = filled(which, ids)
+        with record_function("step"):
+            step()
+    events = list(seen.profiler.kineto_results.experimental_event_tree())
+    for event in events:  # grows by what is inside, and is seen to its end
+        events.extend(event.children)
+    begin = next(event.start_time_ns for event in events if event.name == "step")
+    sizes = [(e.start_time_ns, e.extra_fields.alloc_size) for e in events if e.name == "[memory]"]
+    live = most = 0
+    for time, size in sorted(sizes, key=lambda pair: pair[0]):
+        live += size
+        most = max(most, live) if time >= begin else most
+    return most
+
+
+def cost(kv_heads: int, tokens: int, pairs: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    stock = stock_model(kv_heads, device, dtype)
     shared = {id(tensor): tensor for tensor in stock.parameters()}
     ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-
-    def decode(which: LlamaForCausalLM) -> Callable[[], object]:
-        cache = DynamicCache(config=which.config)
-        for part in torch.split(ids, 1024, dim=1):
-            which(part, past_key_values=cache, logits_to_keep=1)
-        return lambda: which(ids[:, :1], past_key_values=cache)
-
     rows = []
     with torch.inference_mode():
+        theirs = most_bytes(stock, ids)
         for name, parameters in RULES.items():
             twin = rope.patch(copy.deepcopy(stock, shared), "dynamic-ntk", **parameters)
-            found = interleaved(decode(stock), decode(twin), pairs, device)
-            rows.append({"rule": name, "key heads": kv_heads, "tokens": tokens, **found})
-            print(json.dumps(rows[-1]), flush=True)
+            row = {"rule": name, "key heads": kv_heads, "tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
+            row["memory"] = round(most_bytes(twin, ids) / theirs, 4)
+            if pairs:
+                row |= interleaved(filled(stock, ids), filled(twin, ids), pairs, device)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     return rows
 
 
@@ -120,7 +152,8 @@ def text(documents: int, device: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--tokens", default="4096,8192")
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=60, help="0: no times")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--text", action="store_true", help="the loss of text instead of the cost of steps")
     parser.add_argument("--documents", type=int, default=24, help="windows of text")
     parser.add_argument("--device", default="cpu")
@@ -131,7 +164,8 @@ def main() -> None:
         rows = text(arguments.documents, device)
     else:
         lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
-        rows = [row for heads in (4, 12) for tokens in lengths for row in cost(heads, tokens, arguments.pairs, device)]
+        settings = arguments.pairs, device, getattr(torch, arguments.dtype)
+        rows = [row for heads in (4, 12) for tokens in lengths for row in cost(heads, tokens, *settings)]
     result = {
         "benchmark": "dynamic text" if arguments.text else "dynamic",
         "rows": rows,

@@ -318,7 +318,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) 
     aten = torch.ops.aten
     if query.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    elif query.dtype in (torch.float16, torch.bfloat16):
+    elif query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device)[0] >= 8:
         out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[:2]
     else:
         groups = query.shape[1] // key.shape[1]

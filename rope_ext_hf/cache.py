@@ -17,16 +17,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import product
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.rotary import RotaryEmbedding, angles
+from rope_ext_hf.scaling import TWO_PI
 
-__all__ = ["KeyLayout", "Stored", "Turn", "hand_out_turned", "outside_graphs", "turn_in_place"]
+__all__ = ["KeyLayout", "Stored", "Turn", "find_layout", "hand_out_turned", "outside_graphs", "turn_in_place"]
+
+STRETCH = 512  # tokens turned at a time in place, so that what is wider than the keys meanwhile takes little memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +43,9 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        result: R = torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        disable: Any = torch.compiler.disable
+        # The next line is what torch.compile shows who asks for fullgraph=True.
+        result: R = disable(function)(*args, **kwargs)  # a graph ends here; with rope_ext_hf.fixed_length it goes on
         return result
 
     return call
@@ -50,12 +56,16 @@ class KeyLayout:
     """Where in a cached key the rotated dims are: `dim` of them from `start` on, paired "half" or "interleaved".
 
     `in_values`: latent attention caches its latents as keys, and what rotates of its keys as values.
+    `backwards`: by the negative of the angles that the rotary module gives (NanoChat).
+    `scaled`: False where a norm after the rotation takes the attention factor away again (Llama 4).
     """
 
     pairing: str
     start: int
     dim: int
     in_values: bool = False
+    backwards: bool = False
+    scaled: bool = True
 
 
 @dataclass
@@ -83,16 +93,24 @@ class Turn:
     sin: Tensor
 
     @classmethod
-    def between(cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor) -> Turn:
+    def between(
+        cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool = True
+    ) -> Turn:
         """From the frequencies at lengths `before` to those at `after`, both (rows,); positions (rows or 1, tokens)."""
         old, old_factor = table.row_frequency(before)
         new, new_factor = table.row_frequency(after)
         angle = angles(positions, new - old)  # wraps around like the fixed-point turns themselves
         cos, sin = angle.cos(), angle.sin()
-        if isinstance(new_factor, Tensor) or isinstance(old_factor, Tensor):
+        if scaled and (isinstance(new_factor, Tensor) or isinstance(old_factor, Tensor)):
             ratio = new_factor / old_factor
             cos, sin = cos * ratio, sin * ratio
         return cls(cos[:, None], sin[:, None])
+
+    @classmethod
+    def by(cls, phase: Tensor) -> Turn:
+        """By fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
+        angle = phase.to(torch.float32) * (TWO_PI / 2.0**64)
+        return cls(angle.cos()[:, None], angle.sin()[:, None])
 
     def of_last(self, count: int) -> Turn:
         """For the last `count` tokens; where there are fewer, keys that nobody attends to come after them."""
@@ -108,9 +126,10 @@ class Turn:
     def applied(self, keys: Tensor, layout: KeyLayout) -> Tensor:
         """Keys (rows, heads, tokens, head_dim), turned, in new memory."""
         start, pairs = layout.start, layout.dim // 2
+        cos, sin = self.cos, -self.sin if layout.backwards else self.sin
         out = torch.empty_like(keys)
-        if layout.dim < keys.shape[-1]:
-            out.copy_(keys)
+        if layout.dim < keys.shape[-1] or keys.requires_grad:  # the gradient wants what is written into to have one
+            out = out.copy_(keys)
         x, y = (part[..., start : start + layout.dim] for part in (keys, out))
         if layout.pairing == "half":
             first, second, to_first, to_second = x[..., :pairs], x[..., pairs:], y[..., :pairs], y[..., pairs:]
@@ -118,34 +137,82 @@ class Turn:
             first, second, to_first, to_second = x[..., 0::2], x[..., 1::2], y[..., 0::2], y[..., 1::2]
         if keys.dtype != torch.float32 or keys.requires_grad:
             first, second = (half.to(torch.promote_types(keys.dtype, torch.float32)) for half in (first, second))
-            to_first.copy_(first * self.cos - second * self.sin)
-            to_second.copy_(second * self.cos + first * self.sin)
+            to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+            to_second.copy_((second * cos).addcmul_(first, sin))
             return out
-        torch.mul(first, self.cos, out=to_first).addcmul_(second, self.sin, value=-1)
-        torch.mul(second, self.cos, out=to_second).addcmul_(first, self.sin)
+        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
         return out
 
 
-def turn_in_place(layers: Sequence[Any], turn: Turn, layout: KeyLayout) -> None:
+def find_layout(still: Any, turned: Any, scaled: Any, radians: Tensor) -> KeyLayout | None:
+    """How a layer of a cache keeps what turns of its keys, by looking; None: it keeps nothing that turns.
+
+    Args:
+        still, turned, scaled: the layer after one token that was not turned, after the same token turned by `radians`,
+            and with an attention factor of 1.25 as well.
+        radians: (dim // 2,), none near a whole turn.
+
+    Raises:
+        ValueError: naming what else it keeps that follows the turn, or follows it in another way.
+    """
+    before, after = vars(still), vars(turned)
+    changed = [name for name in before if not _alike(before[name], after[name])]
+    if not changed:
+        return None
+    turn = Turn(*(f(radians.to(torch.float32))[None, None, None] for f in (torch.cos, torch.sin)))
+    dim = 2 * len(radians)
+    if changed in (["keys"], ["values"]):
+        name = changed[0]
+        old, new = before[name], after[name]
+        starts = [start for start in (0, old.shape[-1] - dim) if start >= 0]
+        for start, pairing, backwards in product(starts, ("half", "interleaved"), (False, True)):
+            layout = KeyLayout(pairing, start, dim, name == "values", backwards)
+            if _alike(turn.to(old.device).applied(old, layout), new):
+                long, short = (x[..., start : start + dim].float().norm() for x in (getattr(scaled, name), new))
+                return replace(layout, scaled=bool(long > 1.125 * short))
+    raise ValueError(", ".join(changed))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two attributes of cache layers hold the same numbers but for rounding."""
+    if isinstance(one, dict):
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, (list, tuple)):
+        return all(map(_alike, one, other))
+    if not isinstance(one, Tensor) or not one.numel():
+        return True
+    tolerance = 1e-3 if one.dtype == torch.float32 else 3e-2
+    return one.shape == other.shape and bool((one.float() - other.float()).norm() <= tolerance * one.float().norm())
+
+
+Layers = Sequence[tuple[Any, KeyLayout]]
+"""Layers of a cache, each with how it keeps its keys."""
+
+
+def turn_in_place(layers: Layers, turn: Turn) -> None:
     """Turn the keys that plain layers hold; `turn` is for all tokens, of which a layer holds the last."""
-    for layer in layers:
-        if layer.is_initialized and layer.keys.numel():
-            here = turn.of_last(layer.keys.shape[-2]).to(layer.keys.device)
-            if layout.in_values:
-                layer.values = here.applied(layer.values, layout)
-            else:
-                layer.keys = here.applied(layer.keys, layout)
+    for layer, layout in layers:
+        if not layer.is_initialized or not layer.keys.numel():
+            continue
+        name = "values" if layout.in_values else "keys"
+        old = getattr(layer, name)
+        new, here = torch.empty_like(old), turn.of_last(old.shape[-2]).to(old.device)
+        for at in range(0, old.shape[-2], STRETCH):
+            part = (..., slice(at, at + STRETCH), slice(None))
+            new[part] = Turn(here.cos[part], here.sin[part]).applied(old[part], layout)
+        setattr(layer, name, new)
 
 
 @contextmanager
-def hand_out_turned(layers: Sequence[Any], back: Turn, forth: Turn, layout: KeyLayout) -> Iterator[None]:
+def hand_out_turned(layers: Layers, back: Turn, forth: Turn) -> Iterator[None]:
     """Inside, `update` of these layers stores new keys turned `back` and returns all keys turned `forth`."""
-    for layer in layers:
+    for layer, layout in layers:
         layer.update = _turning(layer.update, back, forth, layout)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, _ in layers:
             del layer.update  # the class's own comes to light again
 
 
