@@ -73,7 +73,6 @@ class Calls:
             return args, kwargs | {"position_ids": self.now.queries}
         return None
 
-
     def after(self, *_: Any) -> None:
         """What served all layers of this forward is of no use to the next; called after an exception, too."""
         if self.now is not None:

@@ -49,6 +49,12 @@ _READ: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3", {}),
 }
 _HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
+_OF_A_METHOD = frozenset(
+    {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings"}
+    | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
+    | {"short_factor", "long_factor", "short_mscale", "long_mscale"}
+)
+"""The rope settings that say a method."""
 # Everything a patch may change in a config.
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 
@@ -156,8 +162,7 @@ def write_rope(
 
     parameters = dict(config.rope_parameters)
     for layer_type in layer_types:
-        partial = rope_dict(config, layer_type).get("partial_rotary_factor")
-        kept = {} if partial is None else {"partial_rotary_factor": partial}
+        kept = _beside(rope_dict(config, layer_type))
         if layer_type is None:
             parameters = kept | form
         else:
@@ -180,6 +185,14 @@ def write_rope(
         },
     )
     return str(form["rope_type"])
+
+
+def _beside(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a family keeps among its rope settings for other ends than the frequencies."""
+    kept = {key: value for key, value in settings.items() if key not in _OF_A_METHOD and value is not None}
+    if set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts from the original length, whatever the rope type
+        kept |= {key: settings[key] for key in ("original_max_position_embeddings",) if key in settings}
+    return kept
 
 
 def settings_before(config: Mapping[str, Any]) -> dict[str, Any] | None:

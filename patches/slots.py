@@ -76,6 +76,15 @@ class PatchedSlot(nn.Module):
         if buffer.device.type != "meta":  # a table of a few numbers needs no offloading
             self.tables.to(buffer.device)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else a model asks its rotary module for (its config, its layer types)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "replaced":
+                raise
+            return getattr(self.replaced, name)
+
     def table(self, name: str) -> RotaryEmbedding:
         """The table of a layer type, or of "all" layers."""
         found = self.tables[name]

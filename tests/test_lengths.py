@@ -144,12 +144,19 @@ NOT_HERE = {
     "longcat_flash",  # two attentions in a layer
     "bamba",  # unpatched, a step onto its cache is not the recomputation either
     *("beam", "chatglm", "codegen", "cohere_compass_text", "gptj", "qwen3_5_moe_text", "qwen3_5_text"),  # not patched
-    *("granite_swa", "granitemoe_swa", "lfm3", "ministral3"),  # patched, their forward fails
 }
 ROTATES_WHERE_IT_SLIDES = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"}
 OF_ITS_OWN: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},  # one of its two layers attends
     "falcon_h1": {"num_hidden_layers": 1},
+    "ministral3": {  # what is not a method's stays when it is patched
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": TRAINED,
+        }
+    },
 } | {
     name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}  # theirs is of another length
     for name in ("apertus", "cwm")
