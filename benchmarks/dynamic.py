@@ -18,13 +18,14 @@ import argparse
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from memory import most_bytes
 from overhead import interleaved
 from record import record
-from torch.profiler import profile, record_function
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -64,41 +65,17 @@ def filled(which: LlamaForCausalLM, ids: torch.Tensor) -> Callable[[], object]:
     return lambda: which(ids[:, :1], past_key_values=cache)
 
 
-def most_bytes(which: LlamaForCausalLM, ids: torch.Tensor) -> int:
-    """What lives during the first decode step when it is most: the cache and all else but weights."""
-    if ids.is_cuda:
-        before = torch.cuda.memory_allocated()
-        step = filled(which, ids)
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        step = filled(which, ids)
-        with record_function("step"):
-            step()
-    events = list(seen.profiler.kineto_results.experimental_event_tree())
-    for event in events:  # grows by what is inside, and is seen to its end
-        events.extend(event.children)
-    begin = next(event.start_time_ns for event in events if event.name == "step")
-    sizes = [(e.start_time_ns, e.extra_fields.alloc_size) for e in events if e.name == "[memory]"]
-    live = most = 0
-    for time, size in sorted(sizes, key=lambda pair: pair[0]):
-        live += size
-        most = max(most, live) if time >= begin else most
-    return most
-
-
 def cost(kv_heads: int, tokens: int, pairs: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     stock = stock_model(kv_heads, device, dtype)
     shared = {id(tensor): tensor for tensor in stock.parameters()}
     ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
     with torch.inference_mode():
-        theirs = most_bytes(stock, ids)
+        theirs = most_bytes(partial(filled, stock, ids), device)
         for name, parameters in RULES.items():
             twin = rope.patch(copy.deepcopy(stock, shared), "dynamic-ntk", **parameters)
             row = {"rule": name, "key heads": kv_heads, "tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
-            row["memory"] = round(most_bytes(twin, ids) / theirs, 4)
+            row["memory"] = round(most_bytes(partial(filled, twin, ids), device) / theirs, 4)
             if pairs:
                 row |= interleaved(filled(stock, ids), filled(twin, ids), pairs, device)
             rows.append(row)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attending import Call, Extras, Phases, Rule, Window, attend
-from rope_ext_hf.cache import KeyLayout, outside_graphs
+from rope_ext_hf.cache import KeyLayout, alike, outside_graphs, possible_layouts
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.relative import AttentionLevel, Place
@@ -293,30 +293,23 @@ def _layer(
     if here.refused:
         raise UnsupportedModelError(f"{name} has {here.refused}, which attention-level methods cannot do")
     nowhere = KeyLayout("half", 0, rotary.dim)
-    if _near(stored.key, there.key) and _near(stored.query, there.query):
+    if alike(stored.key, there.key) and alike(stored.query, there.query):
         return Layer(Window(here.window), None, nowhere, calls)  # no rotation, or one of its own
     device = here.key.device
-    for start in sorted({0, here.key.shape[-1] - rotary.dim}):
-        for pairing in ("half", "interleaved"):
-            layout = KeyLayout(pairing, start, rotary.dim)
-            moved = phases.turn(Place(near), Place(far), device)
-            kept = phases.turn(Place(near), method.stored(far), device)
-            if all(
-                _near(turn.applied(before, layout), after)
-                for turn, later in ((moved, there), (kept, stored))
-                for before, after in ((here.key, later.key), (here.query, later.query))
-            ):
-                rule: Rule = method if here.window is None else Window(here.window, method)
-                return Layer(rule, phases, layout, calls)
+    moved = phases.turn(Place(near), Place(far), device)
+    kept = phases.turn(Place(near), method.stored(far), device)
+    for layout in possible_layouts(here.key.shape[-1], rotary.dim):
+        if all(
+            alike(turn.applied(before, layout), after)
+            for turn, later in ((moved, there), (kept, stored))
+            for before, after in ((here.key, later.key), (here.query, later.query))
+        ):
+            rule: Rule = method if here.window is None else Window(here.window, method)
+            return Layer(rule, phases, layout, calls)
     raise UnsupportedModelError(
         f"{name} does more with its queries and keys after rotating them than an attention-level method can undo (a "
         "norm after the rotation, or another arrangement of its dims)"
     )
-
-
-def _near(one: Tensor, other: Tensor) -> bool:
-    tolerance = 1e-3 if one.dtype == torch.float32 else 3e-2
-    return bool((one.float() - other.float()).norm() <= tolerance * other.float().norm())
 
 
 @contextmanager

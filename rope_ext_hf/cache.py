@@ -28,7 +28,7 @@ from torch import Tensor
 from rope_ext_hf.rotary import RotaryEmbedding, angles
 from rope_ext_hf.scaling import TWO_PI
 
-__all__ = ["KeyLayout", "Stored", "Turn", "find_layout", "hand_out_turned", "outside_graphs", "turn_in_place"]
+__all__ = ["KeyLayout", "Stored", "Turn", "alike", "find_layout", "hand_out_turned", "outside_graphs", "turn_in_place"]
 
 STRETCH = 512  # tokens turned at a time in place, so that what is wider than the keys meanwhile takes little memory
 
@@ -145,6 +145,13 @@ class Turn:
         return out
 
 
+def possible_layouts(width: int, dim: int) -> Iterator[KeyLayout]:
+    """Every way to have `dim` rotated dims among the `width` of a head."""
+    starts = sorted({start for start in (0, width - dim) if start >= 0})
+    for start, pairing, backwards in product(starts, ("half", "interleaved"), (False, True)):
+        yield KeyLayout(pairing, start, dim, backwards=backwards)
+
+
 def find_layout(still: Any, turned: Any, scaled: Any, radians: Tensor) -> KeyLayout | None:
     """How a layer of a cache keeps what turns of its keys, by looking; None: it keeps nothing that turns.
 
@@ -157,7 +164,7 @@ def find_layout(still: Any, turned: Any, scaled: Any, radians: Tensor) -> KeyLay
         ValueError: naming what else it keeps that follows the turn, or follows it in another way.
     """
     before, after = vars(still), vars(turned)
-    changed = [name for name in before if not _alike(before[name], after[name])]
+    changed = [name for name in before if not alike(before[name], after[name])]
     if not changed:
         return None
     turn = Turn(*(f(radians.to(torch.float32))[None, None, None] for f in (torch.cos, torch.sin)))
@@ -165,21 +172,21 @@ def find_layout(still: Any, turned: Any, scaled: Any, radians: Tensor) -> KeyLay
     if changed in (["keys"], ["values"]):
         name = changed[0]
         old, new = before[name], after[name]
-        starts = [start for start in (0, old.shape[-1] - dim) if start >= 0]
-        for start, pairing, backwards in product(starts, ("half", "interleaved"), (False, True)):
-            layout = KeyLayout(pairing, start, dim, name == "values", backwards)
-            if _alike(turn.to(old.device).applied(old, layout), new):
-                long, short = (x[..., start : start + dim].float().norm() for x in (getattr(scaled, name), new))
+        for possible in possible_layouts(old.shape[-1], dim):
+            layout = replace(possible, in_values=name == "values")
+            if alike(turn.to(old.device).applied(old, layout), new):
+                part = slice(layout.start, layout.start + dim)
+                long, short = (x[..., part].float().norm() for x in (getattr(scaled, name), new))
                 return replace(layout, scaled=bool(long > 1.125 * short))
     raise ValueError(", ".join(changed))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     """Whether two attributes of cache layers hold the same numbers but for rounding."""
     if isinstance(one, dict):
         one, other = list(one.values()), list(other.values())
     if isinstance(one, (list, tuple)):
-        return all(map(_alike, one, other))
+        return all(map(alike, one, other))
     if not isinstance(one, Tensor) or not one.numel():
         return True
     tolerance = 1e-3 if one.dtype == torch.float32 else 3e-2

@@ -146,17 +146,18 @@ NOT_HERE = {
     *("beam", "chatglm", "codegen", "cohere_compass_text", "gptj", "qwen3_5_moe_text", "qwen3_5_text"),  # not patched
 }
 ROTATES_WHERE_IT_SLIDES = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"}
+MINISTRAL: dict[str, Any] = {  # what is not a method's is to stay
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": TRAINED,
+    }
+}
 OF_ITS_OWN: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},  # one of its two layers attends
     "falcon_h1": {"num_hidden_layers": 1},
-    "ministral3": {  # what is not a method's stays when it is patched
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": TRAINED,
-        }
-    },
+    "ministral3": MINISTRAL,
 } | {
     name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}  # theirs is of another length
     for name in ("apertus", "cwm")
