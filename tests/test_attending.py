@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rope_ext_hf.attending import Call, Extras, Phases, Window, attend
+from rope_ext_hf.attending import Call, Extras, Phases, Window, _kernel, attend
 from rope_ext_hf.cache import KeyLayout
 from rope_ext_hf.relative import AttentionLevel, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
 
@@ -201,6 +201,18 @@ def test_both_ways_give_the_same(method: AttentionLevel) -> None:
     close(by_kernel, wanted)
     close(by_scores, wanted)
     assert not torch.equal(by_kernel, by_scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seen", ["all", "causal", "reversed"])
+def test_the_kernels_of_other_devices_are_there(dtype: torch.dtype, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their signatures and shapes; their numbers are for tests/test_gpu.py."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    query = torch.empty(2, 8, 100, 20, dtype=dtype, device="meta")
+    key, value = (torch.empty(2, 2, 100, width, dtype=dtype, device="meta") for width in (20, 12))
+    out, lse = _kernel(query, key, value, 0.1, seen)
+    assert (out.shape, out.dtype) == ((2, 8, 100, 12), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)

@@ -50,6 +50,14 @@ def test_dynamic_scaling_costs_nothing_at_the_trained_length() -> None:
     assert dynamic[512] < bits_per_byte(None)[512] - 1.0
 
 
+def test_with_attention_level_methods_longer_context_helps() -> None:
+    plain = bits_per_byte(None)[256]
+    found = {name: bits_per_byte(name) for name in ("rerope", "leaky-rerope", "self-extend", "dca")}
+    assert min(each[512] for each in found.values()) < plain, found
+    assert min(each[1024] for each in found.values()) <= plain, found
+    assert max(each[1024] for each in found.values()) <= plain + 0.15, found
+
+
 def test_it_loads_with_plain_transformers_and_is_small() -> None:
     code = (
         "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer; "
