@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Effort
+from rope_ext_hf.patches.attention import attention_of
 from rope_ext_hf.patches.patching import check_pairing, fixed_length, patched_method
 from rope_ext_hf.patches.slots import find_slots, patched_slots
 from rope_ext_hf.relative import AttentionLevel
@@ -349,15 +350,8 @@ def _chunked_attention(model: PreTrainedModel) -> Iterator[None]:
         return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
-    configs = {id(c): c for m in model.modules() if hasattr(c := m.__dict__.get("config"), "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    for config in configs.values():
-        config._attn_implementation = ATTENTION
-    try:
+    with attention_of(model, ATTENTION):
         yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

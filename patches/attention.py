@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from rope_ext_hf.attending import Call, Extras, Phases, Rule, Window, attend
 from rope_ext_hf.cache import KeyLayout, alike, outside_graphs, possible_layouts
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
+from rope_ext_hf.patches.lengths import arguments
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.relative import AttentionLevel, Place
 from rope_ext_hf.scaling import Default, Rotary, Scaling
 
-__all__ = ["NAME", "Calls", "attach", "detach", "discover", "register"]
+__all__ = ["NAME", "Calls", "attach", "attention_of", "detach", "discover", "register"]
 
 NAME = "rope_ext_hf.zones"  # a name with a slash would be looked for among the kernels on the Hub
 PROBE = "rope_ext_hf.probe"
@@ -59,10 +60,7 @@ class Calls:
                 f"this model is patched with an attention-level method, and its attention was set to "
                 f"{config._attn_implementation!r} since: unpatch it first, or set {NAME!r} again"
             )
-        call = kwargs
-        if args:
-            call = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
-            call = call | call.get("kwargs", {})
+        call = arguments(decoder, args, kwargs)
         given = call.get("inputs_embeds") if call.get("input_ids") is None else call.get("input_ids")
         if given is None:
             return None  # the decoder's own error says it better
@@ -313,26 +311,34 @@ def _layer(
 
 
 @contextmanager
+def attention_of(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside, every attention module of a model runs the function of that name in transformers' tables."""
+    found: list[Any] = [module.__dict__.get("config") for module in model.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+@contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, its attention writing down what it gets."""
     global _probed
     register()
-    found: list[Any] = [module.__dict__.get("config") for module in model.modules()]
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
-    for config in configs.values():
-        config._attn_implementation = PROBE
     _probed = []
     try:
-        with torch.no_grad():
+        with attention_of(model, PROBE), torch.no_grad():
             yield
     finally:
         _probed = None
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
         for module in training:
             module.training = True
 

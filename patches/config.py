@@ -190,8 +190,9 @@ def write_rope(
 def _beside(settings: dict[str, Any]) -> dict[str, Any]:
     """What a family keeps among its rope settings for other ends than the frequencies."""
     kept = {key: value for key, value in settings.items() if key not in _OF_A_METHOD and value is not None}
-    if set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts from the original length, whatever the rope type
-        kept |= {key: settings[key] for key in ("original_max_position_embeddings",) if key in settings}
+    original = settings.get("original_max_position_embeddings")
+    if original is not None and set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts from it, whatever the type
+        kept["original_max_position_embeddings"] = original
     return kept
 
 

@@ -24,7 +24,7 @@ from rope_ext_hf.rotary import RotaryEmbedding, segment_lengths
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-__all__ = ["follow_lengths"]
+__all__ = ["arguments", "follow_lengths"]
 
 STORED = "_rope_ext_hf_stored"
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
@@ -79,7 +79,7 @@ class RowLengths:
 
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Work out the lengths of the rows, and bring the keys in the cache to their frequencies."""
-        call = _arguments(decoder, args, kwargs)
+        call = arguments(decoder, args, kwargs)
         cache = call.get("past_key_values")
         tables = [table for table in self._tables() if table.length_dependent]
         if not tables:
@@ -200,14 +200,15 @@ class RowLengths:
             holds = self._held()
         if output is None or holds is None:
             return
-        cache = _arguments(decoder, args, kwargs).get("past_key_values")
+        cache = arguments(decoder, args, kwargs).get("past_key_values")
         if cache is None:
             cache = next((value for value in _values(output) if isinstance(value, Cache)), None)
         if cache is not None:
             setattr(cache, STORED, holds)
 
 
-def _arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    """What a decoder is called with, by name, whichever way it was given."""
     if not args:
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments

@@ -191,8 +191,7 @@ def attend(
     tokens, count = query.shape[-2], key.shape[-2]
     offsets = call.offsets
     simple = extras.mask is None and extras.cap is None and not extras.dropout and rule.span >= NARROWEST
-    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if offsets is None or not simple or learns or not _has_kernel(query, value):
+    if offsets is None or not simple or _learns(query, key, value) or not _has_kernel(query, value):
         return _by_scores(zoned, call, query, key, value, scale, extras)
     # A sliding cache has let the oldest keys go; they are in nobody's window.
     gone = call.keys.shape[-1] - count
@@ -205,6 +204,10 @@ def attend(
         for r, offset in enumerate(offsets)
     )
     return torch.cat(list(rows))
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def _by_scores(
     """A few queries at a time, whatever the masks and positions are."""
     rows, heads, tokens, _ = query.shape
     few = max(1, SCORES // (4 * rows * heads * key.shape[-2]))
-    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    learns = _learns(query, key, value)
     out = []
     for start in range(0, tokens, few):
         block = slice(start, min(start + few, tokens))

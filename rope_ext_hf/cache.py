@@ -25,10 +25,19 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from rope_ext_hf.rotary import RotaryEmbedding, angles
-from rope_ext_hf.scaling import TWO_PI
+from rope_ext_hf.rotary import RotaryEmbedding, angles, radians
 
-__all__ = ["KeyLayout", "Stored", "Turn", "alike", "find_layout", "hand_out_turned", "outside_graphs", "turn_in_place"]
+__all__ = [
+    "KeyLayout",
+    "Stored",
+    "Turn",
+    "alike",
+    "find_layout",
+    "hand_out_turned",
+    "outside_graphs",
+    "possible_layouts",
+    "turn_in_place",
+]
 
 STRETCH = 512  # tokens turned at a time in place, so that what is wider than the keys meanwhile takes little memory
 
@@ -109,7 +118,7 @@ class Turn:
     @classmethod
     def by(cls, phase: Tensor) -> Turn:
         """By fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
-        angle = phase.to(torch.float32) * (TWO_PI / 2.0**64)
+        angle = radians(phase)
         return cls(angle.cos()[:, None], angle.sin()[:, None])
 
     def of_last(self, count: int) -> Turn:

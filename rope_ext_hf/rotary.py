@@ -42,7 +42,12 @@ def fixed_point(inv_freq: Tensor) -> Tensor:
 
 def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
     """Angles modulo a turn, float32 in [-pi, pi], (..., length, dim // 2), from integer positions and `fixed_point`."""
-    return (position_ids[..., None].to(torch.int64) * frequency).to(torch.float32) * (TWO_PI / _TURN)
+    return radians(position_ids[..., None].to(torch.int64) * frequency)
+
+
+def radians(phase: Tensor) -> Tensor:
+    """Fixed-point angles, int64 units of 2^-64 turns, as float32 in [-pi, pi]."""
+    return phase.to(torch.float32) * (TWO_PI / _TURN)
 
 
 def segment_lengths(position_ids: Tensor) -> Tensor:
