@@ -10,7 +10,7 @@ and causal squares, each goes through the kernel, and the partial softmaxes are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import NamedTuple, Protocol
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.cache import KeyLayout, Turn
-from rope_ext_hf.relative import AttentionLevel, Piece, Place, newest
+from rope_ext_hf.relative import AttentionLevel, Piece, Place, Rectangle, newest
 from rope_ext_hf.rotary import RotaryEmbedding, fixed_point
 from rope_ext_hf.scaling import Frequencies
 
 __all__ = ["Call", "Extras", "Phases", "Rule", "StoredRotary", "Window", "attend"]
 
 QUERIES = 2048  # turned at a time
+BLOCKS = 4  # of queries, of long inputs: more take more launches, fewer more memory
 FEWEST = 16  # queries for which the kernels are worth their calls in a padded batch
-NARROWEST = 32  # window; with narrower ones the calls would be too many
 SCORES = 64 * 2**20  # bytes of scores at a time
 
 
@@ -190,7 +190,7 @@ def attend(
     zoned = _Zoned(rule, phases, layout, call.turns)
     tokens, count = query.shape[-2], key.shape[-2]
     offsets = call.offsets
-    simple = extras.mask is None and extras.cap is None and not extras.dropout and rule.span >= NARROWEST
+    simple = extras.mask is None and extras.cap is None and not extras.dropout
     if offsets is None or not simple or _learns(query, key, value) or not _has_kernel(query, value):
         return _by_scores(zoned, call, query, key, value, scale, extras)
     # A sliding cache has let the oldest keys go; they are in nobody's window.
@@ -257,48 +257,85 @@ def _by_kernel(
     padded = max(0, query.shape[-2] - last)  # queries that are padding themselves
     first = last - query.shape[-2] + padded
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    for start in range(first, last, QUERIES):
-        stop = min(start + QUERIES, last)
+    many = max(QUERIES, -(-(last - first) // BLOCKS))
+    for start in range(first, last, many):
+        stop = min(start + many, last)
         block = slice(padded + start - first, padded + stop - first)
-        out[:, :, block] = _merged(zoned, query[:, :, block], key, value, scale, sinks, start, low)
+        _merged(out[:, :, block], zoned, query[:, :, block], key, value, scale, sinks, start, low)
     return out
 
 
 def _merged(
-    zoned: _Zoned, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, start: int, low: int
-) -> Tensor:
-    """Queries from position `start` on, over keys from position `low` on."""
+    out: Tensor,
+    zoned: _Zoned,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    start: int,
+    low: int,
+) -> None:
+    """Queries from position `start` on, over keys from position `low` on; `out` comes as zeros."""
     rule, device = zoned.rule, query.device
     stop = start + query.shape[-2]
     m = torch.arange(start, stop, device=device)[None]
     oldest = max(low, start - rule.span + 1)
     n = torch.arange(oldest, stop, device=device)[None]
     near = zoned.near_keys(key[:, :, oldest - low : stop - low], n, (oldest, stop))
-    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    lse = torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=device)
+    lse = torch.full((*query.shape[:-1], 1), -math.inf, dtype=torch.float32, device=device)
     for zone, pieces in groupby(sorted(rule.pieces(start, stop), key=lambda piece: piece.zone), lambda p: p.zone):
         turned = zoned.queries(query, m, zone, (start, stop))
         keys, keys_from = (near, oldest) if zone == 0 else (key, low)
-        for (q0, q1), (k0, k1), seen in chain.from_iterable(piece.rectangles(keys_from) for piece in pieces):
+        for run in _together(chain.from_iterable(piece.rectangles(keys_from) for piece in pieces)):
+            (q0, q1), (k0, k1), seen = run[0]
+            step, times = run[1].queries[0] - q0 if run[1:] else 1, len(run)
+            of_queries, of_keys = (q0 - start, q1 - q0, step, times), (k1 - k0, step, times)
             part, part_lse = _kernel(
-                turned[:, :, q0 - start : q1 - start],
-                keys[:, :, k0 - keys_from : k1 - keys_from],
-                value[:, :, k0 - low : k1 - low],
+                _stretches(turned, *of_queries).flatten(0, 1),
+                _stretches(keys, k0 - keys_from, *of_keys).flatten(0, 1),
+                _stretches(value, k0 - low, *of_keys).flatten(0, 1),
                 scale,
                 seen,
             )
-            _merge(out[:, :, q0 - start : q1 - start], lse[:, :, q0 - start : q1 - start], part, part_lse)
+            _merge(
+                _stretches(out, *of_queries),
+                _stretches(lse, *of_queries),
+                part.unflatten(0, (-1, times)),
+                part_lse[..., None].unflatten(0, (-1, times)),
+            )
     if sinks is not None:
-        out *= torch.sigmoid(lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
-    return out
+        out *= torch.sigmoid(lse - sinks.float()[None, :, None, None]).to(out.dtype)
+
+
+def _together(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
+    """Those that one call of a kernel can take: as large, seen alike, evenly spaced along a diagonal."""
+    kinds: dict[Hashable, list[Rectangle]] = {}
+    for one in rectangles:
+        (q0, q1), (k0, k1), seen = one
+        kinds.setdefault((seen, q1 - q0, k1 - k0, k0 - q0), []).append(one)
+    for (seen, size, *_), many in kinds.items():
+        run = many[:1]
+        for one in many[1:]:
+            gap = one.queries[0] - run[-1].queries[0]
+            even = gap >= size and gap == (run[1].queries[0] - run[0].queries[0] if run[1:] else gap)
+            if not even or seen == "reversed" and (len(run) + 1) * size > QUERIES:  # these are copied
+                yield run
+                run = []
+            run.append(one)
+        yield run
+
+
+def _stretches(x: Tensor, begin: int, size: int, step: int, times: int) -> Tensor:
+    """A view of `times` stretches of `size` tokens, `step` apart: (rows, times, heads, size, dim)."""
+    some = x[:, :, begin : begin + step * (times - 1) + size]
+    return some[:, None] if times == 1 else some.unfold(2, size, step).movedim((2, -1), (1, 3))
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a partial softmax to what is there: zeros where `lse` is -inf. What is added is used up."""
-    both = torch.logaddexp(lse, part_lse)
-    out *= lse.sub_(both).exp_()[..., None].to(out.dtype)
-    out += part.mul_(part_lse.sub_(both).exp_()[..., None].to(out.dtype))
-    lse.copy_(both)
+    """Add a partial softmax to what is there: zeros where `lse` is -inf."""
+    out.lerp_(part, torch.sigmoid(part_lse - lse).to(out.dtype))
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -329,7 +366,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) 
         out, lse = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )[:2]
-    return out[..., :width], lse[..., : query.shape[-2]].to(torch.float32, copy=True)
+    return out[..., :width], lse[..., : query.shape[-2]].float()
 
 
 # --- by scores ------------------------------------------------------------------------------------------------------

@@ -144,13 +144,15 @@ class Turn:
             first, second, to_first, to_second = x[..., :pairs], x[..., pairs:], y[..., :pairs], y[..., pairs:]
         else:
             first, second, to_first, to_second = x[..., 0::2], x[..., 1::2], y[..., 0::2], y[..., 1::2]
-        if keys.dtype != torch.float32 or keys.requires_grad:
-            first, second = (half.to(torch.promote_types(keys.dtype, torch.float32)) for half in (first, second))
+        narrow = keys.device.type == "cpu" and keys.itemsize < 4  # elsewhere kernels widen what they read
+        if narrow:
+            first, second = first.float(), second.float()
+        if narrow or keys.requires_grad:
             to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
             to_second.copy_((second * cos).addcmul_(first, sin))
-            return out
-        torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+        else:
+            torch.addcmul(first * cos, second, sin, value=-1, out=to_first)
+            torch.addcmul(second * cos, first, sin, out=to_second)
         return out
 
 
