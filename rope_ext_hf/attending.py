@@ -40,7 +40,7 @@ class Rule(Protocol):
     @property
     def span(self) -> int: ...
     def stored(self, n: Tensor) -> Place: ...
-    def queries(self, m: Tensor) -> tuple[Place, ...]: ...
+    def far(self, m: Tensor) -> tuple[Place, ...]: ...
     def weight(self, m: Tensor) -> Tensor | None: ...
     def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
     def pieces(self, first: int, last: int) -> Iterator[Piece]: ...
@@ -67,8 +67,8 @@ class Window:
     def stored(self, n: Tensor) -> Place:
         return Place(n) if self.method is None else self.method.stored(n)
 
-    def queries(self, m: Tensor) -> tuple[Place, ...]:
-        return (Place(m),)
+    def far(self, m: Tensor) -> tuple[Place, ...]:
+        return ()
 
     def weight(self, m: Tensor) -> Tensor | None:
         return None
@@ -219,28 +219,32 @@ class _Zoned:
     layout: KeyLayout
     turns: dict[Hashable, Turn]
 
-    def queries(self, query: Tensor, m: Tensor, zone: int, where: Hashable) -> Tensor:
-        """Queries (rows, heads, tokens, head_dim) as they stand, and are weighed, in a zone.
+    def near(self, positions: Tensor, where: Hashable) -> Turn | None:
+        """What brings queries or keys, (rows or 1, tokens), to where the nearest zone has them; None: they are there.
 
         Args:
-            m: their positions, (rows or 1, tokens).
             where: says which positions these are, among those of the call.
         """
-        turned = self._turned(query, m, lambda: self.rule.queries(m)[zone], (zone, where))
-        weight = self.rule.weight(m)
-        return turned if weight is None else turned * weight[:, None, :, None].to(turned.device, turned.dtype)
+        return self._turn(positions, lambda: Place(positions), where) if self.rule.band else None
 
-    def near_keys(self, key: Tensor, n: Tensor, where: Hashable) -> Tensor:
-        """Keys of the nearest zone."""
-        return self._turned(key, n, lambda: Place(n), ("keys", where)) if self.rule.band else key
+    def far(self, m: Tensor, zone: int, where: Hashable) -> Turn | None:
+        """What brings queries to where a further zone has them."""
+        return self._turn(m, lambda: self.rule.far(m)[zone - 1], (zone, where))
 
-    def _turned(self, x: Tensor, positions: Tensor, place: Callable[[], Place], what: Hashable) -> Tensor:
+    def _turn(self, positions: Tensor, place: Callable[[], Place], what: Hashable) -> Turn | None:
         if self.phases is None:
-            return x
-        name = (self.rule, self.phases, x.device, what)
+            return None
+        name = (self.rule, self.phases, positions.device, what)
         if name not in self.turns:
-            self.turns[name] = self.phases.turn(self.rule.stored(positions), place(), x.device)
-        return self.turns[name].applied(x, self.layout)
+            self.turns[name] = self.phases.turn(self.rule.stored(positions), place(), positions.device)
+        return self.turns[name]
+
+    def applied(self, turn: Turn | None, x: Tensor) -> Tensor:
+        return x if turn is None else turn.applied(x, self.layout)
+
+    def weighed(self, query: Tensor, m: Tensor) -> Tensor:
+        weight = self.rule.weight(m)
+        return query if weight is None else query * weight[:, None, :, None].to(query.dtype)
 
 
 # --- by kernel ------------------------------------------------------------------------------------------------------
@@ -282,11 +286,16 @@ def _merged(
     m = torch.arange(start, stop, device=device)[None]
     oldest = max(low, start - rule.span + 1)
     n = torch.arange(oldest, stop, device=device)[None]
-    near = zoned.near_keys(key[:, :, oldest - low : stop - low], n, (oldest, stop))
+    near = zoned.near(n, (oldest, stop))
+    near_keys = zoned.applied(near, key[:, :, oldest - low : stop - low])
+    query = zoned.weighed(query, m)
     lse = torch.full((*query.shape[:-1], 1), -math.inf, dtype=torch.float32, device=device)
     for zone, pieces in groupby(sorted(rule.pieces(start, stop), key=lambda piece: piece.zone), lambda p: p.zone):
-        turned = zoned.queries(query, m, zone, (start, stop))
-        keys, keys_from = (near, oldest) if zone == 0 else (key, low)
+        if zone == 0:
+            turn, keys, keys_from = near and near.of_last(query.shape[-2]), near_keys, oldest
+        else:
+            turn, keys, keys_from = zoned.far(m, zone, (start, stop)), key, low
+        turned = zoned.applied(turn, query)
         for run in _together(chain.from_iterable(piece.rectangles(keys_from) for piece in pieces)):
             (q0, q1), (k0, k1), seen = run[0]
             step, times = run[1].queries[0] - q0 if run[1:] else 1, len(run)
@@ -338,10 +347,38 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
+class _Fused(NamedTuple):
+    """The kernel of one kind of device: heads are padded to a multiple of `step` dims, and have at most `widest`."""
+
+    run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    step: int
+    widest: int
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(query, key, value, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Flash attention where it runs; it takes groups of heads as they are. Else the memory-efficient kernel."""
+    if query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device)[0] >= 8:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
+        return out, lse
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = efficient(query, key, value, None, True, 0.0, causal, scale=scale)
+    return out, lse
+
+
+KERNELS = {"cpu": _Fused(_on_cpu, 1, 2**16), "cuda": _Fused(_on_cuda, 8, 256)}
+
+
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    if query.device.type == "cpu":
-        return True
-    return query.device.type == "cuda" and max(query.shape[-1], value.shape[-1]) <= 256
+    kernel = KERNELS.get(query.device.type)
+    return kernel is not None and max(query.shape[-1], value.shape[-1]) <= kernel.widest
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) -> tuple[Tensor, Tensor]:
@@ -349,23 +386,12 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) 
     if seen == "reversed":
         out, lse = _kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
         return out.flip(-2), lse.flip(-1)
-    width, depth = value.shape[-1], query.shape[-1]
-    wide = max(width, depth) if query.device.type == "cpu" else -(-max(width, depth) // 8) * 8
+    fused, width = KERNELS[query.device.type], value.shape[-1]
+    wide = -(-max(width, query.shape[-1]) // fused.step) * fused.step
     query, key, value = (
         nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value)
     )
-    causal = seen == "causal"
-    aten = torch.ops.aten
-    if query.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    elif query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device)[0] >= 8:
-        out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[:2]
-    else:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        out, lse = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scale
-        )[:2]
+    out, lse = fused.run(query, key, value, scale, seen == "causal")
     return out[..., :width], lse[..., : query.shape[-2]].float()
 
 
@@ -401,7 +427,7 @@ def _block(
 ) -> Tensor:
     """Some of the newest queries."""
     rule, tokens, count = zoned.rule, query.shape[-2], key.shape[-2]
-    last_zone = len(rule.queries(call.queries)) - 1
+    last_zone = len(rule.far(call.queries))
     begin, newest, end = 0, 0, count
     if call.offsets is not None and extras.mask is None:  # positions follow each other
         end = count - tokens + block.stop  # later keys are seen by later queries
@@ -412,17 +438,19 @@ def _block(
     query, key, value = query[:, :, block], key[:, :, begin:end], value[:, :, begin:end]
     device, newest = query.device, newest - begin  # layers may be spread over devices
     m, n = call.queries[:, block].to(device), call.keys[:, here].to(device)
-    near = zoned.near_keys(key[:, :, newest:], n[:, newest:], ("of", begin + newest, end))
+    near_keys = zoned.applied(zoned.near(n[:, newest:], ("keys", begin + newest, end)), key[:, :, newest:])
+    query, where = zoned.weighed(query, m), (block.start, block.stop)
 
     def scored(zone: int, keys: Tensor) -> Tensor:
-        return _scores(zoned.queries(query, m, zone, (block.start, block.stop)), keys, scale)
+        turn = zoned.far(m, zone, where) if zone else zoned.near(m, ("queries", *where))
+        return _scores(zoned.applied(turn, query), keys, scale)
 
-    scores = scored(last_zone, key if last_zone else near)
+    scores = scored(last_zone, key if last_zone else near_keys)
     if last_zone:
         zones = rule.zone(m[:, :, None], n[:, None, newest:])[:, None]
         some = scores[..., newest:]
         for zone in range(last_zone):
-            some = torch.where(zones == zone, scored(zone, key[:, :, newest:] if zone else near), some)
+            some = torch.where(zones == zone, scored(zone, key[:, :, newest:] if zone else near_keys), some)
         scores = torch.cat([scores[..., :newest], some], dim=-1)
     if extras.cap is not None:
         scores = torch.tanh(scores / extras.cap) * extras.cap

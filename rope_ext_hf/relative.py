@@ -197,7 +197,7 @@ class AttentionLevel(Scaling):
 
     @property
     def band(self) -> bool:
-        """Whether the keys of the nearest zone stand where they are, not where they are stored."""
+        """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
         return True
 
     @abstractmethod
@@ -205,8 +205,8 @@ class AttentionLevel(Scaling):
         """Where keys stand in the cache."""
 
     @abstractmethod
-    def queries(self, m: Tensor) -> tuple[Place, ...]:
-        """Where queries stand, zone by zone."""
+    def far(self, m: Tensor) -> tuple[Place, ...]:
+        """Where queries stand in each zone but the nearest, where they stand as its keys do."""
 
     def weight(self, m: Tensor) -> Tensor | None:
         """What queries are multiplied by, float32; None: nothing."""
@@ -265,8 +265,8 @@ class ReRoPE(_Banded):
     def stored(self, n: Tensor) -> Place:
         return Place(torch.zeros_like(n))
 
-    def queries(self, m: Tensor) -> tuple[Place, ...]:
-        return Place(m), Place(plus=self.span)
+    def far(self, m: Tensor) -> tuple[Place, ...]:
+        return (Place(plus=self.span),)
 
 
 @scaling("leaky-rerope")
@@ -312,9 +312,9 @@ class LeakyReRoPE(_Banded):
         assert self.k is not None
         return Place(n, self.k)
 
-    def queries(self, m: Tensor) -> tuple[Place, ...]:
+    def far(self, m: Tensor) -> tuple[Place, ...]:
         assert self.k is not None
-        return Place(m), Place(m, self.k, self.span - self.span / self.k)
+        return (Place(m, self.k, self.span - self.span / self.k),)
 
 
 @scaling("self-extend")
@@ -357,9 +357,9 @@ class SelfExtend(_Banded):
         assert self.group is not None
         return Place(n // self.group)
 
-    def queries(self, m: Tensor) -> tuple[Place, ...]:
+    def far(self, m: Tensor) -> tuple[Place, ...]:
         assert self.group is not None
-        return Place(m), Place(m // self.group, plus=self.span - self.span // self.group)
+        return (Place(m // self.group, plus=self.span - self.span // self.group),)
 
 
 @scaling("dca")
@@ -399,9 +399,8 @@ class DualChunk(AttentionLevel):
     def stored(self, n: Tensor) -> Place:
         return Place(n % self.size)
 
-    def queries(self, m: Tensor) -> tuple[Place, ...]:
-        within = m % self.size
-        return Place(within), Place((within + self.size).clamp(max=self.farthest)), Place(plus=self.farthest)
+    def far(self, m: Tensor) -> tuple[Place, ...]:
+        return Place((m % self.size + self.size).clamp(max=self.farthest)), Place(plus=self.farthest)
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return (m // self.size - n // self.size).clamp(0, 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rope_ext_hf.attending import Call, Extras, Phases, Window, _kernel, attend
+from rope_ext_hf import attending
+from rope_ext_hf.attending import Call, Extras, Phases, Window, attend
 from rope_ext_hf.cache import KeyLayout
 from rope_ext_hf.relative import AttentionLevel, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
+from rope_ext_hf.scaling import Default, Rotary, resolve_method
 
 THETA = 10_000.0
 
@@ -169,9 +175,12 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Atten
     dim = data.draw(st.sampled_from([4, 8, 16]), "rotated")
     pads = tuple(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3), "pads"))
     value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
-    close(
-        *run(method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attending, "QUERIES", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
+        found, wanted = run(
+            method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
+        )
+    close(found, wanted)
 
 
 EACH = [
@@ -203,16 +212,142 @@ def test_both_ways_give_the_same(method: AttentionLevel) -> None:
     assert not torch.equal(by_kernel, by_scores)
 
 
+# --- CUDA, as far as it can be tested without -----------------------------------------------------------------------
+
+
+def softmax_and_lse(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * scale
+    if causal:
+        assert query.shape[-2] == key.shape[-2]  # kernels disagree on which corner the triangle has otherwise
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return (scores.softmax(-1) @ value).to(query.dtype), scores.logsumexp(-1).float()
+
+
+@pytest.fixture(params=["flash attention", "memory-efficient attention"])
+def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The code for CUDA runs here: its operators under torch's own names, with torch's demands, in plain arithmetic.
+
+    Both demand heads of a multiple of 8 dims, each dim next to the last in memory (pytorch, aten/native/transformers).
+    """
+    seen: set[str] = set()
+
+    def demand(*tensors: Tensor) -> None:
+        assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 for x in tensors)
+
+    def flash(query: Any, key: Any, value: Any, dropout: float = 0, causal: bool = False, *, scale: float) -> Any:
+        demand(query, key, value)
+        assert query.dtype in (torch.float16, torch.bfloat16)
+        seen.add("flash attention")
+        out, lse = softmax_and_lse(query, key, value, causal, scale)
+        none = torch.empty(0, dtype=torch.int64)
+        return out, lse, none, none, query.shape[-2], key.shape[-2], none, none, torch.empty(0)
+
+    def efficient(
+        query: Any, key: Any, value: Any, bias: None, logs: bool, p: float = 0, causal: bool = False, *, scale: float
+    ) -> Any:
+        demand(query, key, value)
+        assert logs and query.shape[1] == key.shape[1]
+        seen.add("memory-efficient attention")
+        out, lse = softmax_and_lse(query, key, value, causal, scale)
+        room = -lse.shape[-1] % 32  # the real one gives a multiple of 32
+        none = torch.empty(0, dtype=torch.int64)
+        return out, torch.nn.functional.pad(lse, (0, room), value=math.inf), none, none
+
+    # aten's two operators have no kernel for CPUs: while the library lives, they have these.
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
+    generation = 9 if request.param == "flash attention" else 7
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
+    monkeypatch.setitem(attending.KERNELS, "cpu", attending.KERNELS["cuda"])
+    yield seen
+    library._destroy()
+    assert seen == {request.param}
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_the_code_for_cuda(method: AttentionLevel, cuda_kernels: set[str]) -> None:
+    for tokens, pads in ((120, (0,)), (120, (0, 7, 90)), (1, (0, 0)), (70, (0,))):
+        close(*run(method, tokens, 150, pads=pads, dtype=torch.float16), atol=0.02)
+        close(*run(method, tokens, 150, pads=pads, head_dim=20, value_dim=12, dtype=torch.float16), atol=0.02)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seen", ["all", "causal", "reversed"])
-def test_the_kernels_of_other_devices_are_there(dtype: torch.dtype, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their signatures and shapes; their numbers are for tests/test_gpu.py."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+def test_the_operators_of_cuda_are_called_as_torch_has_them(
+    dtype: torch.dtype, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_cuda(monkeypatch)
     query = torch.empty(2, 8, 100, 20, dtype=dtype, device="meta")
     key, value = (torch.empty(2, 2, 100, width, dtype=dtype, device="meta") for width in (20, 12))
-    out, lse = _kernel(query, key, value, 0.1, seen)
+    out, lse = attending._kernel(query, key, value, 0.1, seen)
     assert (out.shape, out.dtype) == ((2, 8, 100, 12), dtype)
     assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
+
+
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without numbers take the way of CUDA's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setitem(attending.KERNELS, "meta", attending.KERNELS["cuda"])
+
+
+class Taken(TorchDispatchMode):
+    """What operators take: bytes alive at most, launches, multiplications in kernels of attention."""
+
+    def __init__(self, *alive: Tensor) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.most = self.launches = self.products = 0
+        for tensor in alive:
+            self.hold(tensor)
+
+    def hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        name = storage._cdata
+        if name not in self.sizes:
+            self.sizes[name] = storage.nbytes()
+            self.most = max(self.most, sum(self.sizes.values()))
+            weakref.finalize(storage, self.sizes.pop, name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self.hold(tensor)
+        self.launches += not func.is_view
+        if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
+            query, key, value, *more = args
+            square = any(more[1:2])  # causal: half of it
+            self.products += query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]) >> square
+        return result
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(32, 8), (32, 32), (28, 4)])
+@pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "dca"])
+def test_what_a_prefill_of_16k_takes_on_a_gpu(
+    name: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against one call of flash attention: 1.5 times the memory, the same products, few launches."""
+    as_if_cuda(monkeypatch)
+    tokens, dim = 2**14, 128
+    rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
+    method: Any = resolve_method(name, rotary)
+    method = method.fitted(rotary, Default(), 4096, tokens)
+    query, key, value = (
+        torch.empty(1, n, tokens, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads)
+    )
+    positions = torch.arange(tokens)[None]
+    call = Call(positions, positions, (0,), None)
+    with torch.inference_mode():
+        with Taken(query, key, value) as plain:
+            torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
+        with Taken(query, key, value) as ours:
+            attend(method, Phases(rotary.inv_freq()), KeyLayout("half", 0, dim), call, query, key, value, 0.1, Extras())
+    assert ours.most <= 1.5 * plain.most
+    assert ours.products == pytest.approx(plain.products, rel=0.01)
+    assert ours.launches <= 400
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
