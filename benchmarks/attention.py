@@ -26,7 +26,7 @@ from overhead import timed
 from record import record
 from torch.nn.functional import scaled_dot_product_attention
 
-from rope_ext_hf.attending import Call, Extras, Phases, attend
+from rope_ext_hf.attending import Call, Phases, Rotation, attend
 from rope_ext_hf.cache import KeyLayout
 from rope_ext_hf.relative import AttentionLevel
 from rope_ext_hf.scaling import Default, Rotary, resolve_method
@@ -63,13 +63,13 @@ def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
     method = resolve_method(name, ROTARY)
     assert isinstance(method, AttentionLevel)
     method = method.fitted(ROTARY, Default(), ROTARY.trained_length, max(count, ROTARY.trained_length))
-    phases, layout = Phases(ROTARY.inv_freq()), KeyLayout("half", 0, DIM)
+    rotation = Rotation(Phases(ROTARY.inv_freq()), KeyLayout("half", 0, DIM))
     positions = torch.arange(count, device=device)[None]
     calls = {tokens: Call(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         call = calls[query.shape[-2]]
-        return attend(method, phases, layout, call, query, key, value, DIM**-0.5, Extras())
+        return attend(method, rotation, call, query, key, value, DIM**-0.5)
 
     return run
 

@@ -11,21 +11,21 @@ depend on the length. Whether a model can be read like this is checked on a few 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from rope_ext_hf import attending
+from rope_ext_hf.attending import Call, Extras, Window
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Effort
-from rope_ext_hf.patches.attention import attention_of
+from rope_ext_hf.patches.attention import UNKNOWN, attention_of
 from rope_ext_hf.patches.patching import check_pairing, fixed_length, patched_method
 from rope_ext_hf.patches.slots import find_slots, patched_slots
 from rope_ext_hf.relative import AttentionLevel
@@ -368,6 +368,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of the newest queries to a cache that ends with their own keys.
@@ -381,77 +382,13 @@ def attend(
         (batch, tokens, heads, head_dim), None for the weights.
 
     Raises:
-        UnreadableError: attention sinks, position biases or other additions to the scores.
+        UnreadableError: masks, position biases or other additions to the scores.
     """
-    unknown = {name for name in ("s_aux", "position_bias", "sinks", "head_mask") if kwargs.get(name) is not None}
+    unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
-        raise UnreadableError(", ".join(sorted(unknown)) or "a mask, or attention that is not causal")
+        raise UnreadableError(", ".join(unknown) or "a mask, or attention that is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tokens = query.shape[-2]
-    if sliding_window is not None:
-        key, value = (tensor[:, :, -(sliding_window + tokens - 1) :] for tensor in (key, value))
-    past = key.shape[-2] - tokens
-    narrow = sliding_window is not None and key.shape[-2] > sliding_window
-    if softcap is not None or narrow or key.shape[-1] != value.shape[-1] or not _fused(query, key):
-        out = _by_blocks(query, key, value, scale, sliding_window, softcap)
-    elif query.device.type != "cpu":  # the bias stands for a mask that the fused kernels never build
-        out = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=causal_lower_right(tokens, key.shape[-2]),
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    elif past == 0 or tokens == 1:
-        out, _ = _flash(query, key, value, scale, causal=tokens > 1)
-    else:
-        before, before_lse = _flash(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
-        own, own_lse = _flash(query, key[:, :, past:], value[:, :, past:], scale, causal=True)
-        share = torch.sigmoid(before_lse - own_lse)[..., None].to(query.dtype)  # e^a / (e^a + e^b)
-        out = own.lerp_(before, share)
+    positions = torch.arange(key.shape[-2], device=query.device)[None]
+    call = Call(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
+    out = attending.attend(Window(sliding_window), None, call, query, key, value, scale, Extras(softcap, s_aux))
     return out.transpose(1, 2).contiguous(), None
-
-
-def _fused(query: Tensor, key: Tensor) -> bool:
-    """Whether some kernel reads these without building scores: on CUDA, float32 with shared keys has none."""
-    if query.device.type != "cuda":
-        return True
-    return query.shape[-1] <= 256 and (query.dtype != torch.float32 or query.shape[1] == key.shape[1])
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """The CPU's fused kernel with its log-sum-exp, (batch, heads, tokens); grouped heads need no repetition."""
-    kernel: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, 0.0, causal, scale=scale)
-
-
-def _by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, cap: float | None, block: int = 1024
-) -> Tensor:
-    """Online softmax over blocks of keys, for what the fused kernels cannot do: a soft cap, a window."""
-    batch, heads, tokens, dim = query.shape
-    groups = heads // key.shape[1]
-    folded = query.reshape(batch, key.shape[1], groups * tokens, dim)
-    at = torch.arange(key.shape[-2] - tokens, key.shape[-2], device=query.device).repeat(groups)[:, None]
-    top = query.new_full((*folded.shape[:-1], 1), -math.inf, dtype=torch.float32)
-    total = torch.zeros_like(top)
-    out = torch.zeros((*folded.shape[:-1], value.shape[-1]), dtype=torch.float32, device=query.device)
-    for start in range(0, key.shape[-2], block):
-        keys = key[:, :, start : start + block]
-        scores = (folded @ keys.transpose(-1, -2)).float() * scale
-        if cap is not None:
-            scores = torch.tanh(scores / cap) * cap
-        seen = torch.arange(start, start + keys.shape[-2], device=query.device)
-        visible = seen <= at
-        if window is not None:
-            visible &= seen > at - window
-        scores.masked_fill_(~visible, -math.inf)
-        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        base = higher.masked_fill(higher == -math.inf, 0.0)  # a block a query sees nothing of
-        weights = (scores - base).exp_()
-        rescale = (top - base).exp_()
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        out = out * rescale + (weights.to(value.dtype) @ value[:, :, start : start + block]).float()
-        top = higher
-    return (out / total).to(query.dtype).reshape(batch, heads, tokens, -1)

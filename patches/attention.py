@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.attending import Call, Extras, Phases, Rule, Window, attend
-from rope_ext_hf.cache import KeyLayout, alike, outside_graphs, possible_layouts
+from rope_ext_hf.attending import Call, Extras, Phases, Rotation, Rule, Window, attend
+from rope_ext_hf.cache import alike, outside_graphs, possible_layouts
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.patches.lengths import arguments
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
@@ -37,8 +37,7 @@ class Layer:
     """What the attention function must know of a module it is called for."""
 
     rule: Rule
-    phases: Phases | None
-    layout: KeyLayout
+    rotation: Rotation | None
     calls: Calls
 
 
@@ -154,11 +153,9 @@ def zones_attention(
     call = layer.calls.now
     total = call.keys.shape[-1]
     key, value = key[:, :, :total], value[:, :, :total]  # a static cache has room after them
-    window = layer.rule.size if isinstance(layer.rule, Window) else None
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    extras = Extras(window, softcap, s_aux, mask, dropout)
-    out = attend(layer.rule, layer.phases, layer.layout, call, query, key, value, scale, extras)
+    out = attend(layer.rule, layer.rotation, call, query, key, value, scale, Extras(softcap, s_aux, mask, dropout))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -290,9 +287,8 @@ def _layer(
     name = type(here.module).__name__
     if here.refused:
         raise UnsupportedModelError(f"{name} has {here.refused}, which attention-level methods cannot do")
-    nowhere = KeyLayout("half", 0, rotary.dim)
     if alike(stored.key, there.key) and alike(stored.query, there.query):
-        return Layer(Window(here.window), None, nowhere, calls)  # no rotation, or one of its own
+        return Layer(Window(here.window), None, calls)  # no rotation, or one of its own
     device = here.key.device
     moved = phases.turn(Place(near), Place(far), device)
     kept = phases.turn(Place(near), method.stored(far), device)
@@ -303,7 +299,7 @@ def _layer(
             for before, after in ((here.key, later.key), (here.query, later.query))
         ):
             rule: Rule = method if here.window is None else Window(here.window, method)
-            return Layer(rule, phases, layout, calls)
+            return Layer(rule, Rotation(phases, layout), calls)
     raise UnsupportedModelError(
         f"{name} does more with its queries and keys after rotating them than an attention-level method can undo (a "
         "norm after the rotation, or another arrangement of its dims)"

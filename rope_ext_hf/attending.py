@@ -1,6 +1,6 @@
 """Attention over zones of keys, each at relative positions of its own, without a (length, length) tensor.
 
-    out = attend(rule, phases, layout, call, query, key, value, scale=scale)
+    out = attend(rule, rotation, call, query, key, value, scale)
 
 Two ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by rectangles
 and causal squares, each goes through the kernel, and the partial softmaxes are merged by their log-sum-exp. The rest
@@ -24,7 +24,7 @@ from rope_ext_hf.relative import AttentionLevel, Piece, Place, Rectangle, newest
 from rope_ext_hf.rotary import RotaryEmbedding, fixed_point
 from rope_ext_hf.scaling import Frequencies
 
-__all__ = ["Call", "Extras", "Phases", "Rule", "StoredRotary", "Window", "attend"]
+__all__ = ["Call", "Extras", "Phases", "Rotation", "Rule", "StoredRotary", "Window", "attend"]
 
 QUERIES = 2048  # turned at a time
 BLOCKS = 4  # of queries, of long inputs: more take more launches, fewer more memory
@@ -37,6 +37,8 @@ class Rule(Protocol):
 
     @property
     def band(self) -> bool: ...
+    @property
+    def sees(self) -> int | None: ...
     @property
     def span(self) -> int: ...
     def stored(self, n: Tensor) -> Place: ...
@@ -53,7 +55,7 @@ class Window:
     `method`: whose rotation the keys come with; None: their own, or none.
     """
 
-    size: int | None
+    sees: int | None = None
     method: AttentionLevel | None = None
 
     @property
@@ -62,7 +64,7 @@ class Window:
 
     @property
     def span(self) -> int:
-        return self.size or 2**40
+        return self.sees or 2**40
 
     def stored(self, n: Tensor) -> Place:
         return Place(n) if self.method is None else self.method.stored(n)
@@ -77,8 +79,8 @@ class Window:
         return torch.zeros_like(m - n)
 
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        if self.size is not None:
-            yield from newest(self.size, first, last)
+        if self.sees is not None:
+            yield from newest(self.sees, first, last)
         else:
             yield Piece(0, (first, last), (0, last))
 
@@ -148,46 +150,53 @@ class Call:
     turns: dict[Hashable, Turn] = field(default_factory=dict)
 
 
+class Rotation(NamedTuple):
+    """How a layer turns its queries and keys."""
+
+    phases: Phases
+    layout: KeyLayout
+
+
 class Extras(NamedTuple):
     """What some families do to scores.
 
     Attributes:
-        window: keys by index that a query sees, itself included; None: all before it.
         cap: scores become cap tanh(score / cap).
         sinks: (heads,) scores of a key without a value.
         mask: (rows or 1, 1, tokens, keys), bool or to be added; it then says all about what is visible.
         dropout: of attention weights.
     """
 
-    window: int | None = None
     cap: float | None = None
     sinks: Tensor | None = None
     mask: Tensor | None = None
     dropout: float = 0.0
 
 
+_NONE = Extras()
+
+
 def attend(
     rule: Rule,
-    phases: Phases | None,
-    layout: KeyLayout,
+    rotation: Rotation | None,
     call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
-    extras: Extras,
+    extras: Extras = _NONE,
 ) -> Tensor:
     """Attention of the newest queries to keys that end with their own.
 
     Args:
-        phases: None: nothing is turned here.
+        rotation: None: nothing is turned here.
         query: (rows, heads, tokens, head_dim), turned as the keys are.
         key, value: (rows, kv_heads, past + tokens, head_dim), keys turned to where they are stored.
 
     Returns:
         (rows, heads, tokens, head_dim of value) in value's dtype.
     """
-    zoned = _Zoned(rule, phases, layout, call.turns)
+    zoned = _Zoned(rule, rotation, call.turns)
     tokens, count = query.shape[-2], key.shape[-2]
     offsets = call.offsets
     simple = extras.mask is None and extras.cap is None and not extras.dropout
@@ -215,8 +224,7 @@ class _Zoned:
     """A rule with the means to turn by it."""
 
     rule: Rule
-    phases: Phases | None
-    layout: KeyLayout
+    rotation: Rotation | None
     turns: dict[Hashable, Turn]
 
     def near(self, positions: Tensor, where: Hashable) -> Turn | None:
@@ -232,15 +240,16 @@ class _Zoned:
         return self._turn(m, lambda: self.rule.far(m)[zone - 1], (zone, where))
 
     def _turn(self, positions: Tensor, place: Callable[[], Place], what: Hashable) -> Turn | None:
-        if self.phases is None:
+        if self.rotation is None:
             return None
-        name = (self.rule, self.phases, positions.device, what)
+        phases = self.rotation.phases
+        name = (self.rule, phases, positions.device, what)
         if name not in self.turns:
-            self.turns[name] = self.phases.turn(self.rule.stored(positions), place(), positions.device)
+            self.turns[name] = phases.turn(self.rule.stored(positions), place(), positions.device)
         return self.turns[name]
 
     def applied(self, turn: Turn | None, x: Tensor) -> Tensor:
-        return x if turn is None else turn.applied(x, self.layout)
+        return x if turn is None or self.rotation is None else turn.applied(x, self.rotation.layout)
 
     def weighed(self, query: Tensor, m: Tensor) -> Tensor:
         weight = self.rule.weight(m)
@@ -310,8 +319,8 @@ def _merged(
             _merge(
                 _stretches(out, *of_queries),
                 _stretches(lse, *of_queries),
-                part.unflatten(0, (-1, times)),
-                part_lse[..., None].unflatten(0, (-1, times)),
+                part.view(-1, times, *part.shape[1:]),
+                part_lse.view(-1, times, *part_lse.shape[1:], 1),
             )
     if sinks is not None:
         out *= torch.sigmoid(lse - sinks.float()[None, :, None, None]).to(out.dtype)
@@ -319,7 +328,7 @@ def _merged(
 
 def _together(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
     """Those that one call of a kernel can take: as large, seen alike, evenly spaced along a diagonal."""
-    kinds: dict[Hashable, list[Rectangle]] = {}
+    kinds: dict[tuple[str, int, int, int], list[Rectangle]] = {}
     for one in rectangles:
         (q0, q1), (k0, k1), seen = one
         kinds.setdefault((seen, q1 - q0, k1 - k0, k0 - q0), []).append(one)
@@ -328,7 +337,7 @@ def _together(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
         for one in many[1:]:
             gap = one.queries[0] - run[-1].queries[0]
             even = gap >= size and gap == (run[1].queries[0] - run[0].queries[0] if run[1:] else gap)
-            if not even or seen == "reversed" and (len(run) + 1) * size > QUERIES:  # these are copied
+            if not even or (seen == "reversed" and (len(run) + 1) * size > QUERIES):  # these are copied
                 yield run
                 run = []
             run.append(one)
@@ -462,8 +471,8 @@ def _block(
         key_index = torch.arange(begin, end, device=device)
         query_index = torch.arange(count - tokens + block.start, count - tokens + block.stop, device=device)[:, None]
         visible = key_index <= query_index
-        if extras.window is not None:
-            visible = visible & (key_index > query_index - extras.window)
+        if rule.sees is not None:
+            visible = visible & (key_index > query_index - rule.sees)
         visible = visible[None, None]
         if call.real is not None:
             visible = visible & call.real[:, None, None, here].to(device)

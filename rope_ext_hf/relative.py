@@ -200,6 +200,11 @@ class AttentionLevel(Scaling):
         """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
         return True
 
+    @property
+    def sees(self) -> int | None:
+        """Keys by index that a query sees, itself included; None: all before it."""
+        return None
+
     @abstractmethod
     def stored(self, n: Tensor) -> Place:
         """Where keys stand in the cache."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rope_ext_hf import attending
-from rope_ext_hf.attending import Call, Extras, Phases, Window, attend
+from rope_ext_hf.attending import Call, Extras, Phases, Rotation, Window, attend
 from rope_ext_hf.cache import KeyLayout
 from rope_ext_hf.relative import AttentionLevel, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
 from rope_ext_hf.scaling import Default, Rotary, resolve_method
@@ -126,11 +126,10 @@ def run(
     )
     rule: Any = method if sliding is None else Window(sliding, method)
     inv_freq = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    extras = Extras(window=sliding, cap=more.get("cap"), sinks=more.get("sinks"))
+    extras = Extras(cap=more.get("cap"), sinks=more.get("sinks"))
     found = attend(
         rule,
-        Phases(inv_freq),
-        KeyLayout("half", 0, dim),
+        Rotation(Phases(inv_freq), KeyLayout("half", 0, dim)),
         call,
         turned(q, stored[..., count - tokens :], dim).to(dtype),
         turned(k, stored, dim).to(dtype)[:, :, gone:],
@@ -248,7 +247,8 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         query: Any, key: Any, value: Any, bias: None, logs: bool, p: float = 0, causal: bool = False, *, scale: float
     ) -> Any:
         demand(query, key, value)
-        assert logs and query.shape[1] == key.shape[1]
+        assert logs
+        assert query.shape[1] == key.shape[1]
         seen.add("memory-efficient attention")
         out, lse = softmax_and_lse(query, key, value, causal, scale)
         room = -lse.shape[-1] % 32  # the real one gives a multiple of 32
@@ -256,7 +256,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return out, torch.nn.functional.pad(lse, (0, room), value=math.inf), none, none
 
     # aten's two operators have no kernel for CPUs: while the library lives, they have these.
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
     generation = 9 if request.param == "flash attention" else 7
@@ -293,11 +293,11 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(attending.KERNELS, "meta", attending.KERNELS["cuda"])
 
 
-class Taken(TorchDispatchMode):
+class Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What operators take: bytes alive at most, launches, multiplications in kernels of attention."""
 
     def __init__(self, *alive: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: dict[int, int] = {}
         self.most = self.launches = self.products = 0
         for tensor in alive:
@@ -324,7 +324,7 @@ class Taken(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(32, 8), (32, 32), (28, 4)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
 @pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "dca"])
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
     name: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +344,8 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
         with Taken(query, key, value) as plain:
             torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
         with Taken(query, key, value) as ours:
-            attend(method, Phases(rotary.inv_freq()), KeyLayout("half", 0, dim), call, query, key, value, 0.1, Extras())
+            rotation = Rotation(Phases(rotary.inv_freq()), KeyLayout("half", 0, dim))
+            attend(method, rotation, call, query, key, value, 0.1)
     assert ours.most <= 1.5 * plain.most
     assert ours.products == pytest.approx(plain.products, rel=0.01)
     assert ours.launches <= 400
