@@ -22,9 +22,10 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.show import spread
+from rope_ext_hf.relative import AttentionLevel
 from rope_ext_hf.scaling import TWO_PI, Default, Rotary, Scaling
 
-__all__ = ["decay", "draw", "never_turning", "similarity", "unseen"]
+__all__ = ["decay", "draw", "never_turning", "similarity", "similarity_as_seen", "unseen"]
 
 
 def never_turning(inv_freq: Tensor, length: int) -> int:
@@ -64,6 +65,21 @@ def similarity(inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor
     return encodings @ encodings.T / len(inv_freq)
 
 
+def similarity_as_seen(method: AttentionLevel, inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor:
+    """The same where keys are seen elsewhere than they are: means over at most 4 x 4 of the positions of a block.
+
+    method: fitted. Of two positions the later one is the query's.
+    """
+    offsets = range(0, block, max(1, block // 4))
+    total = torch.zeros(len(positions), len(positions), dtype=torch.float64)
+    for a, b in itertools.product(offsets, repeat=2):
+        one, other = positions[:, None] + a, positions + b
+        seen = method.distance(torch.maximum(one, other), torch.minimum(one, other))
+        distances, which = torch.unique(seen, return_inverse=True)
+        total += (distances[:, None] * inv_freq.double()).cos().mean(dim=-1)[which]
+    return total / len(offsets) ** 2
+
+
 def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
     """RoFormer's bound on attention at a distance (Su et al. 2021, arXiv 2104.09864, sec. 3.4.3 and fig. 2).
 
@@ -88,12 +104,20 @@ _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 
 
 class _Curve(NamedTuple):
-    """One method as it is drawn; inv_freq (pairs,) at the extended length."""
+    """One method as it is drawn.
+
+    Attributes:
+        inv_freq: (pairs,) at the extended length.
+        relative: an attention-level method, fitted: it says at which distances keys are seen.
+        farthest: the farthest distance at which a key is seen within the extended length, in tokens.
+    """
 
     name: str
     note: str
     inv_freq: Tensor
     style: dict[str, Any]
+    farthest: int
+    relative: AttentionLevel | None = None
 
 
 def draw(
@@ -145,7 +169,7 @@ def draw(
     _draw_angles(upper_right.subplots(), rotary, curves, length)
     _draw_similarity(lower_left, rotary, curves, length)
     _draw_decay(lower_right.subplots(), rotary, curves, length)
-    _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves, length)
+    _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
     figure.savefig(path)
 
 
@@ -159,21 +183,27 @@ def _curves(rotary: Rotary, methods: Mapping[str, Scaling], length: int) -> list
     # Dashes let the lower of two equal curves show through; colour and dash together repeat after 44 methods.
     dashes = ("-", (0, (5, 2)), (0, (3, 1.2, 1, 1.2)), (0, (1.5, 1.2)))
     colours = [*(f"C{index}" for index in range(10)), "#00441b"]
-    curves = [_Curve("plain RoPE", "", rotary.inv_freq(), {"color": "#222222", "linewidth": 2.4})]
+    curves = [_Curve("plain RoPE", "", rotary.inv_freq(), {"color": "#222222", "linewidth": 2.4}, length)]
     for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
+        relative, farthest = None, length
+        if isinstance(method, AttentionLevel):
+            relative = method = method.fitted(rotary, Default(), rotary.trained_length, None)
+            farthest = math.ceil(method.distance(torch.tensor(length), torch.arange(length)).max())
         inv_freq, attention_factor = method.frequencies(rotary, length)
         notes = [f"at length {length:,}"] if method.length_dependent else []
         notes += [f"attention factor {attention_factor:.3f}"] if attention_factor != 1 else []
+        notes += [f"keys seen {farthest:,} tokens away at most"] if relative else []
         style = {"color": colours[index % len(colours)], "linewidth": 1.4, "linestyle": dashes[index % len(dashes)]}
-        curves.append(_Curve(name, f" ({', '.join(notes)})" if notes else "", inv_freq, style))
+        note = f" ({', '.join(notes)})" if notes else ""
+        curves.append(_Curve(name, note, inv_freq, style, farthest, relative))
     return curves
 
 
-def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_Curve]) -> None:
     """The colours of all panels, and what is counted in the upper two."""
     texts = [
         f"{curve.name}{curve.note}: {never_turning(curve.inv_freq, rotary.trained_length)} slow pairs, "
-        f"{int(unseen(rotary, curve.inv_freq, length).sum())} at unseen angles"
+        f"{int(unseen(rotary, curve.inv_freq, curve.farthest).sum())} at unseen angles"
         for curve in curves
     ]
     panel.legend(lines[: len(curves)], texts, loc="center", ncols=2, fontsize=7.5, frameon=False, handlelength=3.5)
@@ -215,7 +245,7 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
 
 
 def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
-    """Turns made by some positions in plain RoPE, in grey, and by the extended length in each method.
+    """Turns made by some positions in plain RoPE, in grey, and by the farthest distance that occurs in each method.
 
     What training never showed lies above the line of the trained length, among the pairs it took through no full turn.
     """
@@ -227,7 +257,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
     multiples = _multiples(length / trained)
     lines = [
         *((multiple * plain, {"color": "#999999", "linewidth": 0.7}) for multiple in multiples),
-        *((curve.inv_freq * length / TWO_PI, curve.style) for curve in curves),
+        *((curve.inv_freq * curve.farthest / TWO_PI, curve.style) for curve in curves),
     ]
     for turns, style in lines:
         axes.plot(range(pairs), _finite(turns), marker="." if pairs <= 16 else "", **style)
@@ -250,7 +280,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
         [(turns, f"at {_short(p)}" + (" (trained)" if p == trained else ""), "#666666") for p, turns in positions],
     )
     axes.annotate(
-        f"grey: plain RoPE at the positions on the right\nblack, coloured: each method at {length:,}",
+        f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}",
         (0.015, 0.02),
         xycoords="axes fraction",
         **_NOTE,
@@ -270,7 +300,12 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
     block = math.ceil(length / 256)
     positions = torch.arange(0, length, block)
     end = len(positions) * block  # the last block may reach beyond the length
-    maps = [similarity(curve.inv_freq, positions, block=block) for curve in curves]
+    maps = [
+        similarity_as_seen(curve.relative, curve.inv_freq, positions, block=block)
+        if curve.relative
+        else similarity(curve.inv_freq, positions, block=block)
+        for curve in curves
+    ]
     low, high = min(float(found.min()) for found in maps), max(float(found.max()) for found in maps)
     columns = max(1, round(math.sqrt(1.4 * len(maps))))
     grid = panel.subplots(math.ceil(len(maps) / columns), columns, squeeze=False)
@@ -302,7 +337,7 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
     middles = [math.sqrt(float(part[0] * part[-1])) for part in bins]
     ends = []
     for curve in curves:
-        means = [float(decay(curve.inv_freq, part).mean()) for part in bins]
+        means = [float(decay(curve.inv_freq, _seen(curve, length, part)).mean()) for part in bins]
         axes.plot(middles, means, **curve.style)
         ends.append((statistics.fmean(means[-8:]), curve.name, curve.style["color"]))
     top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
@@ -332,6 +367,14 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
         "distance m - n (tokens)",
         "mean |S_j| (relative upper bound)",
     )
+
+
+def _seen(curve: _Curve, length: int, distances: Tensor) -> Tensor:
+    """The distances at which a query at the extended length sees keys so far away."""
+    if curve.relative is None:
+        return distances
+    query = torch.tensor(length)
+    return curve.relative.distance(query, query - distances.long())
 
 
 def _bins(length: int) -> list[Tensor]:

@@ -100,7 +100,7 @@ class Reader:
         with self._watched(len(ids)), _length(self.model, length or len(ids)):
             if self._reads_whole():
                 return self._whole(ids, first).cpu()
-            return torch.cat([part.cpu() for part in self._by_chunks(ids, first)])
+            return torch.cat(list(self._by_chunks(ids, first))).cpu()
 
     @torch.inference_mode()
     def candidates(self, prompt: Tensor, answers: Tensor, *, length: int | None = None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ __all__ = ["Call", "Extras", "Phases", "Rotation", "Rule", "StoredRotary", "Wind
 QUERIES = 2048  # turned at a time
 BLOCKS = 4  # of queries, of long inputs: more take more launches, fewer more memory
 FEWEST = 16  # queries for which the kernels are worth their calls in a padded batch
-SCORES = 64 * 2**20  # bytes of scores at a time
+SCORES = 4 * 2**20  # bytes of scores at a time, which a CPU's caches hold; 16 times that elsewhere
 
 
 class Rule(Protocol):
@@ -412,7 +412,8 @@ def _by_scores(
 ) -> Tensor:
     """A few queries at a time, whatever the masks and positions are."""
     rows, heads, tokens, _ = query.shape
-    few = max(1, SCORES // (4 * rows * heads * key.shape[-2]))
+    most = SCORES if query.device.type == "cpu" else 16 * SCORES
+    few = max(1, most // (4 * rows * heads * key.shape[-2]))
     learns = _learns(query, key, value)
     out = []
     for start in range(0, tokens, few):
@@ -482,7 +483,8 @@ def _block(
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    weights = nn.functional.dropout(weights, extras.dropout)
+    if extras.dropout:
+        weights = nn.functional.dropout(weights, extras.dropout)
     rows, heads, queries, _ = weights.shape
     folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, value.shape[-2])
     return (folded @ value).reshape(rows, heads, queries, -1)

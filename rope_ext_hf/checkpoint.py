@@ -426,7 +426,7 @@ def convert_checkpoint(
     )
     if not runs:
         warnings.warn(
-            f"{str(dst)!r} holds {to} weights, which transformers' {found.rows.model_type!r} does not run; "
+            f"{str(dst)!r} holds {to} weights, which the code of {found.rows.model_type!r} models does not run; "
             + _mend(str(dst), to),
             stacklevel=2,
         )

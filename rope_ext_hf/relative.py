@@ -49,6 +49,11 @@ class Place(NamedTuple):
     divisor: float = 1.0
     plus: float = 0.0
 
+    def tokens(self) -> Tensor:
+        """As float64."""
+        whole = torch.zeros(()) if self.positions is None else self.positions
+        return whole.double() / self.divisor + self.plus
+
 
 class Rectangle(NamedTuple):
     """Queries and keys as ranges of positions: every query sees every key ("all"), or they are as many and the i-th
@@ -223,6 +228,18 @@ class AttentionLevel(Scaling):
     @abstractmethod
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         """The zone of each pair; of those with n > m anything."""
+
+    def distance(self, m: Tensor, n: Tensor) -> Tensor:
+        """The relative position at which a query at m sees a key at n <= m, in tokens; float64, shapes broadcast.
+
+        The method must be fitted.
+        """
+        key = self.stored(n).tokens()
+        near = m.double() - n if self.band else self.stored(m).tokens() - key
+        zones = self.zone(m, n)
+        for zone, place in enumerate(self.far(m), start=1):
+            near = torch.where(zones == zone, place.tokens() - key, near)
+        return near
 
     @property
     @abstractmethod

@@ -357,6 +357,15 @@ def test_half_precision(method: AttentionLevel) -> None:
     close(*run(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
 
 
+@given(methods())
+@settings(max_examples=20, deadline=None)
+def test_a_method_says_at_which_distances_keys_are_seen(method: AttentionLevel) -> None:
+    places = torch.arange(0, 260, 3)
+    found = method.distance(places[:, None], places).tril()
+    wanted = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_positions_are_the_models_own_inside_the_window(method: AttentionLevel) -> None:
     assert all(distance(method, m, n) == m - n for m in range(40) for n in range(m + 1))

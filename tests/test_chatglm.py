@@ -229,7 +229,7 @@ def test_logits_are_equal_under_the_other_rotation(name: str, trust: bool, tmp_p
     tensors, ids = random_tensors(config), tokens(24)[0]
     source = write(tmp_path / "source", tensors, config)
     before = content(source)
-    with pytest.warns(UserWarning, match="holds half weights, which transformers' 'chatglm' does not run"):
+    with pytest.warns(UserWarning, match="holds half weights, which the code of 'chatglm' models does not run"):
         report = rope.convert_checkpoint(source, tmp_path / "half", "half", verify=True, trust_remote_code=trust)
     assert (report.source, report.to, report.runs) == ("interleaved", "half", False)
     assert report.converted == config["num_layers"] * (2 if config["add_qkv_bias"] else 1)

@@ -400,7 +400,7 @@ def test_weights_in_other_forms_are_left_behind_and_named(source: Path, tmp_path
 
 def test_what_it_says(source: Path, tmp_path: Path) -> None:
     with pytest.warns(
-        UserWarning, match=r"holds interleaved weights, which transformers' 'llama' does not run; for it"
+        UserWarning, match=r"holds interleaved weights, which the code of 'llama' models does not run; for it"
     ):
         report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
     assert json.loads(json.dumps(report.to_dict()))["runs"] is False

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.pictures import decay, draw, never_turning, similarity, unseen
+from rope_ext_hf.eval.pictures import decay, draw, never_turning, similarity, similarity_as_seen, unseen
+from rope_ext_hf.relative import AttentionLevel, DualChunk, ReRoPE, SelfExtend
 from rope_ext_hf.scaling import NTK, ByParts, Default, DynamicNTK, Linear, Llama3, Rotary, Scaling, Yarn, methods
 from tests.test_scaling import example
 
@@ -104,6 +105,29 @@ def test_similarity_is_symmetric_one_at_home_and_relative() -> None:
     assert float(found[0, 1:].max()) < 0.9
 
 
+@pytest.mark.parametrize(
+    ("method", "seen"),
+    [
+        (ReRoPE(window=40), lambda m, n: min(m - n, 40)),
+        (SelfExtend(window=40, group=4), lambda m, n: m - n if m - n < 40 else m // 4 - n // 4 + 30),
+    ],
+    ids=["rerope", "self-extend"],
+)
+@pytest.mark.parametrize("block", [1, 3])
+def test_similarity_where_keys_are_seen_elsewhere(
+    method: AttentionLevel, seen: Callable[[int, int], int], block: int
+) -> None:
+    inv_freq = SMALL.inv_freq()
+    positions = [0, 60, 63, 1000]
+    found = similarity_as_seen(method, inv_freq, torch.tensor(positions), block=block)
+    for (row, m), (column, n) in itertools.product(enumerate(positions), repeat=2):
+        cells = [
+            naive_similarity(inv_freq.tolist(), seen(max(m + a, n + b), min(m + a, n + b)), 0)
+            for a, b in itertools.product(range(block), repeat=2)
+        ]
+        assert float(found[row, column]) == pytest.approx(sum(cells) / len(cells), abs=1e-12)
+
+
 # --- what training showed -----------------------------------------------------------------------------------------
 
 
@@ -187,6 +211,12 @@ def test_the_key_says_what_is_drawn(texts: Callable[..., list[str]]) -> None:
     assert any(text.startswith("Llama 2\n128 rotated dims in 64 pairs, base 10,000, ") for text in found)
     assert {"trained length 4,096", "extended length 32,768", "at 4k (trained)", "at 1k", "at 32k"} <= set(found)
     assert "same" not in found
+
+
+def test_the_key_says_how_far_keys_are_seen(texts: Callable[..., list[str]]) -> None:
+    found = texts(LLAMA2, {"dca": DualChunk(), "rerope": ReRoPE(window=1024)})
+    assert "dca (keys seen 4,095 tokens away at most): 18 slow pairs, 0 at unseen angles" in found
+    assert "rerope (keys seen 1,024 tokens away at most): 18 slow pairs, 0 at unseen angles" in found
 
 
 @pytest.mark.parametrize(
