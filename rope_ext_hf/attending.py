@@ -353,7 +353,7 @@ def _stretches(x: Tensor, begin: int, size: int, step: int, times: int) -> Tenso
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add a partial softmax to what is there: zeros where `lse` is -inf."""
     out.lerp_(part, torch.sigmoid(part_lse - lse).to(out.dtype))
-    lse.copy_(torch.logaddexp(lse, part_lse))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 class _Fused(NamedTuple):

@@ -275,8 +275,8 @@ def meta_to_hf(
             verified = _compare(rows, found.view(), written, "interleaved", to)
     if to != "half":
         warnings.warn(
-            f"{str(dst)!r} holds {to} weights, which the code of 'llama' models does not run; for it, convert {str(src)!r} "
-            "to half",
+            f"{str(dst)!r} holds {to} weights, which the code of 'llama' models does not run; for it, convert "
+            f"{str(src)!r} to half",
             stacklevel=2,
         )
     return ConversionReport(
