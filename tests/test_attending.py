@@ -348,7 +348,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
             attend(method, rotation, call, query, key, value, 0.1)
     assert ours.most <= 1.5 * plain.most
     assert ours.products == pytest.approx(plain.products, rel=0.01)
-    assert ours.launches <= 300
+    assert ours.launches <= 350
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
