@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from rope_ext_hf import attending
-from rope_ext_hf.attending import Call, Extras, Window
+from rope_ext_hf.attending import Call, Extras, Window, attend
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Effort
 from rope_ext_hf.patches.attention import UNKNOWN, attention_of
@@ -341,24 +340,24 @@ class _Cache(Cache):  # type: ignore[misc]
 
 @contextmanager
 def _chunked_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Every attention module of this model uses `attend`, until the end of the block.
+    """Every attention module of this model uses `chunked_attention`, until the end of the block.
 
     Not under an attention-level method, whose own attention needs neither masks nor more memory for longer texts.
     """
     if isinstance(patched_method(model), AttentionLevel):
         yield
         return
-    AttentionInterface.register(ATTENTION, attend)
+    AttentionInterface.register(ATTENTION, chunked_attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     with attention_of(model, ATTENTION):
         yield
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Windows are read one at a time and without padding: `attend` needs no mask."""
+    """Windows are read one at a time and without padding: no mask is needed."""
 
 
-def attend(
+def chunked_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -390,5 +389,5 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     positions = torch.arange(key.shape[-2], device=query.device)[None]
     call = Call(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
-    out = attending.attend(Window(sliding_window), None, call, query, key, value, scale, Extras(softcap, s_aux))
+    out = attend(Window(sliding_window), None, call, query, key, value, scale, Extras(softcap, s_aux))
     return out.transpose(1, 2).contiguous(), None

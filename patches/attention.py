@@ -8,13 +8,14 @@ is found by running a few tokens through the model, and checked there, not looke
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rope_ext_hf.attending import Call, Extras, Phases, Rotation, Rule, Window, attend
 from rope_ext_hf.cache import alike, outside_graphs, possible_layouts
@@ -46,6 +47,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.now: Call | None = None
+        self._by_positions: MutableMapping[Tensor, Call] = WeakIdKeyDictionary()
 
     @outside_graphs  # it looks at values
     def before(
@@ -66,9 +68,18 @@ class Calls:
         cache, positions = call.get("past_key_values"), call.get("position_ids")
         known = int(cache.get_seq_length()) if cache is not None else 0
         self.now = _call(given, known, _padding(call.get("attention_mask"), known + given.shape[1]), positions)
-        if positions is None and self.now.real is not None:
-            return args, kwargs | {"position_ids": self.now.queries}
-        return None
+        if positions is not None and "position_ids" not in kwargs:
+            self._by_positions[positions] = self.now
+            return None
+        named = self.now.queries.view_as(self.now.queries)  # a tensor of this call alone
+        self._by_positions[named] = self.now
+        return args, kwargs | {"position_ids": named}
+
+    def of(self, positions: Tensor | None) -> Call | None:
+        """The call whose attention runs: with gradient checkpointing a backward runs that of earlier ones again."""
+        if positions is None or torch.compiler.is_compiling():
+            return self.now
+        return self._by_positions.get(positions, self.now)
 
     def after(self, *_: Any) -> None:
         """What served all layers of this forward is of no use to the next; called after an exception, too."""
@@ -87,35 +98,52 @@ def _padding(mask: Any, total: int) -> Tensor | None:
 
 
 def _call(given: Tensor, known: int, real: Tensor | None, positions: Tensor | None) -> Call:
+    """What is to be known of a forward, with one look at values where it takes any.
+
+    Args:
+        known: tokens in the cache.
+        real: (rows, known + tokens) bool, False where padding is.
+        positions: (rows or 1, tokens) as given.
+    """
     rows, tokens = given.shape[:2]
     total = known + tokens
-    keys = torch.arange(total, device=given.device)[None]
-    offsets: tuple[int, ...] | None = (0,) * rows
-    if real is not None and bool(real.all()):
-        real = None
-    if real is not None:
-        keys = (real.cumsum(-1) - 1).clamp(min=0)
-        begins = real.int().argmax(-1)
-        count = real.sum(-1)
-        unbroken = real.int().diff(dim=-1).clamp(min=0).sum(-1) + real[:, 0] == 1  # one run of real tokens
-        to_the_end = (begins + count == total) | (known == 0)
-        offsets = tuple(begins.tolist()) if bool((unbroken & to_the_end).all()) else None
-    if positions is None:
-        return Call(keys[:, known:], keys, offsets, real)
-    if positions.ndim != 2:
-        raise LengthError(f"attention-level methods need one position per token, got {tuple(positions.shape)}")
-    positions = positions.to(given.device)
+    if positions is not None:
+        if positions.ndim != 2:
+            raise LengthError(f"attention-level methods need one position per token, got {tuple(positions.shape)}")
+        positions = positions.to(given.device)
 
-    def agree(keys: Tensor) -> bool:
+    def agree(keys: Tensor, real: Tensor | None) -> Tensor:
+        """Whether the positions given, if any, are those of the last keys, but for padding; a scalar bool."""
+        if positions is None:
+            return torch.ones((), dtype=torch.bool, device=given.device)
         differs = keys[:, known:] != positions
-        return not bool((differs if real is None else differs & real[:, known:]).any())
+        return ~(differs if real is None else differs & real[:, known:]).any()
 
-    if agree(keys):
-        return Call(keys[:, known:], keys, offsets, real)
-    if known == 0:
-        return Call(positions, positions, None, real)  # inputs one after the other in a row, or not from 0 on
+    keys, offsets = torch.arange(total, device=given.device)[None], (0,) * rows
+    if real is None and positions is None:
+        return Call(keys[:, known:], keys, offsets, None)
+    looks = agree(keys, None)[None]
+    if real is not None:
+        counted = (real.cumsum(-1) - 1).clamp(min=0)
+        begins = real.int().argmax(-1)
+        unbroken = real.int().diff(dim=-1).clamp(min=0).sum(-1) + real[:, 0] == 1  # one run of real tokens
+        to_the_end = (begins + real.sum(-1) == total) | (known == 0)
+        facts = [agree(counted, real), real.all(), (unbroken & to_the_end).all()]
+        looks = torch.cat([looks, torch.stack(facts), begins])
+    agreed, *padded = looks.tolist()
+    ordered: tuple[int, ...] | None = offsets
+    if padded and padded[1]:
+        real = None
+    elif padded:
+        agreed, _, in_order, *begin = padded
+        keys, ordered = counted, tuple(begin) if in_order else None
+    if agreed:
+        return Call(keys[:, known:], keys, ordered, real)
+    assert positions is not None
+    if known == 0:  # inputs one after the other in a row, or not from 0 on
+        return Call(positions, positions, None, real)
     keys = keys + positions[:, -1:] - keys[:, -1:]
-    if not agree(keys):
+    if not bool(agree(keys, real)):
         raise LengthError("the positions given do not follow those of the keys in the cache")
     if real is None and not bool((keys[:, 0] > 0).any()):  # padding that only the positions tell of
         before = (-keys[:, 0]).expand(rows)
@@ -146,11 +174,11 @@ def zones_attention(
         (rows, tokens, heads, head_dim), None for the weights.
     """
     layer: Layer | None = module.__dict__.get(LAYER)
-    if layer is None or layer.calls.now is None:
+    call = None if layer is None else layer.calls.of(kwargs.get("position_ids"))
+    if layer is None or call is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was not there, or had no weights yet, when its model was patched; patch it again"
         )
-    call = layer.calls.now
     total = call.keys.shape[-1]
     key, value = key[:, :, :total], value[:, :, :total]  # a static cache has room after them
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rope_ext_hf.attending import StoredRotary
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.config import SLIDING, read_rope
 from rope_ext_hf.relative import AttentionLevel
 from rope_ext_hf.rotary import Layout, RotaryEmbedding
-from rope_ext_hf.scaling import Rotary, Scaling
+from rope_ext_hf.scaling import Frequencies, Rotary, Scaling
 
 __all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots"]
 
@@ -51,6 +50,21 @@ class Slot:
         return [layer_type for layer_type in self.native if layer_type not in SLIDING]
 
 
+class _StoredRotary(RotaryEmbedding):
+    """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
+
+    def _at(self, length: int | None) -> Frequencies:
+        assert isinstance(self.method, AttentionLevel)
+        inv_freq, attention_factor = super()._at(length)
+        return Frequencies(inv_freq / self.method.stored(torch.zeros((), dtype=torch.int64)).divisor, attention_factor)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        assert isinstance(self.method, AttentionLevel)
+        positions = self.method.stored(position_ids).positions
+        assert positions is not None
+        return super().forward(x, positions)
+
+
 class PatchedSlot(nn.Module):
     """What stands in a slot while a model is patched.
 
@@ -67,7 +81,7 @@ class PatchedSlot(nn.Module):
         self.tables = nn.ModuleDict()
         for layer_type, (native_rotary, native_method) in slot.native.items():
             chosen = (method, rotary) if layer_type in scaled else (native_method, native_rotary)
-            kind = StoredRotary if isinstance(chosen[0], AttentionLevel) else RotaryEmbedding
+            kind = _StoredRotary if isinstance(chosen[0], AttentionLevel) else RotaryEmbedding
             self.tables[layer_type or "all"] = kind(*chosen, layout=slot.layout, cast=slot.cast)
         self.replaced = slot.module
         self.record = record

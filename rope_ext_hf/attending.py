@@ -21,15 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.cache import KeyLayout, Turn
 from rope_ext_hf.relative import AttentionLevel, Piece, Place, Rectangle, newest
-from rope_ext_hf.rotary import RotaryEmbedding, fixed_point
-from rope_ext_hf.scaling import Frequencies
+from rope_ext_hf.rotary import fixed_point
 
-__all__ = ["Call", "Extras", "Phases", "Rotation", "Rule", "StoredRotary", "Window", "attend"]
+__all__ = ["Call", "Extras", "Phases", "Rotation", "Rule", "Window", "attend"]
 
 QUERIES = 2048  # turned at a time
 BLOCKS = 4  # of queries, of long inputs: more take more launches, fewer more memory
 FEWEST = 16  # queries for which the kernels are worth their calls in a padded batch
-SCORES = 4 * 2**20  # bytes of scores at a time, which a CPU's caches hold; 16 times that elsewhere
+SCORES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # bytes of scores at a time: on a CPU, what its caches hold
 
 
 class Rule(Protocol):
@@ -41,6 +40,8 @@ class Rule(Protocol):
     def sees(self) -> int | None: ...
     @property
     def span(self) -> int: ...
+    @property
+    def zones(self) -> int: ...
     def stored(self, n: Tensor) -> Place: ...
     def far(self, m: Tensor) -> tuple[Place, ...]: ...
     def weight(self, m: Tensor) -> Tensor | None: ...
@@ -66,6 +67,10 @@ class Window:
     def span(self) -> int:
         return self.sees or 2**40
 
+    @property
+    def zones(self) -> int:
+        return 1
+
     def stored(self, n: Tensor) -> Place:
         return Place(n) if self.method is None else self.method.stored(n)
 
@@ -83,21 +88,6 @@ class Window:
             yield from newest(self.sees, first, last)
         else:
             yield Piece(0, (first, last), (0, last))
-
-
-class StoredRotary(RotaryEmbedding):
-    """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
-
-    def _at(self, length: int | None) -> Frequencies:
-        assert isinstance(self.method, AttentionLevel)
-        inv_freq, attention_factor = super()._at(length)
-        return Frequencies(inv_freq / self.method.stored(torch.zeros((), dtype=torch.int64)).divisor, attention_factor)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        assert isinstance(self.method, AttentionLevel)
-        positions = self.method.stored(position_ids).positions
-        assert positions is not None
-        return super().forward(x, positions)
 
 
 class Phases:
@@ -196,38 +186,36 @@ def attend(
     Returns:
         (rows, heads, tokens, head_dim of value) in value's dtype.
     """
-    zoned = _Zoned(rule, rotation, call.turns)
-    tokens, count = query.shape[-2], key.shape[-2]
-    offsets = call.offsets
-    simple = extras.mask is None and extras.cap is None and not extras.dropout
-    if offsets is None or not simple or _learns(query, key, value) or not _has_kernel(query, value):
-        return _by_scores(zoned, call, query, key, value, scale, extras)
-    # A sliding cache has let the oldest keys go; they are in nobody's window.
-    gone = call.keys.shape[-1] - count
-    if len(set(offsets)) == 1:
-        return _by_kernel(zoned, query, key, value, scale, extras.sinks, offsets[0], gone)
-    if tokens < FEWEST:
-        return _by_scores(zoned, call, query, key, value, scale, extras)
-    rows = (
-        _by_kernel(zoned, query[r : r + 1], key[r : r + 1], value[r : r + 1], scale, extras.sinks, offset, gone)
-        for r, offset in enumerate(offsets)
-    )
-    return torch.cat(list(rows))
-
-
-def _learns(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not query.numel():
+        return value.new_empty(*query.shape[:-1], value.shape[-1])
+    if query.dtype != value.dtype:  # under autocast a rotation leaves queries and keys wider than values
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    return _Attention(rule, rotation, call, scale, extras).of(query, key, value)
 
 
 @dataclass(frozen=True)
-class _Zoned:
-    """A rule with the means to turn by it."""
+class _Attention:
+    """One layer's attention in one call. Tensors as in `attend`."""
 
     rule: Rule
     rotation: Rotation | None
-    turns: dict[Hashable, Turn]
+    call: Call
+    scale: float
+    extras: Extras
 
-    def near(self, positions: Tensor, where: Hashable) -> Turn | None:
+    def of(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        offsets, extras = self.call.offsets, self.extras
+        plain = extras.mask is None and extras.cap is None and not extras.dropout
+        if offsets is None or not plain or _learns(query, key, value) or not _has_kernel(query, value):
+            return self._by_scores(query, key, value)
+        if len(set(offsets)) == 1:
+            return self._by_kernel(query, key, value, offsets[0])
+        if query.shape[-2] < FEWEST:
+            return self._by_scores(query, key, value)
+        rows = [slice(r, r + 1) for r in range(len(offsets))]
+        return torch.cat([self._by_kernel(query[r], key[r], value[r], o) for r, o in zip(rows, offsets, strict=True)])
+
+    def _near(self, positions: Tensor, where: Hashable) -> Turn | None:
         """What brings queries or keys, (rows or 1, tokens), to where the nearest zone has them; None: they are there.
 
         Args:
@@ -235,95 +223,167 @@ class _Zoned:
         """
         return self._turn(positions, lambda: Place(positions), where) if self.rule.band else None
 
-    def far(self, m: Tensor, zone: int, where: Hashable) -> Turn | None:
+    def _far(self, m: Tensor, zone: int, where: Hashable) -> Turn | None:
         """What brings queries to where a further zone has them."""
         return self._turn(m, lambda: self.rule.far(m)[zone - 1], (zone, where))
 
     def _turn(self, positions: Tensor, place: Callable[[], Place], what: Hashable) -> Turn | None:
         if self.rotation is None:
             return None
-        phases = self.rotation.phases
+        phases, turns = self.rotation.phases, self.call.turns
         name = (self.rule, phases, positions.device, what)
-        if name not in self.turns:
-            self.turns[name] = phases.turn(self.rule.stored(positions), place(), positions.device)
-        return self.turns[name]
+        if name not in turns:
+            turns[name] = phases.turn(self.rule.stored(positions), place(), positions.device)
+        return turns[name]
 
-    def applied(self, turn: Turn | None, x: Tensor) -> Tensor:
+    def _turned(self, turn: Turn | None, x: Tensor) -> Tensor:
         return x if turn is None or self.rotation is None else turn.applied(x, self.rotation.layout)
 
-    def weighed(self, query: Tensor, m: Tensor) -> Tensor:
+    def _weighed(self, query: Tensor, m: Tensor) -> Tensor:
         weight = self.rule.weight(m)
         return query if weight is None else query * weight[:, None, :, None].to(query.dtype)
 
+    # --- by kernel
 
-# --- by kernel ------------------------------------------------------------------------------------------------------
+    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, offset: int) -> Tensor:
+        """Rows whose real keys begin after `offset` padded ones."""
+        gone = self.call.keys.shape[-1] - key.shape[-2]  # a sliding cache let them go: they are in nobody's window
+        begin = max(0, offset - gone)
+        key, value = key[:, :, begin:], value[:, :, begin:]
+        low = max(0, gone - offset)  # position of the first key
+        last = low + key.shape[-2]
+        padded = max(0, query.shape[-2] - last)  # queries that are padding themselves
+        first = last - query.shape[-2] + padded
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        many = max(QUERIES, -(-(last - first) // BLOCKS))
+        for start in range(first, last, many):
+            stop = min(start + many, last)
+            block = slice(padded + start - first, padded + stop - first)
+            self._merge(out[:, :, block], query[:, :, block], key, value, start, low)
+        return out
 
+    def _merge(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, start: int, low: int) -> None:
+        """Queries from position `start` on, over keys from position `low` on; `out` comes as zeros."""
+        rule, device = self.rule, query.device
+        stop = start + query.shape[-2]
+        m = torch.arange(start, stop, device=device)[None]
+        oldest = max(low, start - rule.span + 1)
+        n = torch.arange(oldest, stop, device=device)[None]
+        near = self._near(n, ("positions", oldest, stop))
+        near_keys = self._turned(near, key[:, :, oldest - low : stop - low])
+        query = self._weighed(query, m)
+        lse = torch.full((*query.shape[:-1], 1), -math.inf, dtype=torch.float32, device=device)
+        for zone, pieces in groupby(sorted(rule.pieces(start, stop), key=lambda piece: piece.zone), lambda p: p.zone):
+            if zone == 0:
+                turn, keys, keys_from = near and near.of_last(query.shape[-2]), near_keys, oldest
+            else:
+                turn, keys, keys_from = self._far(m, zone, ("positions", start, stop)), key, low
+            turned = self._turned(turn, query)
+            for run in _together(chain.from_iterable(piece.rectangles(keys_from) for piece in pieces)):
+                (q0, q1), (k0, k1), seen = run[0]
+                step, times = run[1].queries[0] - q0 if run[1:] else 1, len(run)
+                of_queries, of_keys = (q0 - start, q1 - q0, step, times), (k1 - k0, step, times)
+                part, part_lse = _kernel(
+                    _stretches(turned, *of_queries).flatten(0, 1),
+                    _stretches(keys, k0 - keys_from, *of_keys).flatten(0, 1),
+                    _stretches(value, k0 - low, *of_keys).flatten(0, 1),
+                    self.scale,
+                    seen,
+                )
+                _add(
+                    _stretches(out, *of_queries),
+                    _stretches(lse, *of_queries),
+                    part.view(-1, times, *part.shape[1:]),
+                    part_lse.view(-1, times, *part_lse.shape[1:], 1),
+                )
+        if self.extras.sinks is not None:
+            out *= torch.sigmoid(lse - self.extras.sinks.float()[None, :, None, None]).to(out.dtype)
 
-def _by_kernel(
-    zoned: _Zoned, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, offset: int, gone: int
-) -> Tensor:
-    """Rows whose real keys begin after `offset` padded ones; of all of them the first `gone` are not here any more."""
-    begin = max(0, offset - gone)
-    key, value = key[:, :, begin:], value[:, :, begin:]
-    low = max(0, gone - offset)  # position of the first key
-    last = low + key.shape[-2]
-    padded = max(0, query.shape[-2] - last)  # queries that are padding themselves
-    first = last - query.shape[-2] + padded
-    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    many = max(QUERIES, -(-(last - first) // BLOCKS))
-    for start in range(first, last, many):
-        stop = min(start + many, last)
-        block = slice(padded + start - first, padded + stop - first)
-        _merged(out[:, :, block], zoned, query[:, :, block], key, value, scale, sinks, start, low)
-    return out
+    # --- by scores
 
+    def _by_scores(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """A few queries at a time, whatever the masks and positions are."""
+        rows, heads, tokens, _ = query.shape
+        few = max(1, SCORES.get(query.device.type, SCORES["cuda"]) // (4 * rows * heads * key.shape[-2]))
+        learns = _learns(query, key, value)
+        out = []
+        for start in range(0, tokens, few):
+            block = slice(start, min(start + few, tokens))
+            if learns and few < tokens:  # else the scores of all of them would wait for the gradient
+                out.append(checkpoint(self._block, query, key, value, block, use_reentrant=False))
+            else:
+                out.append(self._block(query, key, value, block))
+        return torch.cat(out, dim=-2)
 
-def _merged(
-    out: Tensor,
-    zoned: _Zoned,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    sinks: Tensor | None,
-    start: int,
-    low: int,
-) -> None:
-    """Queries from position `start` on, over keys from position `low` on; `out` comes as zeros."""
-    rule, device = zoned.rule, query.device
-    stop = start + query.shape[-2]
-    m = torch.arange(start, stop, device=device)[None]
-    oldest = max(low, start - rule.span + 1)
-    n = torch.arange(oldest, stop, device=device)[None]
-    near = zoned.near(n, (oldest, stop))
-    near_keys = zoned.applied(near, key[:, :, oldest - low : stop - low])
-    query = zoned.weighed(query, m)
-    lse = torch.full((*query.shape[:-1], 1), -math.inf, dtype=torch.float32, device=device)
-    for zone, pieces in groupby(sorted(rule.pieces(start, stop), key=lambda piece: piece.zone), lambda p: p.zone):
-        if zone == 0:
-            turn, keys, keys_from = near and near.of_last(query.shape[-2]), near_keys, oldest
+    def _block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
+        """Some of the newest queries."""
+        rule, call, extras = self.rule, self.call, self.extras
+        tokens, count, device, last_zone = query.shape[-2], key.shape[-2], query.device, rule.zones - 1
+        gone = call.keys.shape[-1] - count
+        # Of the keys here, those before `begin` are seen by no query of the block, those before `middle` in the last
+        # zone, those from `end` on by later queries only.
+        begin, middle, end = 0, 0, count
+        if call.offsets is not None and extras.mask is None:  # positions follow each other
+            middle = max(0, count - tokens + block.start - rule.span + 1)
+            begin = 0 if last_zone else middle
+            end = count - tokens + block.stop
+        # layers may be spread over devices
+        m, n = call.queries[:, block].to(device), call.keys[:, gone + begin : gone + end].to(device)
+        query, key, value = self._weighed(query[:, :, block], m), key[:, :, begin:end], value[:, :, begin:end]
+        skip = middle - begin
+        near_keys = self._turned(self._near(n[:, skip:], ("keys", gone + middle, gone + end)), key[:, :, skip:])
+
+        def scored(zone: int, keys: Tensor) -> Tensor:
+            where = ("queries", block.start, block.stop)
+            turn = self._far(m, zone, where) if zone else self._near(m, where)
+            return _scores(self._turned(turn, query), keys, self.scale)
+
+        scores = scored(last_zone, key if last_zone else near_keys)
+        if last_zone:
+            zones = rule.zone(m[:, :, None], n[:, None, skip:])[:, None]
+            some = scores[..., skip:]
+            for zone in range(last_zone):
+                some = torch.where(zones == zone, scored(zone, key[:, :, skip:] if zone else near_keys), some)
+            scores = torch.cat([scores[..., :skip], some], dim=-1)
+        if extras.cap is not None:
+            scores = torch.tanh(scores / extras.cap) * extras.cap
+        lowest = torch.finfo(scores.dtype).min
+        if extras.mask is not None:
+            mask = extras.mask[:, :, block, begin:end]
+            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
         else:
-            turn, keys, keys_from = zoned.far(m, zone, (start, stop)), key, low
-        turned = zoned.applied(turn, query)
-        for run in _together(chain.from_iterable(piece.rectangles(keys_from) for piece in pieces)):
-            (q0, q1), (k0, k1), seen = run[0]
-            step, times = run[1].queries[0] - q0 if run[1:] else 1, len(run)
-            of_queries, of_keys = (q0 - start, q1 - q0, step, times), (k1 - k0, step, times)
-            part, part_lse = _kernel(
-                _stretches(turned, *of_queries).flatten(0, 1),
-                _stretches(keys, k0 - keys_from, *of_keys).flatten(0, 1),
-                _stretches(value, k0 - low, *of_keys).flatten(0, 1),
-                scale,
-                seen,
-            )
-            _merge(
-                _stretches(out, *of_queries),
-                _stretches(lse, *of_queries),
-                part.view(-1, times, *part.shape[1:]),
-                part_lse.view(-1, times, *part_lse.shape[1:], 1),
-            )
-    if sinks is not None:
-        out *= torch.sigmoid(lse - sinks.float()[None, :, None, None]).to(out.dtype)
+            key_index = torch.arange(begin, end, device=device)
+            query_index = torch.arange(count - tokens + block.start, count - tokens + block.stop, device=device)[
+                :, None
+            ]
+            visible = key_index <= query_index
+            if rule.sees is not None:
+                visible = visible & (key_index > query_index - rule.sees)
+            visible = visible[None, None]
+            if call.real is not None:
+                visible = visible & call.real[:, None, None, gone + begin : gone + end].to(device)
+            scores = scores.masked_fill(~visible, lowest)
+        if extras.sinks is not None:
+            sinks = extras.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        if extras.dropout:
+            weights = nn.functional.dropout(weights, extras.dropout)
+        rows, heads, queries, _ = weights.shape
+        folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, value.shape[-2])
+        return (folded @ value).reshape(rows, heads, queries, -1)
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """(rows, heads, queries, keys) float32; heads share keys in groups."""
+    rows, heads, queries, dim = query.shape
+    folded = (query * scale).reshape(rows, key.shape[1], -1, dim)  # before the product: float16 could overflow
+    return (folded @ key.transpose(-1, -2)).float().reshape(rows, heads, queries, -1)
 
 
 def _together(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
@@ -345,23 +405,29 @@ def _together(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
 
 
 def _stretches(x: Tensor, begin: int, size: int, step: int, times: int) -> Tensor:
-    """A view of `times` stretches of `size` tokens, `step` apart: (rows, times, heads, size, dim)."""
+    """A view of `times` stretches of `size` tokens, `step` apart: (rows, times, heads, size, dim).
+
+    Its first two dims are one in memory only if there is one row or one stretch; otherwise a kernel gets a copy.
+    """
     some = x[:, :, begin : begin + step * (times - 1) + size]
     return some[:, None] if times == 1 else some.unfold(2, size, step).movedim((2, -1), (1, 3))
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def _add(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add a partial softmax to what is there: zeros where `lse` is -inf."""
     out.lerp_(part, torch.sigmoid(part_lse - lse).to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+# --- fused kernels --------------------------------------------------------------------------------------------------
+
+
 class _Fused(NamedTuple):
-    """The kernel of one kind of device: heads are padded to a multiple of `step` dims, and have at most `widest`."""
+    """What runs on one kind of device: `takes` says whether, `step` what the dims of a head must be a multiple of."""
 
     run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    takes: Callable[[Tensor, int], bool]
     step: int
-    widest: int
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -372,22 +438,42 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: boo
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Flash attention where it runs; it takes groups of heads as they are. Else the memory-efficient kernel."""
-    if query.dtype != torch.float32 and torch.cuda.get_device_capability(query.device)[0] >= 8:
+    if _has_flash(query):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
         return out, lse
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    rows, heads, tokens, dim = query.shape
+    groups = heads // key.shape[1]
+    if groups > 1 and causal:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    elif groups > 1:  # the queries of a group are to its keys what more queries are
+        query = query.reshape(rows, key.shape[1], groups * tokens, dim)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse, *_ = efficient(query, key, value, None, True, 0.0, causal, scale=scale)
-    return out, lse
+    lse = lse[..., : query.shape[-2]]  # it comes with room for a multiple of 32
+    return out.reshape(rows, heads, tokens, -1), lse.reshape(rows, heads, tokens)
 
 
-KERNELS = {"cpu": _Fused(_on_cpu, 1, 2**16), "cuda": _Fused(_on_cuda, 8, 256)}
+def _has_flash(query: Tensor) -> bool:
+    built = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return query.dtype in (torch.float16, torch.bfloat16) and _generation(query) >= 8 and built()
+
+
+def _generation(query: Tensor) -> int:
+    return torch.cuda.get_device_capability(query.device)[0]
+
+
+def _cuda_takes(query: Tensor, width: int) -> bool:
+    known = query.dtype in (torch.float16, torch.float32) or (query.dtype == torch.bfloat16 and _generation(query) >= 8)
+    return known and width <= 256
+
+
+KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(_on_cuda, _cuda_takes, 8)}
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    kernel = KERNELS.get(query.device.type)
-    return kernel is not None and max(query.shape[-1], value.shape[-1]) <= kernel.widest
+    fused = KERNELS.get(query.device.type)
+    return fused is not None and fused.takes(query, max(query.shape[-1], value.shape[-1]))
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) -> tuple[Tensor, Tensor]:
@@ -397,101 +483,13 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) 
         return out.flip(-2), lse.flip(-1)
     fused, width = KERNELS[query.device.type], value.shape[-1]
     wide = -(-max(width, query.shape[-1]) // fused.step) * fused.step
-    query, key, value = (
-        nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (query, key, value)
-    )
+    query, key, value = (_widened(x, wide) for x in (query, key, value))
     out, lse = fused.run(query, key, value, scale, seen == "causal")
-    return out[..., :width], lse[..., : query.shape[-2]].float()
+    return out[..., :width], lse.float()
 
 
-# --- by scores ------------------------------------------------------------------------------------------------------
-
-
-def _by_scores(
-    zoned: _Zoned, call: Call, query: Tensor, key: Tensor, value: Tensor, scale: float, extras: Extras
-) -> Tensor:
-    """A few queries at a time, whatever the masks and positions are."""
-    rows, heads, tokens, _ = query.shape
-    most = SCORES if query.device.type == "cpu" else 16 * SCORES
-    few = max(1, most // (4 * rows * heads * key.shape[-2]))
-    learns = _learns(query, key, value)
-    out = []
-    for start in range(0, tokens, few):
-        block = slice(start, min(start + few, tokens))
-        if learns and few < tokens:  # else the scores of all of them would wait for the gradient
-            out.append(checkpoint(_block, zoned, call, query, key, value, scale, extras, block, use_reentrant=False))
-        else:
-            out.append(_block(zoned, call, query, key, value, scale, extras, block))
-    return torch.cat(out, dim=-2)
-
-
-def _block(
-    zoned: _Zoned,
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    extras: Extras,
-    block: slice,
-) -> Tensor:
-    """Some of the newest queries."""
-    rule, tokens, count = zoned.rule, query.shape[-2], key.shape[-2]
-    last_zone = len(rule.far(call.queries))
-    begin, newest, end = 0, 0, count
-    if call.offsets is not None and extras.mask is None:  # positions follow each other
-        end = count - tokens + block.stop  # later keys are seen by later queries
-        newest = max(0, count - tokens + block.start - rule.span + 1)  # keys before these are in the last zone
-        begin = 0 if last_zone else newest
-    total = call.keys.shape[-1]
-    here = slice(total - count + begin, total - count + end)
-    query, key, value = query[:, :, block], key[:, :, begin:end], value[:, :, begin:end]
-    device, newest = query.device, newest - begin  # layers may be spread over devices
-    m, n = call.queries[:, block].to(device), call.keys[:, here].to(device)
-    near_keys = zoned.applied(zoned.near(n[:, newest:], ("keys", begin + newest, end)), key[:, :, newest:])
-    query, where = zoned.weighed(query, m), (block.start, block.stop)
-
-    def scored(zone: int, keys: Tensor) -> Tensor:
-        turn = zoned.far(m, zone, where) if zone else zoned.near(m, ("queries", *where))
-        return _scores(zoned.applied(turn, query), keys, scale)
-
-    scores = scored(last_zone, key if last_zone else near_keys)
-    if last_zone:
-        zones = rule.zone(m[:, :, None], n[:, None, newest:])[:, None]
-        some = scores[..., newest:]
-        for zone in range(last_zone):
-            some = torch.where(zones == zone, scored(zone, key[:, :, newest:] if zone else near_keys), some)
-        scores = torch.cat([scores[..., :newest], some], dim=-1)
-    if extras.cap is not None:
-        scores = torch.tanh(scores / extras.cap) * extras.cap
-    lowest = torch.finfo(scores.dtype).min
-    if extras.mask is not None:
-        mask = extras.mask[:, :, block, begin:end]
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
-    else:
-        key_index = torch.arange(begin, end, device=device)
-        query_index = torch.arange(count - tokens + block.start, count - tokens + block.stop, device=device)[:, None]
-        visible = key_index <= query_index
-        if rule.sees is not None:
-            visible = visible & (key_index > query_index - rule.sees)
-        visible = visible[None, None]
-        if call.real is not None:
-            visible = visible & call.real[:, None, None, here].to(device)
-        scores = scores.masked_fill(~visible, lowest)
-    if extras.sinks is not None:
-        sinks = extras.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    if extras.dropout:
-        weights = nn.functional.dropout(weights, extras.dropout)
-    rows, heads, queries, _ = weights.shape
-    folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, value.shape[-2])
-    return (folded @ value).reshape(rows, heads, queries, -1)
-
-
-def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """(rows, heads, queries, keys) float32; heads share keys in groups."""
-    rows, heads, queries, dim = query.shape
-    folded = query.reshape(rows, key.shape[1], -1, dim)
-    return ((folded @ key.transpose(-1, -2)).float() * scale).reshape(rows, heads, queries, -1)
+def _widened(x: Tensor, wide: int) -> Tensor:
+    """With so many dims, which lie next to each other in memory, as kernels want."""
+    if x.shape[-1] < wide:
+        return nn.functional.pad(x, (0, wide - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -41,6 +41,8 @@ __all__ = [
 
 STRETCH = 512  # tokens turned at a time in place, so that what is wider than the keys meanwhile takes little memory
 
+WIDENING = {"cuda"}  # devices whose kernels widen what they read, without a pass of its own
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -144,15 +146,16 @@ class Turn:
             first, second, to_first, to_second = x[..., :pairs], x[..., pairs:], y[..., :pairs], y[..., pairs:]
         else:
             first, second, to_first, to_second = x[..., 0::2], x[..., 1::2], y[..., 0::2], y[..., 1::2]
-        narrow = keys.device.type == "cpu" and keys.itemsize < 4  # elsewhere kernels widen what they read
-        if narrow:
-            first, second = first.float(), second.float()
-        if narrow or keys.requires_grad:
-            to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
-            to_second.copy_((second * cos).addcmul_(first, sin))
-        else:
+        if keys.dtype == cos.dtype and not keys.requires_grad:  # without memory of its own
+            torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+            torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+        elif keys.device.type in WIDENING and not keys.requires_grad:
             torch.addcmul(first * cos, second, sin, value=-1, out=to_first)
             torch.addcmul(second * cos, first, sin, out=to_second)
+        else:
+            first, second = (half.to(torch.promote_types(half.dtype, cos.dtype)) for half in (first, second))
+            to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+            to_second.copy_((second * cos).addcmul_(first, sin))
         return out
 
 

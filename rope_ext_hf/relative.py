@@ -103,7 +103,7 @@ class Piece(NamedTuple):
 
 
 def newest(window: int, first: int, last: int) -> Iterator[Piece]:
-    """The keys at distances below `window` of the queries first..last, in blocks of queries; their own come first."""
+    """The keys at distances below `window` of the queries first..last, in blocks of queries."""
     for start in range(first, last, window):
         stop = min(start + window, last)
         if stop - start == 1:
@@ -242,13 +242,17 @@ class AttentionLevel(Scaling):
         return near
 
     @property
+    def zones(self) -> int:
+        return 2
+
+    @property
     @abstractmethod
     def span(self) -> int:
         """Keys at this distance and beyond are in the last zone."""
 
     @abstractmethod
     def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        """All keys that the queries first..last see, piece by piece; every query's own key comes first."""
+        """All keys that the queries first..last see, piece by piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,6 +411,10 @@ class DualChunk(AttentionLevel):
     @property
     def band(self) -> bool:
         return False
+
+    @property
+    def zones(self) -> int:
+        return 3
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rope_ext_hf import attending
+from rope_ext_hf import attending, cache
 from rope_ext_hf.attending import Call, Extras, Phases, Rotation, Window, attend
 from rope_ext_hf.cache import KeyLayout
 from rope_ext_hf.relative import AttentionLevel, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
@@ -234,6 +234,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     def demand(*tensors: Tensor) -> None:
         assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 for x in tensors)
+        assert len({x.dtype for x in tensors}) == 1
 
     def flash(query: Any, key: Any, value: Any, dropout: float = 0, causal: bool = False, *, scale: float) -> Any:
         demand(query, key, value)
@@ -260,8 +261,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
     generation = 9 if request.param == "flash attention" else 7
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
-    monkeypatch.setitem(attending.KERNELS, "cpu", attending.KERNELS["cuda"])
+    as_if_cuda(monkeypatch, "cpu", generation)
     yield seen
     library._destroy()
     assert seen == {request.param}
@@ -287,10 +287,12 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
     assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
 
 
-def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without numbers take the way of CUDA's."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setitem(attending.KERNELS, "meta", attending.KERNELS["cuda"])
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9) -> None:
+    """Tensors of another device take the way of CUDA's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True, raising=False)
+    monkeypatch.setitem(attending.KERNELS, device, attending.KERNELS["cuda"])
+    monkeypatch.setattr(cache, "WIDENING", {device})
 
 
 class Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
