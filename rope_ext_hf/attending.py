@@ -431,6 +431,10 @@ class _Fused(NamedTuple):
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    if (
+        torch.__version__ < "2.9"
+    ):  # (TorchVersion compares as versions) it read past the keys where heads share them, without a word
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(query, key, value, 0.0, causal, scale=scale)
     return out, lse

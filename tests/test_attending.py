@@ -295,6 +295,29 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation
     monkeypatch.setattr(cache, "WIDENING", {device})
 
 
+@pytest.mark.parametrize(
+    ("generation", "dtype", "dim", "kernel", "flash"),
+    [
+        (9, torch.bfloat16, 128, True, True),
+        (8, torch.float16, 256, True, True),
+        (8, torch.float32, 128, True, False),
+        (7, torch.float16, 128, True, False),
+        (7, torch.bfloat16, 128, False, False),  # "cutlassF: no kernel found to launch!"
+        (9, torch.float64, 128, False, False),
+        (9, torch.bfloat16, 512, False, True),
+    ],
+)
+def test_what_the_kernels_of_cuda_take(
+    generation: int, dtype: torch.dtype, dim: int, kernel: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_cuda(monkeypatch, "meta", generation)
+    query = torch.empty(1, 1, 1, dim, dtype=dtype, device="meta")
+    assert attending._has_kernel(query, query) == kernel
+    assert attending._has_flash(query) == flash
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False, raising=False)
+    assert not attending._has_flash(query)
+
+
 class Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What operators take: bytes alive at most, launches, multiplications in kernels of attention."""
 
@@ -351,6 +374,14 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
     assert ours.most <= 1.5 * plain.most
     assert ours.products == pytest.approx(plain.products, rel=0.01)
     assert ours.launches <= 350
+
+
+def test_nothing_to_attend() -> None:
+    for rows, tokens in ((0, 5), (1, 0)):
+        query, key = torch.empty(rows, 4, tokens, 16), torch.empty(rows, 2, 7, 16)
+        positions = torch.arange(7)[None]
+        call = Call(positions[:, 7 - tokens :], positions, (0,) * rows, None)
+        assert attend(Window(), None, call, query, key, key, 1.0).shape == (rows, 4, tokens, 16)
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)

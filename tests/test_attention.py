@@ -309,6 +309,55 @@ def test_gradients_are_those_of_the_definition(method: str) -> None:
 
 
 @each_method
+def test_gradients_of_upper_layers_alone(method: str) -> None:
+    """The lower layers' attention then goes through the kernels, the upper ones' does not, in one forward."""
+    model, ids = rope.patch(build("llama"), method), tokens(100, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    wanted = logits(model, ids, attention_mask=mask)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in key)
+    found = model(ids, attention_mask=mask).logits.detach()
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], atol=ATOL, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@each_method
+def test_gradient_checkpoints_of_two_forwards(method: str, reentrant: bool) -> None:
+    """What a backward runs again is attention of the forward it belongs to, whose padding was another."""
+    model = rope.patch(build("llama"), method).train()
+    masks = torch.ones(2, 2, 100, dtype=torch.int64)
+    masks[0, 0, :30] = masks[1, 1, :50] = 0
+    targets = masks.clone()
+    targets[0, 0, 30] = targets[1, 1, 50] = 0  # padding would predict these
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        ids = tokens(100, batch=2)
+        losses = [
+            model(ids, attention_mask=mask, labels=ids.masked_fill(target == 0, -100), use_cache=False).loss
+            for mask, target in zip(masks, targets, strict=True)
+        ]
+        sum(losses).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.testing.assert_close(gradients(), wanted, atol=1e-6, rtol=1e-4)
+
+
+@each_method
+def test_autocast(method: str) -> None:
+    model, ids = build("llama"), tokens(150, batch=2)
+    with rope.patched(model, method), torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, ids).float()
+    with rope.patched(model, method):
+        wanted = logits(model, ids)
+    assert (found - wanted).norm() / wanted.norm() < 0.05
+
+
+@each_method
 def test_reading_in_chunks_gives_the_losses_of_one_forward(method: str) -> None:
     from rope_ext_hf.eval.reading import Reader
 
