@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import rope_ext_hf as rope
+from rope_ext_hf.attending import Call, Phases, Rotation, attend
+from rope_ext_hf.cache import KeyLayout
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.reference import path
+from rope_ext_hf.scaling import Default, resolve_method
 from tests.models import build
 
 pytestmark = [
@@ -79,19 +84,70 @@ def test_the_bundled_model_reads_on_in_bfloat16() -> None:
     assert yarn[1024] <= plain[256] + 0.25
 
 
-@pytest.mark.parametrize("method", ["rerope", "leaky-rerope", "self-extend", "dca"])
-def test_attention_level_methods_give_what_they_give_on_the_cpu(method: str) -> None:
+METHODS = ["rerope", "leaky-rerope", "self-extend", "dca"]
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert (found.float().cpu() - wanted).norm() / wanted.norm() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "glm", "cohere"])
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_level_methods_give_what_they_give_on_the_cpu(method: str, name: str, dtype: torch.dtype) -> None:
     ids = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :100] = 0
-    model = rope.patch(build("llama"), method)
+    padded = torch.ones_like(ids)
+    padded[1, :100] = 0
+    model: Any = rope.patch(build(name).eval(), method)
+    tolerance = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}[dtype]
     with torch.no_grad():
-        wanted = model(ids, attention_mask=mask).logits[mask.bool()]
-        for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
-            moved = model.to("cuda", dtype)
-            found = moved(ids.cuda(), attention_mask=mask.cuda()).logits.float().cpu()[mask.bool()]
-            assert (found - wanted).norm() / wanted.norm() < tolerance
-            cache = moved(ids[:, :200].cuda(), attention_mask=mask[:, :200].cuda(), use_cache=True).past_key_values
-            step = moved(ids[:, 200:].cuda(), attention_mask=mask.cuda(), past_key_values=cache).logits.float().cpu()
-            whole = moved(ids.cuda(), attention_mask=mask.cuda()).logits.float().cpu()[:, 200:]
-            assert (step - whole).norm() / whole.norm() < tolerance
+        wanted = [model(ids, attention_mask=mask).logits[mask.bool()] for mask in (torch.ones_like(ids), padded)]
+        model.to("cuda", dtype)
+        ids = ids.cuda()
+        for mask, expected in zip((torch.ones_like(ids), padded.cuda()), wanted, strict=True):
+            whole = model(ids, attention_mask=mask).logits
+            close(whole[mask.bool()], expected, tolerance)
+            cache = model(ids[:, :200], attention_mask=mask[:, :200], use_cache=True).past_key_values
+            chunk = model(ids[:, 200:299], attention_mask=mask[:, :299], past_key_values=cache).logits
+            step = model(ids[:, 299:], attention_mask=mask, past_key_values=cache).logits
+            close(torch.cat([chunk, step], dim=1), whole[:, 200:].float().cpu(), tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_level_methods_under_autocast_and_with_gradients(method: str) -> None:
+    model: Any = rope.patch(build("llama"), method)
+    ids = torch.randint(0, 97, (2, 150))
+    with torch.no_grad():
+        wanted = model(ids).logits
+    model.cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        with torch.no_grad():
+            close(model(ids.cuda()).logits, wanted, 0.06)
+        model(ids.cuda(), labels=ids.cuda()).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
+@pytest.mark.parametrize("name", METHODS)
+def test_memory_of_a_prefill_of_16k(name: str, heads: int, kv_heads: int) -> None:
+    """What tests/test_attending.py works out without a device."""
+    rotary = rope.Rotary(dim=128, theta=10_000.0, trained_length=4096)
+    method: Any = resolve_method(name, rotary)
+    method = method.fitted(rotary, Default(), 4096, 2**14)
+    made = [torch.randn(1, n, 2**14, 128, dtype=torch.bfloat16, device="cuda") for n in (heads, kv_heads, kv_heads)]
+    positions = torch.arange(2**14, device="cuda")[None]
+    rotation = Rotation(Phases(rotary.inv_freq()), KeyLayout("half", 0, 128))
+
+    def most(run: Callable[..., object]) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        with torch.inference_mode():
+            run(*made)
+        return torch.cuda.max_memory_allocated()
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> object:
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> object:
+        return attend(method, rotation, Call(positions, positions, (0,), None), query, key, value, 128**-0.5)
+
+    assert most(ours) <= 1.5 * most(plain)
