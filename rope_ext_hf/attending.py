@@ -284,18 +284,13 @@ class _Attention:
                 step, times = run[1].queries[0] - q0 if run[1:] else 1, len(run)
                 of_queries, of_keys = (q0 - start, q1 - q0, step, times), (k1 - k0, step, times)
                 part, part_lse = _kernel(
-                    _stretches(turned, *of_queries).flatten(0, 1),
-                    _stretches(keys, k0 - keys_from, *of_keys).flatten(0, 1),
-                    _stretches(value, k0 - low, *of_keys).flatten(0, 1),
+                    _as_rows(_stretches(turned, *of_queries)),
+                    _as_rows(_stretches(keys, k0 - keys_from, *of_keys)),
+                    _as_rows(_stretches(value, k0 - low, *of_keys)),
                     self.scale,
                     seen,
                 )
-                _add(
-                    _stretches(out, *of_queries),
-                    _stretches(lse, *of_queries),
-                    part.view(-1, times, *part.shape[1:]),
-                    part_lse.view(-1, times, *part_lse.shape[1:], 1),
-                )
+                _add(_stretches(out, *of_queries), _stretches(lse, *of_queries), part, part_lse)
         if self.extras.sinks is not None:
             out *= torch.sigmoid(lse - self.extras.sinks.float()[None, :, None, None]).to(out.dtype)
 
@@ -405,16 +400,20 @@ def _together(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
 
 
 def _stretches(x: Tensor, begin: int, size: int, step: int, times: int) -> Tensor:
-    """A view of `times` stretches of `size` tokens, `step` apart: (rows, times, heads, size, dim).
-
-    Its first two dims are one in memory only if there is one row or one stretch; otherwise a kernel gets a copy.
-    """
+    """A view of `times` stretches of `size` tokens, `step` apart: (rows, times, heads, size, dim), or of one: (rows,
+    heads, size, dim)."""
     some = x[:, :, begin : begin + step * (times - 1) + size]
-    return some[:, None] if times == 1 else some.unfold(2, size, step).movedim((2, -1), (1, 3))
+    return some if times == 1 else some.unfold(2, size, step).movedim((2, -1), (1, 3))
+
+
+def _as_rows(stretches: Tensor) -> Tensor:
+    """(rows * times, heads, size, dim): a copy only if there are several of both."""
+    return stretches if stretches.ndim == 4 else stretches.flatten(0, 1)
 
 
 def _add(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a partial softmax to what is there: zeros where `lse` is -inf."""
+    """Add a partial softmax, stretches as rows, to those stretches of what is there: zeros where `lse` is -inf."""
+    part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
     out.lerp_(part, torch.sigmoid(part_lse - lse).to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
 
