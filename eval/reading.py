@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from rope_ext_hf.attending import Call, Extras, Window, attend
+from rope_ext_hf.attending import Call, Window
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Effort
-from rope_ext_hf.patches.attention import UNKNOWN, attention_of
+from rope_ext_hf.patches.attention import UNKNOWN, attended, attention_of
 from rope_ext_hf.patches.patching import check_pairing, fixed_length, patched_method
 from rope_ext_hf.patches.slots import find_slots, patched_slots
 from rope_ext_hf.relative import AttentionLevel
@@ -363,19 +363,15 @@ def chunked_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of the newest queries to a cache that ends with their own keys.
 
     Args:
         query: (batch, heads, tokens, head_dim).
         key, value: (batch, kv_heads, past + tokens, head_dim); heads share them in groups.
-        sliding_window: keys a query sees, itself included; None: all before it.
+        given: transformers' keywords: `scaling`, `softcap`, `s_aux`, and `sliding_window`, the keys that a query sees,
+            itself included.
 
     Returns:
         (batch, tokens, heads, head_dim), None for the weights.
@@ -383,11 +379,10 @@ def chunked_attention(
     Raises:
         UnreadableError: masks, position biases or other additions to the scores.
     """
-    unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
+    unknown = [name for name in UNKNOWN if given.get(name) is not None]
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnreadableError(", ".join(unknown) or "a mask, or attention that is not causal")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     positions = torch.arange(key.shape[-2], device=query.device)[None]
     call = Call(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
-    out = attend(Window(sliding_window), None, call, query, key, value, scale, Extras(softcap, s_aux))
-    return out.transpose(1, 2).contiguous(), None
+    given["dropout"] = 0.0  # whatever mode the model is in
+    return attended(Window(given.get("sliding_window")), None, call, query, key, value, None, **given)

@@ -20,12 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rope_ext_hf.attending import Call, Extras, Phases, Rotation, Rule, Window, attend
 from rope_ext_hf.cache import alike, outside_graphs, possible_layouts
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
-from rope_ext_hf.patches.lengths import arguments
+from rope_ext_hf.patches.lengths import arguments, new_tokens
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.relative import AttentionLevel, Place
 from rope_ext_hf.scaling import Default, Rotary, Scaling
 
-__all__ = ["NAME", "Calls", "attach", "attention_of", "detach", "discover", "register"]
+__all__ = ["NAME", "UNKNOWN", "Calls", "attach", "attended", "attention_of", "detach", "discover", "register"]
 
 NAME = "rope_ext_hf.zones"  # a name with a slash would be looked for among the kernels on the Hub
 PROBE = "rope_ext_hf.probe"
@@ -62,7 +62,7 @@ class Calls:
                 f"{config._attn_implementation!r} since: unpatch it first, or set {NAME!r} again"
             )
         call = arguments(decoder, args, kwargs)
-        given = call.get("inputs_embeds") if call.get("input_ids") is None else call.get("input_ids")
+        given = new_tokens(call)
         if given is None:
             return None  # the decoder's own error says it better
         cache, positions = call.get("past_key_values"), call.get("position_ids")
@@ -119,7 +119,8 @@ def _call(given: Tensor, known: int, real: Tensor | None, positions: Tensor | No
         differs = keys[:, known:] != positions
         return ~(differs if real is None else differs & real[:, known:]).any()
 
-    keys, offsets = torch.arange(total, device=given.device)[None], (0,) * rows
+    keys = torch.arange(total, device=given.device)[None]
+    offsets: tuple[int, ...] | None = (0,) * rows
     if real is None and positions is None:
         return Call(keys[:, known:], keys, offsets, None)
     looks = agree(keys, None)[None]
@@ -131,14 +132,13 @@ def _call(given: Tensor, known: int, real: Tensor | None, positions: Tensor | No
         facts = [agree(counted, real), real.all(), (unbroken & to_the_end).all()]
         looks = torch.cat([looks, torch.stack(facts), begins])
     agreed, *padded = looks.tolist()
-    ordered: tuple[int, ...] | None = offsets
     if padded and padded[1]:
         real = None
     elif padded:
         agreed, _, in_order, *begin = padded
-        keys, ordered = counted, tuple(begin) if in_order else None
+        keys, offsets = counted, tuple(begin) if in_order else None
     if agreed:
-        return Call(keys[:, known:], keys, ordered, real)
+        return Call(keys[:, known:], keys, offsets, real)
     assert positions is not None
     if known == 0:  # inputs one after the other in a row, or not from 0 on
         return Call(positions, positions, None, real)
@@ -157,12 +157,7 @@ def zones_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a patched model, as transformers calls it.
 
@@ -174,7 +169,7 @@ def zones_attention(
         (rows, tokens, heads, head_dim), None for the weights.
     """
     layer: Layer | None = module.__dict__.get(LAYER)
-    call = None if layer is None else layer.calls.of(kwargs.get("position_ids"))
+    call = None if layer is None else layer.calls.of(given.get("position_ids"))
     if layer is None or call is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was not there, or had no weights yet, when its model was patched; patch it again"
@@ -182,8 +177,28 @@ def zones_attention(
     total = call.keys.shape[-1]
     key, value = key[:, :, :total], value[:, :, :total]  # a static cache has room after them
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+    return attended(layer.rule, layer.rotation, call, query, key, value, mask, **given)
+
+
+def attended(
+    rule: Rule,
+    rotation: Rotation | None,
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    /,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`attend`, with the keywords that transformers gives an attention function; returns what it wants of one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(layer.rule, layer.rotation, call, query, key, value, scale, Extras(softcap, s_aux, mask, dropout))
+    out = attend(rule, rotation, call, query, key, value, scale, Extras(softcap, s_aux, mask, dropout))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -24,7 +24,7 @@ from rope_ext_hf.rotary import RotaryEmbedding, segment_lengths
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-__all__ = ["arguments", "follow_lengths"]
+__all__ = ["arguments", "follow_lengths", "new_tokens"]
 
 STORED = "_rope_ext_hf_stored"
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
@@ -85,7 +85,7 @@ class RowLengths:
         if not tables:
             self._check_fixed(cache)
             return
-        given = call.get("inputs_embeds") if call.get("input_ids") is None else call.get("input_ids")
+        given = new_tokens(call)
         if given is None:
             return  # the decoder's own error says it better
         if call.get("cache") is not None:
@@ -213,6 +213,12 @@ def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     return {**call, **call.get("kwargs", {})}
+
+
+def new_tokens(call: Mapping[str, Any]) -> Tensor | None:
+    """Ids or embeddings of what a decoder is to read."""
+    ids: Tensor | None = call.get("input_ids")
+    return call.get("inputs_embeds") if ids is None else ids
 
 
 def _values(output: Any) -> list[Any]:

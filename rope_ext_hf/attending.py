@@ -348,9 +348,7 @@ class _Attention:
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
         else:
             key_index = torch.arange(begin, end, device=device)
-            query_index = torch.arange(count - tokens + block.start, count - tokens + block.stop, device=device)[
-                :, None
-            ]
+            query_index = (count - tokens + torch.arange(block.start, block.stop, device=device))[:, None]
             visible = key_index <= query_index
             if rule.sees is not None:
                 visible = visible & (key_index > query_index - rule.sees)
@@ -430,10 +428,7 @@ class _Fused(NamedTuple):
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if (
-        torch.__version__ < "2.9"
-    ):  # (TorchVersion compares as versions) it read past the keys where heads share them, without a word
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    # Where heads share keys it is right from torch 2.9 on only, which is why that is asked for.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(query, key, value, 0.0, causal, scale=scale)
     return out, lse
