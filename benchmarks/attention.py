@@ -26,10 +26,13 @@ from overhead import timed
 from record import record
 from torch.nn.functional import scaled_dot_product_attention
 
-from rope_ext_hf.attending import Call, Phases, Rotation, attend
-from rope_ext_hf.cache import KeyLayout
-from rope_ext_hf.relative import AttentionLevel
-from rope_ext_hf.scaling import Default, Rotary, resolve_method
+from rope_ext_hf.attention.blockwise import attend
+from rope_ext_hf.attention.rules import Call, Rotation, RotationTable
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.rotary.kv_cache import KeyLayout
 
 HEADS, KV_HEADS, DIM = 4, 1, 128
 ROTARY = Rotary(dim=DIM, theta=10_000.0, trained_length=4096)
@@ -61,9 +64,9 @@ def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 
 def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
     method = resolve_method(name, ROTARY)
-    assert isinstance(method, AttentionLevel)
-    method = method.fitted(ROTARY, Default(), ROTARY.trained_length, max(count, ROTARY.trained_length))
-    rotation = Rotation(Phases(ROTARY.inv_freq()), KeyLayout("half", 0, DIM))
+    assert isinstance(method, RemappingMethod)
+    method = method.bind(ROTARY, Default(), ROTARY.trained_length, max(count, ROTARY.trained_length))
+    rotation = Rotation(RotationTable(ROTARY.inv_freq()), KeyLayout("half", 0, DIM))
     positions = torch.arange(count, device=device)[None]
     calls = {tokens: Call(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}
 

@@ -40,7 +40,7 @@ def make(folder: Path, size: int) -> int:
     import torch
     from transformers import LlamaConfig
 
-    from rope_ext_hf.shards import Entry, write_safetensors
+    from rope_ext_hf.checkpoints.weight_files import Entry, write_safetensors
 
     heads, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     layer = {
@@ -100,7 +100,7 @@ def one(way: str, source: Path, target: Path) -> dict[str, Any]:
     """What a process of its own does."""
     import transformers
 
-    from rope_ext_hf.checkpoint import convert_checkpoint
+    from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 
     model = transformers.LlamaForCausalLM  # imports it
     started = time.perf_counter()

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.perplexity import tokenize
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.reference import path
 
 TRAINED = 1024

@@ -82,8 +82,9 @@ def build(device: str, dtype: str, longest: int) -> Any:
 
 def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]:
     """One run in this process: one way of reading the longest length, or all lengths."""
-    from rope_ext_hf.eval.perplexity import Tokens, perplexity
-    from rope_ext_hf.eval.reading import Reader
+    from rope_ext_hf.eval.measuring import perplexity
+    from rope_ext_hf.eval.plan import Tokens
+    from rope_ext_hf.eval.scorer import Reader
 
     length = max(lengths)
     model = build(device, dtype, length)

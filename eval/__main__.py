@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rope_ext_hf.cli import main
+from rope_ext_hf.cli.app import main
 
 main()

@@ -25,33 +25,18 @@ import json
 import os
 import random
 import re
-import sysconfig
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from rope_ext_hf.errors import CorpusError
+from rope_ext_hf.eval.documents import Content, Document, Documents
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
-__all__ = ["HELD_OUT", "Document", "load", "stdlib_held_out", "stdlib_training"]
-
-HELD_OUT = (
-    "_pydecimal",
-    "argparse",
-    "inspect",
-    "mailbox",
-    "pydoc_data/topics",
-    "tarfile",
-    "turtle",
-    "typing",
-)
-"""Modules no training of the reference model ever reads."""
-
-# Tests are absent from many distributions; encodings are tables of code points, not text.
-_NOT_TEXT = frozenset({"__pycache__", "encodings", "idle_test", "site-packages", "test", "tests"})
+__all__ = ["SHUFFLE_BUFFER", "load"]
 
 SHUFFLE_BUFFER = 256
 """Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
@@ -67,29 +52,6 @@ _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
     "max_documents": int,
     "seed": int,
 }
-
-
-Content = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text, measured on its own: a context window never crosses from one document to the next."""
-
-    name: str
-    text: str
-    ids: Sequence[int] | None = None
-    """Token ids, where the text was tokenised before; it is empty then."""
-
-    @classmethod
-    def of(cls, name: str, content: Content) -> Document:
-        return cls(name, content) if isinstance(content, str) else cls(name, "", content)
-
-
-class Documents(list[Document]):
-    """Documents, and how many were left out because they are shorter than `min_bytes`."""
-
-    left_out = 0
 
 
 def load(
@@ -417,32 +379,3 @@ def _choose_split(splits: Sequence[str], name: str) -> str:
     if len(splits) != 1:
         raise CorpusError(f"hf:{name} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}")
     return splits[0]
-
-
-def stdlib_held_out() -> list[Document]:
-    """The held-out modules this Python installation has (some distributions split a few off), in `HELD_OUT`'s order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [root / f"{name}.py" for name in HELD_OUT]
-    documents = [
-        Document(name, file.read_text(encoding="utf-8"))
-        for name, file in zip(HELD_OUT, files, strict=True)
-        if file.is_file()
-    ]
-    if not documents:
-        raise CorpusError(f"no source of the standard library found in {root}; give a text file with --data FILE")
-    return documents
-
-
-def stdlib_training() -> list[Document]:
-    """Every readable module of the standard library that is neither held out nor a test, sorted by name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    documents = []
-    for file in sorted(root.rglob("*.py")):
-        name = file.relative_to(root).with_suffix("").as_posix()
-        if name in HELD_OUT or not _NOT_TEXT.isdisjoint(file.relative_to(root).parts):
-            continue
-        try:
-            documents.append(Document(name, file.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:
-            continue
-    return documents

@@ -13,9 +13,10 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
+from rope_ext_hf.eval.plots import curves
 from rope_ext_hf.eval.results import Result
-from rope_ext_hf.eval.runs import Run
-from rope_ext_hf.eval.show import best_of_lengths, by_method, curves, perplexity_text, scored, speed
+from rope_ext_hf.eval.sweeps import Run
+from rope_ext_hf.eval.tables import best_of_lengths, by_method, perplexity_text, scored, speed
 
 __all__ = ["write_report"]
 

@@ -98,7 +98,7 @@ class Result:
     """A model's loss at one context length; every token weighs the same.
 
     Attributes:
-        method: `Scaling.to_dict` of the RoPE method, or None for the model as loaded.
+        method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
         setting: how the text was read.
         length: context length in tokens.
         loss: nats per token. NaN or infinite if any window's loss was; `nonfinite` names the documents.

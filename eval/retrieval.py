@@ -27,17 +27,18 @@ from rich.table import Table
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.corpora import Document, load
-from rope_ext_hf.eval.perplexity import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import narrow_layers
-from rope_ext_hf.eval.reading import Reader
 from rope_ext_hf.eval.results import label
+from rope_ext_hf.eval.scorer import Reader
 from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TASKS", "Retrieval", "Task", "Trial", "heat_map", "make_trials", "passkey", "table"]
+__all__ = ["SECRETS", "TASKS", "Retrieval", "Task", "Trial", "heat_map", "make_trials", "passkey", "table"]
 
 SECRETS = range(10_000, 100_000)
 
@@ -87,7 +88,7 @@ class Retrieval:
     """How well a secret at one depth of one context length is found.
 
     Attributes:
-        method: `Scaling.to_dict` of the RoPE method, or None for the model as loaded.
+        method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
         length: of prompt and answer together, in tokens.
         depth: share of the haystack that stands before the secret.
         trials: prompts, each with its own secret.

@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from rope_ext_hf.eval.corpora import HELD_OUT, Document, stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out, stdlib_training
 
 SEED = 20240517
 TRAINED_LENGTH = 256

@@ -14,19 +14,20 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method
 from rope_ext_hf.patches.families import Family
-from rope_ext_hf.scaling import Rotary, Scaling, method_from_dict, methods, resolve_method
 
 __all__ = [
-    "FOREIGN",
     "PAIRING_KEY",
+    "PLUGIN_PREFIX",
     "RECORD",
     "SAVED_KEYS",
     "SLIDING",
     "Config",
+    "original_settings",
     "read_rope",
     "rope_dict",
-    "settings_before",
     "sliding_layers",
     "write_rope",
 ]
@@ -34,12 +35,12 @@ __all__ = [
 RECORD = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
 """The config key that says in which pairing the weights are, where they were converted."""
-FOREIGN = "rope_ext_hf/"
+PLUGIN_PREFIX = "rope_ext_hf/"
 SLIDING = frozenset({"sliding_attention", "chunked_attention"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 
 # transformers' rope type -> our method and the parameters it takes from the dict.
-_READ: dict[str, tuple[str, dict[str, Any]]] = {
+_METHOD_OF_ROPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {}),
     "linear": ("linear", {}),
     "dynamic": ("dynamic-ntk", {"growth": "hf"}),
@@ -49,7 +50,7 @@ _READ: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3", {}),
 }
 _HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
-_OF_A_METHOD = frozenset(
+_METHOD_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings"}
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
     | {"short_factor", "long_factor", "short_mscale", "long_mscale"}
@@ -79,7 +80,7 @@ def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
     return dict(found)
 
 
-def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[Rotary, Scaling]:
+def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[Rotary, RopeMethod]:
     """Geometry and method a config describes, for `dim` rotated dims per head.
 
     The trained length is the original one where the rope type keeps it (yarn, llama3, longrope); linear and dynamic
@@ -87,15 +88,19 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[
     """
     settings = rope_dict(config, layer_type)
     rope_type = settings.get("rope_type", "default")
-    turning = None
+    rotated_pairs = None
     if rope_type == "proportional":
-        turning = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
+        rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
         rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
-    if rope_type not in _READ:
+    if rope_type not in _METHOD_OF_ROPE_TYPE:
         raise UnsupportedModelError(
             f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; "
-            f"known: {', '.join(sorted(_READ))}, proportional"
-            + ("; load this folder with rope_ext_hf.from_pretrained" if str(rope_type).startswith(FOREIGN) else "")
+            f"known: {', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
+            + (
+                "; load this folder with rope_ext_hf.from_pretrained"
+                if str(rope_type).startswith(PLUGIN_PREFIX)
+                else ""
+            )
         )
     trained_length = config.max_position_embeddings
     if rope_type in _HAS_ORIGINAL:
@@ -104,9 +109,9 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[
             or settings.get("original_max_position_embeddings")
             or trained_length
         )
-    rotary = Rotary(dim, float(settings["rope_theta"]), int(trained_length), turning)
-    name, implied = _READ[rope_type]
-    accepted = {item.name for item in fields(methods()[name])}
+    rotary = Rotary(dim, float(settings["rope_theta"]), int(trained_length), rotated_pairs)
+    name, implied = _METHOD_OF_ROPE_TYPE[rope_type]
+    accepted = {item.name for item in fields(list_methods()[name])}
     given = {key: value for key, value in settings.items() if key in accepted and value is not None}
     if rope_type == "yarn" and layer_type is not None:  # transformers reads it from the top level of nested dicts
         given["truncate"] = config.rope_parameters.get("truncate", True)
@@ -121,7 +126,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[
 def write_rope(
     config: Any,
     rotary: Rotary,
-    method: Scaling,
+    method: RopeMethod,
     family: Family,
     layer_types: list[str | None],
     target_length: int | None,
@@ -135,19 +140,19 @@ def write_rope(
         native: accept a native form that is known to behave otherwise.
 
     Returns:
-        The rope type plain transformers will read; it begins with `FOREIGN` where it will stop there.
+        The rope type plain transformers will read; it begins with `PLUGIN_PREFIX` where it will stop there.
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     form = method.native(rotary)
     if form is None and native:
-        form = method.native_approximation(rotary)
+        form = method.approximate_rope_parameters(rotary)
         if form is None:
             raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
     accepted = family.rope_types
     if form is not None and accepted is not None and form["rope_type"] not in accepted:
-        form = None if method.length_dependent or "longrope" not in accepted else method.as_longrope(rotary)
+        form = None if method.length_dependent or "longrope" not in accepted else method.longrope_parameters(rotary)
     if form is None:
-        form = {"rope_type": FOREIGN + method.name, "rope_theta": rotary.theta}
+        form = {"rope_type": PLUGIN_PREFIX + method.name, "rope_theta": rotary.theta}
 
     extended = target_length or method.extended_length(rotary)
     length = extended or config.max_position_embeddings
@@ -162,7 +167,7 @@ def write_rope(
 
     parameters = dict(config.rope_parameters)
     for layer_type in layer_types:
-        kept = _beside(rope_dict(config, layer_type))
+        kept = _unrelated_settings(rope_dict(config, layer_type))
         if layer_type is None:
             parameters = kept | form
         else:
@@ -187,16 +192,16 @@ def write_rope(
     return str(form["rope_type"])
 
 
-def _beside(settings: dict[str, Any]) -> dict[str, Any]:
+def _unrelated_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """What a family keeps among its rope settings for other ends than the frequencies."""
-    kept = {key: value for key, value in settings.items() if key not in _OF_A_METHOD and value is not None}
+    kept = {key: value for key, value in settings.items() if key not in _METHOD_KEYS and value is not None}
     original = settings.get("original_max_position_embeddings")
     if original is not None and set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts from it, whatever the type
         kept["original_max_position_embeddings"] = original
     return kept
 
 
-def settings_before(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The settings a config dict had before the patch recorded in it; None where there is no record.
 
     Raises:
@@ -214,7 +219,7 @@ def settings_before(config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(
             f"the {RECORD!r} record of this config is damaged ({error!r}); delete that key"
         ) from error
-    if not _says(config.get("rope_parameters"), written):
+    if not _is_subset(config.get("rope_parameters"), written):
         raise CheckpointError(
             f"this config carries a {RECORD!r} record, but its rope_parameters were changed since; "
             f"delete the {RECORD!r} key to use them as they stand"
@@ -222,10 +227,10 @@ def settings_before(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return restored
 
 
-def _says(now: Any, then: Any) -> bool:
+def _is_subset(now: Any, then: Any) -> bool:
     """Whether every setting written then still stands; transformers may have added defaults beside them."""
     if isinstance(then, Mapping):
-        return isinstance(now, Mapping) and all(_says(now.get(key), value) for key, value in then.items())
+        return isinstance(now, Mapping) and all(_is_subset(now.get(key), value) for key, value in then.items())
     return bool(now == then)
 
 

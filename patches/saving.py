@@ -1,31 +1,24 @@
-"""Loading a folder that was saved patched, and saving where a config class would refuse our name.
-
-model = from_pretrained("folder")      # AutoModelForCausalLM, plus the patch saved with the folder
-"""
+"""Save a patched model where its config class refuses our rope types, and write patched copies of folders."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, settings_before
-from rope_ext_hf.scaling import method_from_dict
+from rope_ext_hf.patches.config import RECORD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SaveForeign", "from_pretrained", "load_config", "restore_patch", "save_patched_folder"]
-
-M = TypeVar("M", bound=nn.Module)
+__all__ = ["PluginSave", "save_patched_folder"]
 
 
-class SaveForeign:
+class PluginSave:
     """Stands in for `save_pretrained` on one model whose config class accepts no rope type of ours (Phi-3).
 
     The config is saved as the class likes it, then its rope type is replaced on disk, so that plain loading stops
@@ -64,79 +57,6 @@ def _write_rope_parameters(folder: Path) -> None:
         if isinstance(part, dict) and RECORD in part:
             part["rope_parameters"] = part[RECORD]["rope_parameters"]
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None.
-
-    Raises:
-        CheckpointError: no such folder or Hub id, or a record that contradicts the config.
-    """
-    from transformers import AutoConfig
-    from transformers.configuration_utils import PreTrainedConfig
-
-    name = str(path)
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
-        raise CheckpointError(f"no such model folder: {name!r}")
-    try:
-        raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
-    except OSError as error:
-        raise CheckpointError(
-            f"{name!r} is neither a folder with a config.json nor a model id: {_first_line(error)}"
-        ) from error
-    if not raw:
-        raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
-    inner = next((key for key, value in raw.items() if isinstance(value, dict) and RECORD in value), None)
-    record = (raw[inner] if inner else raw).get(RECORD)
-    if record is None:
-        return AutoConfig.from_pretrained(path, **kwargs), None
-    plain = raw | {inner: _without_record(raw[inner])} if inner else _without_record(raw)
-    return AutoConfig.for_model(plain.pop("model_type"), **plain), record
-
-
-def _without_record(config: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in config.items() if key not in (RECORD, *SAVED_KEYS)}
-    return kept | (settings_before(config) or {})
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained`, plus the patch saved with the folder, if there is one.
-
-    Args:
-        path: a local folder or a Hub id.
-        **kwargs: handed on to transformers (dtype, device_map, revision, ...).
-
-    Raises:
-        CheckpointError: no such folder, or its record of a patch contradicts its config.
-    """
-    from transformers import AutoModelForCausalLM
-
-    hub = {
-        key: kwargs[key]
-        for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
-        if key in kwargs
-    }
-    config, record = load_config(path, **hub)
-    if record is None:
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    for key in [key for key in kwargs if hasattr(config, key)]:  # config settings among the arguments
-        if key in SAVED_KEYS:
-            raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
-        setattr(config, key, kwargs.pop(key))
-    return restore_patch(AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs), record)
-
-
-def restore_patch(model: M, record: Mapping[str, Any]) -> M:
-    """Patch a model as a record in its config says."""
-    from rope_ext_hf.patches.patching import install
-
-    method = method_from_dict(record["method"])
-    install(model, lambda rotary: method, record["target_length"], record["native"])
-    return model
 
 
 def save_patched_folder(model: PreTrainedModel, source: Path, out: Path) -> None:

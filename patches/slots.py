@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import SLIDING, read_rope
-from rope_ext_hf.relative import AttentionLevel
-from rope_ext_hf.rotary import Layout, RotaryEmbedding
-from rope_ext_hf.scaling import Frequencies, Rotary, Scaling
+from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
 __all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots"]
 
@@ -40,7 +40,7 @@ class Slot:
     attribute: str
     module: nn.Module
     config: Any
-    native: dict[str | None, tuple[Rotary, Scaling]]
+    native: dict[str | None, tuple[Rotary, RopeMethod]]
     layout: Layout
     cast: bool
 
@@ -50,16 +50,16 @@ class Slot:
         return [layer_type for layer_type in self.native if layer_type not in SLIDING]
 
 
-class _StoredRotary(RotaryEmbedding):
+class RemappedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
 
     def _at(self, length: int | None) -> Frequencies:
-        assert isinstance(self.method, AttentionLevel)
+        assert isinstance(self.method, RemappingMethod)
         inv_freq, attention_factor = super()._at(length)
         return Frequencies(inv_freq / self.method.stored(torch.zeros((), dtype=torch.int64)).divisor, attention_factor)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        assert isinstance(self.method, AttentionLevel)
+        assert isinstance(self.method, RemappingMethod)
         positions = self.method.stored(position_ids).positions
         assert positions is not None
         return super().forward(x, positions)
@@ -75,13 +75,13 @@ class PatchedSlot(nn.Module):
         record: what unpatching and describing need to know, shared by all slots of a model.
     """
 
-    def __init__(self, slot: Slot, method: Scaling, rotary: Rotary, record: Any) -> None:
+    def __init__(self, slot: Slot, method: RopeMethod, rotary: Rotary, record: Any) -> None:
         super().__init__()
         scaled = slot.scaled_layers
         self.tables = nn.ModuleDict()
         for layer_type, (native_rotary, native_method) in slot.native.items():
             chosen = (method, rotary) if layer_type in scaled else (native_method, native_rotary)
-            kind = _StoredRotary if isinstance(chosen[0], AttentionLevel) else RotaryEmbedding
+            kind = RemappedRotaryEmbedding if isinstance(chosen[0], RemappingMethod) else RotaryEmbedding
             self.tables[layer_type or "all"] = kind(*chosen, layout=slot.layout, cast=slot.cast)
         self.replaced = slot.module
         self.record = record
@@ -162,7 +162,7 @@ def _takes_positions(module: nn.Module) -> bool:
 
 
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
-    native: dict[str | None, tuple[Rotary, Scaling]] = {}
+    native: dict[str | None, tuple[Rotary, RopeMethod]] = {}
     layout: Layout = "half"
     cast = True
     for name in _frequency_names(module):
@@ -174,7 +174,7 @@ def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) 
     return Slot(parent, attribute, module, config, native, layout, cast)
 
 
-def _check_against_config(config: Any, inv_freq: Tensor, rotary: Rotary, method: Scaling) -> None:
+def _check_against_config(config: Any, inv_freq: Tensor, rotary: Rotary, method: RopeMethod) -> None:
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
         return
@@ -199,7 +199,7 @@ def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layou
         return type(module).forward(stand_in, x, torch.ones(shape, dtype=torch.int64, device="cpu"), **kwargs)
 
     out = run(3, 1)
-    if not _merges_axes(run):
+    if not _merges_position_axes(run):
         if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
             return "complex", True
         if (
@@ -221,7 +221,7 @@ def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layou
     )
 
 
-def _merges_axes(run: Callable[..., Any]) -> bool:
+def _merges_position_axes(run: Callable[..., Any]) -> bool:
     """Whether positions (3, batch, length), one row per axis, come out as one row: multimodal RoPE."""
     try:
         out = run(3, 1, 1)

@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rope_ext_hf.checkpoint import ConversionReport, convert_checkpoint
-    from rope_ext_hf.detect import PairingReport, detect_pairing
+    from rope_ext_hf.checkpoints.conversion import convert_checkpoint
+    from rope_ext_hf.checkpoints.detection import PairingReport, detect_pairing
+    from rope_ext_hf.checkpoints.live_model import convert
+    from rope_ext_hf.checkpoints.report import ConversionReport
     from rope_ext_hf.errors import (
         CheckpointError,
         CorpusError,
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
         RopeExtError,
         UnsupportedModelError,
     )
-    from rope_ext_hf.patches.converting import convert
-    from rope_ext_hf.patches.patching import Description, describe, fixed_length, patch, patched, reset, unpatch
-    from rope_ext_hf.patches.saving import from_pretrained
-    from rope_ext_hf.rotary import NTKAwareRoPE, RotaryEmbedding, apply_rotary_pos_emb
-    from rope_ext_hf.scaling import Frequencies, Rotary, Scaling, frequencies, methods
+    from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
+    from rope_ext_hf.methods.registry import frequencies, list_methods, register_method
+    from rope_ext_hf.patches.describing import Description, describe
+    from rope_ext_hf.patches.loading import from_pretrained
+    from rope_ext_hf.patches.patching import fixed_length, patch, patched, reset, unpatch
+    from rope_ext_hf.rotary.embedding import RotaryEmbedding
+    from rope_ext_hf.rotary.standalone import NTKAwareRoPE, apply_rotary_pos_emb
 
 __version__ = "0.1.0"
 
@@ -39,21 +43,17 @@ _HOMES = {
         "RopeExtError",
         "UnsupportedModelError",
     ),
-    "rope_ext_hf.checkpoint": ("ConversionReport", "convert_checkpoint"),
-    "rope_ext_hf.detect": ("PairingReport", "detect_pairing"),
-    "rope_ext_hf.patches.converting": ("convert",),
-    "rope_ext_hf.patches.patching": (
-        "Description",
-        "describe",
-        "fixed_length",
-        "patch",
-        "patched",
-        "reset",
-        "unpatch",
-    ),
-    "rope_ext_hf.patches.saving": ("from_pretrained",),
-    "rope_ext_hf.rotary": ("NTKAwareRoPE", "RotaryEmbedding", "apply_rotary_pos_emb"),
-    "rope_ext_hf.scaling": ("Frequencies", "Rotary", "Scaling", "frequencies", "methods"),
+    "rope_ext_hf.checkpoints.conversion": ("convert_checkpoint",),
+    "rope_ext_hf.checkpoints.report": ("ConversionReport",),
+    "rope_ext_hf.checkpoints.detection": ("PairingReport", "detect_pairing"),
+    "rope_ext_hf.checkpoints.live_model": ("convert",),
+    "rope_ext_hf.patches.describing": ("Description", "describe"),
+    "rope_ext_hf.patches.patching": ("fixed_length", "patch", "patched", "reset", "unpatch"),
+    "rope_ext_hf.patches.loading": ("from_pretrained",),
+    "rope_ext_hf.rotary.embedding": ("RotaryEmbedding",),
+    "rope_ext_hf.rotary.standalone": ("NTKAwareRoPE", "apply_rotary_pos_emb"),
+    "rope_ext_hf.methods.base": ("Frequencies", "RopeMethod", "Rotary"),
+    "rope_ext_hf.methods.registry": ("frequencies", "list_methods", "register_method"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -68,9 +68,9 @@ __all__ = [
     "NTKAwareRoPE",
     "PairingReport",
     "RopeExtError",
+    "RopeMethod",
     "Rotary",
     "RotaryEmbedding",
-    "Scaling",
     "UnsupportedModelError",
     "__version__",
     "apply_rotary_pos_emb",
@@ -81,9 +81,10 @@ __all__ = [
     "fixed_length",
     "frequencies",
     "from_pretrained",
-    "methods",
+    "list_methods",
     "patch",
     "patched",
+    "register_method",
     "reset",
     "unpatch",
 ]

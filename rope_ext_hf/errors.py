@@ -12,7 +12,19 @@ The command line prints the message on one line and exits with status 2.
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "CorpusError", "LengthError", "MethodError", "RopeExtError", "UnsupportedModelError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "CorpusError",
+    "LengthError",
+    "MethodError",
+    "RopeExtError",
+    "UnsupportedModelError",
+    "did_you_mean",
+    "one_line",
+]
 
 
 class RopeExtError(Exception):
@@ -37,3 +49,15 @@ class CheckpointError(RopeExtError, ValueError):
 
 class CorpusError(RopeExtError, ValueError):
     """A corpus that is missing, empty or too short for the lengths asked for."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'nearest'?`, or an empty string where no known name is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An exception's message on one line, at most `most` characters of it; its class name where it has no message."""
+    text = " ".join(str(error).split())
+    return (text if len(text) <= most else f"{text[: most - 3]}...") or type(error).__name__

@@ -15,16 +15,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rope_ext_hf import attending, cache
-from rope_ext_hf.attending import Call, Extras, Phases, Rotation, Window, attend
-from rope_ext_hf.cache import KeyLayout
-from rope_ext_hf.relative import AttentionLevel, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
-from rope_ext_hf.scaling import Default, Rotary, resolve_method
+from rope_ext_hf.attention import blockwise as attending
+from rope_ext_hf.attention import kernels
+from rope_ext_hf.attention.blockwise import attend
+from rope_ext_hf.attention.rules import Call, Rotation, RotationTable, ScoreModifiers, Window
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.rotary import kv_cache as cache
+from rope_ext_hf.rotary.kv_cache import KeyLayout
 
 THETA = 10_000.0
 
 
-def place_of_key(method: AttentionLevel, n: int) -> float:
+def place_of_key(method: RemappingMethod, n: int) -> float:
     """Where the method is to find a key in the cache."""
     said: dict[str, Any] = method.to_dict()
     match said["method"]:
@@ -37,7 +42,7 @@ def place_of_key(method: AttentionLevel, n: int) -> float:
     return float(n % said["chunk"])
 
 
-def distance(method: AttentionLevel, m: int, n: int) -> float:
+def distance(method: RemappingMethod, m: int, n: int) -> float:
     """The relative position at which query m sees key n <= m, straight from the papers."""
     said: dict[str, Any] = method.to_dict()
     w = said["window"]
@@ -68,7 +73,7 @@ def turned(x: Tensor, places: Tensor, dim: int, theta: float = THETA) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., dim:]], dim=-1)
 
 
-def eager(method: AttentionLevel | None, q: Tensor, k: Tensor, v: Tensor, dim: int, **more: Any) -> Tensor:
+def eager(method: RemappingMethod | None, q: Tensor, k: Tensor, v: Tensor, dim: int, **more: Any) -> Tensor:
     """One row: q (heads, tokens, head_dim), k and v (kv_heads, keys, ...), un-rotated, float64; every score at once."""
     tokens, count = q.shape[-2], k.shape[-2]
     groups = q.shape[0] // k.shape[0]
@@ -81,7 +86,7 @@ def eager(method: AttentionLevel | None, q: Tensor, k: Tensor, v: Tensor, dim: i
         query = turned(q[:, i : i + 1].expand(-1, len(seen), -1), places, dim)
         scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
         if method is not None and method.log_n:
-            scores *= max(1.0, math.log(m + 1) / math.log(method.limit or 0))
+            scores *= max(1.0, math.log(m + 1) / math.log(method.max_distance or 0))
         if more.get("cap"):
             scores = torch.tanh(scores / more["cap"]) * more["cap"]
         if more.get("sinks") is not None:
@@ -92,7 +97,7 @@ def eager(method: AttentionLevel | None, q: Tensor, k: Tensor, v: Tensor, dim: i
 
 
 def run(
-    method: AttentionLevel,
+    method: RemappingMethod,
     tokens: int,
     count: int,
     *,
@@ -126,10 +131,10 @@ def run(
     )
     rule: Any = method if sliding is None else Window(sliding, method)
     inv_freq = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    extras = Extras(cap=more.get("cap"), sinks=more.get("sinks"))
+    extras = ScoreModifiers(cap=more.get("cap"), sinks=more.get("sinks"))
     found = attend(
         rule,
-        Rotation(Phases(inv_freq), KeyLayout("half", 0, dim)),
+        Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
         call,
         turned(q, stored[..., count - tokens :], dim).to(dtype),
         turned(k, stored, dim).to(dtype)[:, :, gone:],
@@ -152,9 +157,9 @@ def close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
 
 
 @st.composite
-def methods(draw: Any) -> AttentionLevel:
+def methods(draw: Any) -> RemappingMethod:
     window = draw(st.integers(1, 70))
-    log_n: dict[str, Any] = {"log_n": draw(st.booleans()), "limit": 64}
+    log_n: dict[str, Any] = {"log_n": draw(st.booleans()), "max_distance": 64}
     match draw(st.sampled_from(["rerope", "leaky", "self-extend", "dca"])):
         case "rerope":
             return ReRoPE(window=window, **log_n)
@@ -167,7 +172,7 @@ def methods(draw: Any) -> AttentionLevel:
 
 @given(methods(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: AttentionLevel, data: Any) -> None:
+def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: RemappingMethod, data: Any) -> None:
     tokens = data.draw(st.one_of(st.integers(1, 3), st.integers(1, 150)), "tokens")
     count = tokens + data.draw(st.integers(0, 150), "past")
     kv_heads, groups = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2)]), "heads")
@@ -197,13 +202,13 @@ EACH = [
     ids=["soft cap", "sinks", "sliding window", "sliding cache"],
 )
 @pytest.mark.parametrize("pads", [(0,), (0, 7, 90)], ids=["one row", "padded rows"])
-def test_what_families_do_to_scores(method: AttentionLevel, more: dict[str, Any], pads: tuple[int, ...]) -> None:
+def test_what_families_do_to_scores(method: RemappingMethod, more: dict[str, Any], pads: tuple[int, ...]) -> None:
     close(*run(method, 40, 150, pads=pads, **more))
     close(*run(method, 1, 150, pads=pads, **more))
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
-def test_both_ways_give_the_same(method: AttentionLevel) -> None:
+def test_both_ways_give_the_same(method: RemappingMethod) -> None:
     by_kernel, wanted = run(method, 100, 200)
     by_scores, _ = run(method, 100, 200, ordered=False)
     close(by_kernel, wanted)
@@ -268,7 +273,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
-def test_the_code_for_cuda(method: AttentionLevel, cuda_kernels: set[str]) -> None:
+def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> None:
     for tokens, pads in ((120, (0,)), (120, (0, 7, 90)), (1, (0, 0)), (70, (0,))):
         close(*run(method, tokens, 150, pads=pads, dtype=torch.float16), atol=0.02)
         close(*run(method, tokens, 150, pads=pads, head_dim=20, value_dim=12, dtype=torch.float16), atol=0.02)
@@ -282,7 +287,7 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
     as_if_cuda(monkeypatch)
     query = torch.empty(2, 8, 100, 20, dtype=dtype, device="meta")
     key, value = (torch.empty(2, 2, 100, width, dtype=dtype, device="meta") for width in (20, 12))
-    out, lse = attending._kernel(query, key, value, 0.1, seen)
+    out, lse = kernels.run_kernel(query, key, value, 0.1, seen)
     assert (out.shape, out.dtype) == ((2, 8, 100, 12), dtype)
     assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
 
@@ -291,7 +296,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation
     """Tensors of another device take the way of CUDA's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True, raising=False)
-    monkeypatch.setitem(attending.KERNELS, device, attending.KERNELS["cuda"])
+    monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"])
     monkeypatch.setattr(cache, "WIDENING", {device})
 
 
@@ -312,10 +317,10 @@ def test_what_the_kernels_of_cuda_take(
 ) -> None:
     as_if_cuda(monkeypatch, "meta", generation)
     query = torch.empty(1, 1, 1, dim, dtype=dtype, device="meta")
-    assert attending._has_kernel(query, query) == kernel
-    assert attending._has_flash(query) == flash
+    assert kernels.has_kernel(query, query) == kernel
+    assert kernels._has_flash(query) == flash
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False, raising=False)
-    assert not attending._has_flash(query)
+    assert not kernels._has_flash(query)
 
 
 class Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -359,7 +364,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
     tokens, dim = 2**14, 128
     rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
     method: Any = resolve_method(name, rotary)
-    method = method.fitted(rotary, Default(), 4096, tokens)
+    method = method.bind(rotary, Default(), 4096, tokens)
     query, key, value = (
         torch.empty(1, n, tokens, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads)
     )
@@ -369,7 +374,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
         with Taken(query, key, value) as plain:
             torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
         with Taken(query, key, value) as ours:
-            rotation = Rotation(Phases(rotary.inv_freq()), KeyLayout("half", 0, dim))
+            rotation = Rotation(RotationTable(rotary.inv_freq()), KeyLayout("half", 0, dim))
             attend(method, rotation, call, query, key, value, 0.1)
     assert ours.most <= 1.5 * plain.most
     assert ours.products == pytest.approx(plain.products, rel=0.01)
@@ -385,14 +390,14 @@ def test_nothing_to_attend() -> None:
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
-def test_half_precision(method: AttentionLevel) -> None:
+def test_half_precision(method: RemappingMethod) -> None:
     close(*run(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
     close(*run(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
 
 
 @given(methods())
 @settings(max_examples=20, deadline=None)
-def test_a_method_says_at_which_distances_keys_are_seen(method: AttentionLevel) -> None:
+def test_a_method_says_at_which_distances_keys_are_seen(method: RemappingMethod) -> None:
     places = torch.arange(0, 260, 3)
     found = method.distance(places[:, None], places).tril()
     wanted = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
@@ -400,7 +405,7 @@ def test_a_method_says_at_which_distances_keys_are_seen(method: AttentionLevel) 
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
-def test_positions_are_the_models_own_inside_the_window(method: AttentionLevel) -> None:
+def test_positions_are_the_models_own_inside_the_window(method: RemappingMethod) -> None:
     assert all(distance(method, m, n) == m - n for m in range(40) for n in range(m + 1))
     farthest = max(distance(method, m, n) for m in range(1000) for n in range(m + 1))
     assert farthest < 64 or isinstance(method, (LeakyReRoPE, SelfExtend))

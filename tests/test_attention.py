@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError, UnsupportedModelError
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.slots import find_slots
-from rope_ext_hf.relative import AttentionLevel
 from tests.models import FAMILIES, TRAINED, build, build_config, from_config, logits, rope_parameters, tokens
 from tests.test_attending import distance, turned
 
@@ -45,7 +45,7 @@ class _Still(nn.Module):
 
 
 @contextmanager
-def defined(model: Any, name: str, method: AttentionLevel) -> Iterator[Any]:
+def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
     """A model whose rotary modules turn nothing and whose attention has every distance in it as the paper says."""
     family = FAMILIES[name]
     own_theta = rope_parameters(name)["sliding_attention"]["rope_theta"] if family.nested else None
@@ -94,11 +94,11 @@ def defined(model: Any, name: str, method: AttentionLevel) -> Iterator[Any]:
         setattr(slot.parent, slot.attribute, slot.module)
 
 
-def patched_method(model: Any) -> AttentionLevel:
+def patched_method(model: Any) -> RemappingMethod:
     from rope_ext_hf.patches.patching import patched_method as found
 
     method = found(model)
-    assert isinstance(method, AttentionLevel)
+    assert isinstance(method, RemappingMethod)
     return method
 
 
@@ -359,7 +359,7 @@ def test_autocast(method: str) -> None:
 
 @each_method
 def test_reading_in_chunks_gives_the_losses_of_one_forward(method: str) -> None:
-    from rope_ext_hf.eval.reading import Reader
+    from rope_ext_hf.eval.scorer import Reader
 
     model, ids = rope.patch(build("gemma2"), method), tokens(200)[0]
     reader = Reader(model, chunk=32)
@@ -395,7 +395,10 @@ def test_dca_over_another_frequency() -> None:
     model, ids = build("llama"), tokens(6 * TRAINED)
     rope.patch(model, "dca", frequency="yarn", factor=2.0)
     method = patched_method(model)
-    assert (method.limit, method.to_dict()["frequency"]) == (2 * TRAINED, rope.methods()["yarn"](factor=2.0).to_dict())  # type: ignore[call-arg]
+    assert (method.max_distance, method.to_dict()["frequency"]) == (
+        2 * TRAINED,
+        rope.list_methods()["yarn"](factor=2.0).to_dict(),  # type: ignore[call-arg]
+    )
     inside = logits(model, ids[:, : TRAINED + 20])
     rope.patch(model, "yarn", factor=2.0)
     torch.testing.assert_close(inside, logits(model, ids[:, : TRAINED + 20]), atol=ATOL, rtol=0)
@@ -407,7 +410,7 @@ def test_a_models_own_scaling_stays_underneath() -> None:
     ids = tokens(2 * TRAINED)
     before = logits(model, ids)
     rope.patch(model, "rerope")
-    assert patched_method(model).limit == 4 * TRAINED
+    assert patched_method(model).max_distance == 4 * TRAINED
     torch.testing.assert_close(logits(model, ids), before, atol=ATOL, rtol=0)
 
 

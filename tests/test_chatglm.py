@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import rope_ext_hf as rope
-from rope_ext_hf.pairing import PAIRINGS
+from rope_ext_hf.checkpoints.row_layouts import Layout, Piece, rotating_rows
 from rope_ext_hf.patches.families import families
-from rope_ext_hf.patches.layouts import Layout, Piece, rotating_rows, stated_rotary
+from rope_ext_hf.patches.family_settings import stated_rotary
+from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.models import WITH_A_CLASS, logits, own_config, tokens
 from tests.test_detect import plant
 

@@ -23,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf import checkpoint, shards
-from rope_ext_hf.pairing import rotate
+from rope_ext_hf import files
+from rope_ext_hf.checkpoints import conversion as checkpoint
+from rope_ext_hf.checkpoints import weight_files as shards
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.layouts import runs_pairing
+from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.rotary.pairing import rotate
 from tests.models import ROTATING, build_known, known_config, logits, modeling, tokens
 
 OTHER = {"half": "interleaved", "interleaved": "half"}
@@ -121,7 +123,7 @@ def test_logits_are_equal_under_the_other_rotation(name: str, tmp_path: Path, mo
     build_known(model_type, **overrides).save_pretrained(tmp_path / "source")
     source = load(tmp_path / "source")
     expected = logits(source, tokens(24))
-    now = str(runs_pairing(source.config))
+    now = str(class_pairing(source.config))
     report = convert(tmp_path / "source", tmp_path / "converted", OTHER[now], verify=True)
     assert (report.source, report.to) == (now, OTHER[now])
     assert "equal to" in str(report.verified)
@@ -1127,7 +1129,7 @@ def test_two_cannot_write_one_destination(source: Path, tmp_path: Path) -> None:
 
     def second(done: int, total: int) -> None:
         if not errors:
-            command = [sys.executable, "-m", "rope_ext_hf.cli", "convert", str(source), str(tmp_path / "converted")]
+            command = [sys.executable, "-m", "rope_ext_hf", "convert", str(source), str(tmp_path / "converted")]
             run = subprocess.run([*command, "--to", "interleaved"], capture_output=True, text=True, check=False)
             errors.append(f"{run.returncode} {run.stderr}")
 
@@ -1143,7 +1145,7 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
     For a process of its own: it forks, which costs less than as many starts of Python.
     """
     torch.set_num_threads(1)
-    shards.BLOCK = 5_000  # so that files are cut in their middle too
+    files.BLOCK = 5_000  # so that files are cut in their middle too
     convert(source, parent / "expected", "interleaved")
     expected, before = content(parent / "expected"), content(source)
 
@@ -1240,7 +1242,7 @@ def test_verify_compares_logits_where_there_is_memory(tmp_path: Path, monkeypatc
 
 
 def test_verify_catches_wrong_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf import verifying
+    from rope_ext_hf.checkpoints import verification as verifying
 
     monkeypatch.setattr(verifying, "MOST_LOGITS", -1.0)
     with pytest.raises(rope.CheckpointError, match="logits of what was written differ"):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rope_ext_hf import CheckpointError, MethodError
-from rope_ext_hf.cli import app, parse_length, parse_parameters
+from rope_ext_hf.cli.app import app, parse_length, parse_parameters
 from rope_ext_hf.reference import path
 
 runner = CliRunner()
@@ -48,7 +48,7 @@ def test_parameters_keep_their_names() -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from rope_ext_hf.cli import app; "
+        "import sys; from typer.testing import CliRunner; from rope_ext_hf.cli.app import app; "
         "r = CliRunner().invoke(app, ['--help']); assert r.exit_code == 0, r.output; "
         "assert 'demo' in r.output; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
@@ -63,11 +63,11 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 
 def test_methods_lists_every_method() -> None:
-    from rope_ext_hf import methods
+    from rope_ext_hf import list_methods
 
     code, out, _ = run("methods", "--json")
     assert code == 0
-    assert [row["method"] for row in json.loads(out)] == list(methods())
+    assert [row["method"] for row in json.loads(out)] == list(list_methods())
     code, out, _ = run("methods")
     assert code == 0
     assert "dynamic-yarn" in out
@@ -210,9 +210,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
     common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-windows", "1", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "rope_ext_hf.cli", *common], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "rope_ext_hf", *common], capture_output=True, text=True, check=True)
     said = "warning  3 of 3 layers attend to the last 64 tokens only; windows of 256 tokens are longer"
     assert said in done.stderr.splitlines()
 

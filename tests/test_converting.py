@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.perplexity import Tokens
+from rope_ext_hf.eval.plan import Tokens
 from tests.models import FAMILIES, build, build_known, logits, tokens
 
 INTERLEAVED = {"glm", "cohere", "llama4", "deepseek_v2"}

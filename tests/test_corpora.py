@@ -12,7 +12,9 @@ import pytest
 
 from rope_ext_hf import CorpusError
 from rope_ext_hf.eval import corpora
-from rope_ext_hf.eval.corpora import HELD_OUT, Document, load, stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out, stdlib_training
 
 TEXTS = ["Grüße, world", "zwei\nlines", "three"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate(TEXTS, 1)]
@@ -200,7 +202,7 @@ def test_options_in_the_name_and_apart_are_the_same(tmp_path: Path) -> None:
 def test_a_column_of_token_ids(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    from rope_ext_hf.eval.perplexity import tokenize
+    from rope_ext_hf.eval.plan import tokenize
     from rope_ext_hf.reference import path
 
     tokenizer = AutoTokenizer.from_pretrained(path())

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf import detect
-from rope_ext_hf.eval.corpora import stdlib_held_out
-from rope_ext_hf.pairing import PAIRINGS
+from rope_ext_hf.checkpoints import detection as detect
+from rope_ext_hf.checkpoints import detection_sources, detection_text
+from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path
-from rope_ext_hf.shards import SafetensorsFile
+from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.models import FAMILIES, ROTATING, build, build_known
 
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
@@ -115,9 +116,9 @@ def test_scales_of_blocks() -> None:
     weight = torch.ones(5, 3)
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     expected = [[1, 1, 2], [1, 1, 2], [3, 3, 4], [3, 3, 4], [5, 5, 6]]
-    assert detect._scaled(weight, scale).tolist() == expected
-    assert detect._scaled(weight, torch.arange(5.0)).tolist() == [[float(i)] * 3 for i in range(5)]
-    assert detect._scaled(weight, torch.tensor([[7.0]])).tolist() == (7 * weight).tolist()
+    assert detection_sources._scaled(weight, scale).tolist() == expected
+    assert detection_sources._scaled(weight, torch.arange(5.0)).tolist() == [[float(i)] * 3 for i in range(5)]
+    assert detection_sources._scaled(weight, torch.tensor([[7.0]])).tolist() == (7 * weight).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Meta's format has no place:UserWarning")
@@ -363,7 +364,7 @@ def test_a_text_says_the_same(folders: dict[str, Path], pairing: str) -> None:
     assert report.text.pairing == pairing
     worse, better = sorted([report.text.half, report.text.interleaved], reverse=True)
     assert worse - better > 2  # nats per byte: 3.77 and 1.43 when this was written
-    assert report.text.tokens == detect.WINDOWS * (detect.WINDOW - 1)
+    assert report.text.tokens == detection_text.WINDOWS * (detection_text.WINDOW - 1)
     assert "loss on text" in str(report)
 
 
@@ -383,7 +384,7 @@ def test_the_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch
     model = bundled()
     before = copy.deepcopy(model.state_dict())
     calls = iter([torch.zeros(8)])
-    monkeypatch.setattr(detect, "_losses", lambda *arguments: next(calls))  # the second call ends the iterator
+    monkeypatch.setattr(detection_text, "_losses", lambda *arguments: next(calls))  # the second call ends the iterator
     with pytest.raises((StopIteration, RuntimeError)):
         rope.detect_pairing(model, text=TEXT)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -405,10 +406,10 @@ def test_weights_and_text_are_weighed_together() -> None:
     base = rope.detect_pairing(path())
     unsure = replace(base, pairing=None, confidence=0.5, reason="chance")
     says = {
-        "half": detect.TextLosses(1.0, 3.0, 0.1, 99, "half"),
-        "interleaved": detect.TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
+        "half": detection_text.TextLosses(1.0, 3.0, 0.1, 99, "half"),
+        "interleaved": detection_text.TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
     }
-    mute = detect.TextLosses(3.0, 3.0, 0.1, 99, None)
+    mute = detection_text.TextLosses(3.0, 3.0, 0.1, 99, None)
     assert detect._with_text(base, says["half"]).pairing == "half"
     assert detect._with_text(base, mute).pairing == "half"
     assert detect._with_text(base, says["interleaved"]).pairing is None

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.corpora import Document
-from rope_ext_hf.eval.harness import RopeHFLM, evaluate
-from rope_ext_hf.eval.reading import Reader
+from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM, evaluate
+from rope_ext_hf.eval.scorer import Reader
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.reference import path
 from tests.models import build
@@ -331,7 +331,7 @@ def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
 
 
 def test_fewer_documents_and_examples(tasks: Path, tokenizer: Any) -> None:
-    found = evaluate(load("yarn"), tokenizer, tasks=["local_choice"], include_path=tasks, limit=2)
+    found = evaluate(load("yarn"), tokenizer, tasks=["local_choice"], include_path=tasks, max_distance=2)
     assert found["n-samples"]["local_choice"] == {"original": 3, "effective": 2}
     assert "samples" not in found
 
@@ -362,7 +362,7 @@ def test_ruler_at_the_extended_length(tokenizer: Any) -> None:
     """The one needle task whose haystack needs no network; sized with the model's own tokenizer."""
     model = load("yarn")
     found = evaluate(
-        model, tokenizer, tasks=["niah_single_1"], include_path=LM_EVAL / "ruler", limit=1, log_samples=True
+        model, tokenizer, tasks=["niah_single_1"], include_path=LM_EVAL / "ruler", max_distance=1, log_samples=True
     )
     (sample,) = found["samples"]["niah_single_1"]
     (prompt, _), *_ = sample["arguments"]

@@ -9,17 +9,9 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.row_layouts import Blocks, Layout, Piece, RotatingRows, rotating_rows
 from rope_ext_hf.patches.families import families
-from rope_ext_hf.patches.layouts import (
-    Blocks,
-    Layout,
-    Piece,
-    RotatingRows,
-    rotating_rows,
-    runs_pairing,
-    stated_pairing,
-    stated_rotary,
-)
+from rope_ext_hf.patches.family_settings import class_pairing, config_pairing, stated_rotary
 from tests.models import known_config
 
 
@@ -268,8 +260,8 @@ def test_a_pairing_comes_with_what_rotates(model_type: str) -> None:
     assert known.stays
     assert not set(known.rotates) & set(known.stays)
     config = known_config(model_type)
-    assert runs_pairing(config) == known.pairing
+    assert class_pairing(config) == known.pairing
     if known.pairing_switch:
         other = known_config(model_type, **{known.pairing_switch: False})
-        assert stated_pairing(other) == "half"
-        assert runs_pairing(other) == ("half" if known.own_code is None else None)  # not all of that code heeds it
+        assert config_pairing(other) == "half"
+        assert class_pairing(other) == ("half" if known.own_code is None else None)  # not all of that code heeds it

@@ -23,9 +23,11 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoint import convert_checkpoint
+from rope_ext_hf.checkpoints.conversion import convert_checkpoint
+from rope_ext_hf.checkpoints.meta_export import hf_to_meta
+from rope_ext_hf.checkpoints.meta_import import meta_to_hf, read_meta
+from rope_ext_hf.checkpoints.meta_params import Llama
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.meta import Llama, hf_to_meta, meta_to_hf, read_meta
 from tests.models import build, logits
 
 Part = dict[str, Tensor]
@@ -767,7 +769,7 @@ def test_convert_checkpoint_both_ways(tmp_path: Path) -> None:
 def test_verification_sees_rows_that_did_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hf_llama(tmp_path / "hf", CASES["3"])
     save_meta(tmp_path / "meta", CASES["3"], 2)
-    monkeypatch.setattr("rope_ext_hf.meta.repair", lambda tensor, to, heads: tensor)
+    monkeypatch.setattr("rope_ext_hf.checkpoints.meta_import.repair", lambda tensor, to, heads: tensor)
     for convert, folder in ((hf_to_meta, source), (meta_to_hf, tmp_path / "meta")):
         with pytest.raises(CheckpointError, match="verification failed"):
             convert(folder, tmp_path / "new", verify=True)

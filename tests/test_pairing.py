@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rope_ext_hf.pairing import (
+from rope_ext_hf.rotary.pairing import (
     PAIRINGS,
     half_to_interleaved,
     interleaved_to_half,

@@ -261,7 +261,7 @@ def test_a_failed_patch_leaves_the_model_as_it_was(what: str, already: str | Non
 
 
 def test_a_method_object_takes_no_parameters_beside_it() -> None:
-    yarn = rope.methods()["yarn"](factor=4.0)  # type: ignore[call-arg]
+    yarn = rope.list_methods()["yarn"](factor=4.0)  # type: ignore[call-arg]
     model, ids = build("llama"), tokens(LONG)
     by_name = logits(rope.patch(build("llama"), "yarn", factor=4), ids)
     assert torch.equal(logits(rope.patch(model, yarn), ids), by_name)

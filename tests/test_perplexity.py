@@ -12,11 +12,12 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.corpora import Document, load
-from rope_ext_hf.eval.perplexity import Tokens, tokenize
-from rope_ext_hf.eval.reading import Reader
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.results import DocumentLoss, bootstrap
-from rope_ext_hf.eval.windows import PROTOCOLS
+from rope_ext_hf.eval.scorer import Reader
 from rope_ext_hf.reference import path
 from tests.models import FAMILIES, build, from_config
 

@@ -17,14 +17,17 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.pictures import decay, draw, never_turning, similarity, similarity_as_seen, unseen
-from rope_ext_hf.relative import AttentionLevel, DualChunk, ReRoPE, SelfExtend
-from rope_ext_hf.scaling import NTK, ByParts, Default, DynamicNTK, Linear, Llama3, Rotary, Scaling, Yarn, methods
+from rope_ext_hf.eval.rope_plots import decay, draw, never_turning, similarity, similarity_as_seen, unseen
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.dynamic import DynamicNTK
+from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.methods.remapping import DualChunk, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.static import NTK, ByParts, Default, Linear, Llama3, Yarn
 from tests.test_scaling import example
 
 LLAMA2 = Rotary(dim=128, theta=1e4, trained_length=4096)
 SMALL = Rotary(dim=16, theta=100.0, trained_length=64)
-PROPORTIONAL = Rotary(dim=16, theta=1e4, trained_length=512, turning=5)
+PROPORTIONAL = Rotary(dim=16, theta=1e4, trained_length=512, rotated_pairs=5)
 GEOMETRIES = pytest.mark.parametrize("rotary", [SMALL, PROPORTIONAL, Rotary(2, 1e4, 8)], ids=["small", "part", "pair"])
 
 
@@ -115,7 +118,7 @@ def test_similarity_is_symmetric_one_at_home_and_relative() -> None:
 )
 @pytest.mark.parametrize("block", [1, 3])
 def test_similarity_where_keys_are_seen_elsewhere(
-    method: AttentionLevel, seen: Callable[[int, int], int], block: int
+    method: RemappingMethod, seen: Callable[[int, int], int], block: int
 ) -> None:
     inv_freq = SMALL.inv_freq()
     positions = [0, 60, 63, 1000]
@@ -165,10 +168,10 @@ def test_unseen_angles() -> None:
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_a_picture_of_every_method(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rope.png"
-    draw(path, SMALL, {name: example(methods()[name], SMALL)}, title=name)
+    draw(path, SMALL, {name: example(list_methods()[name], SMALL)}, title=name)
     assert size(path) == (1600, 1200)
 
 
@@ -176,7 +179,7 @@ def test_a_picture_of_every_method(name: str, tmp_path: Path) -> None:
     ("rotary", "extended_length"),
     [
         (PROPORTIONAL, None),
-        (Rotary(16, 1e4, 512, turning=0), None),
+        (Rotary(16, 1e4, 512, rotated_pairs=0), None),
         (Rotary(2, 1e4, 1), 1),
     ],
     ids=["part turns", "none turns", "one pair, one token"],
@@ -192,7 +195,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
 
-    def read(rotary: Rotary, chosen: dict[str, Scaling], **kwargs: Any) -> list[str]:
+    def read(rotary: Rotary, chosen: dict[str, RopeMethod], **kwargs: Any) -> list[str]:
         draw("unwritten.png", rotary, chosen, **kwargs)
         return [text.get_text() for text in figures.pop().findobj(Text)]
 
@@ -232,13 +235,13 @@ def test_the_key_says_how_far_keys_are_seen(texts: Callable[..., list[str]]) -> 
     ids=["plain", "default", "follows the input", "the farthest", "given", "far"],
 )
 def test_how_far_the_panels_reach(
-    chosen: dict[str, Scaling], extended_length: int | None, reach: int, texts: Callable[..., list[str]]
+    chosen: dict[str, RopeMethod], extended_length: int | None, reach: int, texts: Callable[..., list[str]]
 ) -> None:
     assert f"extended length {reach:,}" in texts(SMALL, chosen, extended_length=extended_length)
 
 
 def test_all_methods_in_one_picture(texts: Callable[..., list[str]]) -> None:
-    chosen: dict[str, Scaling] = {name: example(cls, SMALL) for name, cls in methods().items()}
+    chosen: dict[str, RopeMethod] = {name: example(cls, SMALL) for name, cls in list_methods().items()}
     found = texts(SMALL, chosen)
     for name in chosen.keys() - {"default"}:
         assert found.count(name) == 2, name  # its map and the end of its decay curve

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity, preflight
-from rope_ext_hf.eval.perplexity import Tokens
+from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.preflight import Needs, budgets, check_memory, narrow_layers, needs, operations, speed
-from rope_ext_hf.eval.reading import Reader
+from rope_ext_hf.eval.scorer import Reader
 from tests.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -13,7 +13,7 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, train_reference
-from rope_ext_hf.eval.corpora import HELD_OUT, stdlib_held_out
+from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
 from rope_ext_hf.reference import path
 
 LENGTHS = [256, 512, 1024]

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.corpora import Document, load
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.retrieval import TASKS, Retrieval, heat_map, make_trials, passkey, table
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reference import path

@@ -238,7 +238,7 @@ class TestAccuracy:
             assert float(sin[0, :, 0].abs().max()) <= BOUND
 
     def test_pairs_that_do_not_turn(self) -> None:
-        rotary = Rotary(dim=16, theta=1e4, trained_length=256, turning=3)
+        rotary = Rotary(dim=16, theta=1e4, trained_length=256, rotated_pairs=3)
         positions = positions_to_check()
         cos, sin = RotaryEmbedding("ntk", rotary, factor=4, layout="bare")(torch.zeros(1), positions)
         assert (cos[..., 3:] == 1).all()

@@ -16,11 +16,12 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, preflight, sweep
-from rope_ext_hf.eval.perplexity import Tokens
+from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.report import write_report
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
-from rope_ext_hf.eval.runs import Run, expand, plan_sweep, read_run, run_sweep
-from rope_ext_hf.scaling import Rotary, Yarn
+from rope_ext_hf.eval.sweeps import Run, expand, plan_sweep, read_run, run_sweep
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.static import Yarn
 from tests.models import build
 
 LENGTHS = [64, 128, 256]
@@ -156,7 +157,7 @@ def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) ->
 
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
-    command = [sys.executable, "-m", "rope_ext_hf.cli", "sweep", "reference", "--methods", "ntk,yarn", "--factors", "4"]
+    command = [sys.executable, "-m", "rope_ext_hf", "sweep", "reference", "--methods", "ntk,yarn", "--factors", "4"]
     command += ["--lengths", "256,512", "--max-windows", "12", "--dtype", "float32", "--out"]
     whole = tmp_path / "whole"
     subprocess.run([*command, str(whole)], check=True, capture_output=True)

@@ -16,26 +16,11 @@ from hypothesis import strategies as st
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, RopeExtError
-from rope_ext_hf.relative import AttentionLevel
-from rope_ext_hf.scaling import (
-    NTK,
-    ByParts,
-    Default,
-    DynamicNTK,
-    DynamicYarn,
-    Factors,
-    Linear,
-    LongRoPE,
-    Rotary,
-    Scaling,
-    Theta,
-    Yarn,
-    frequencies,
-    method_from_dict,
-    methods,
-    resolve_method,
-    scaling,
-)
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
+from rope_ext_hf.methods.registry import frequencies, list_methods, method_from_dict, register_method, resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import NTK, ByParts, Default, Factors, Linear, Theta, Yarn
 
 EXACT = 1e-12  # two float64 computations of one formula
 NATIVE = 2e-5  # transformers computes in float32
@@ -503,7 +488,7 @@ class TestAgainstTransformers:
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize(("dim", "theta"), [(64, 1e4), (256, 1e6), (512, 1e6)])
 def test_proportional(dim: int, theta: float, factor: float, proportion: float) -> None:
-    rotary = Rotary(dim, theta, 4096, turning=int(proportion * dim / 2))
+    rotary = Rotary(dim, theta, 4096, rotated_pairs=int(proportion * dim / 2))
     ours = frequencies("linear", rotary, factor=factor)
     native: dict[str, Any] = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": proportion}
     assert_native(rotary, ours, native | {"factor": factor})
@@ -515,24 +500,24 @@ def test_proportional(dim: int, theta: float, factor: float, proportion: float) 
 
 
 @pytest.mark.parametrize("method", [NTK(factor=4), Theta(theta=1e6)], ids=lambda method: method.name)
-def test_proportional_with_another_base(method: Scaling) -> None:
-    rotary = Rotary(128, 1e4, 4096, turning=16)
+def test_proportional_with_another_base(method: RopeMethod) -> None:
+    rotary = Rotary(128, 1e4, 4096, rotated_pairs=16)
     saved = method.native(rotary)
     assert saved is not None
     assert_native(rotary, method.frequencies(rotary), saved | {"partial_rotary_factor": 0.25})
 
 
 def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
-    proportional = Rotary(64, 1e4, 4096, turning=8)
+    proportional = Rotary(64, 1e4, 4096, rotated_pairs=8)
     for name, method in examples(proportional):
         if name not in ("default", "linear", "ntk", "theta"):
             assert method.native(proportional) is None, name
     for growth in ("paper", "even", "pow2"):
         assert resolve_method("dynamic-ntk", LLAMA2, growth=growth).native(LLAMA2) is None
-        assert resolve_method("dynamic-ntk", LLAMA2, growth=growth).native_approximation(LLAMA2) is None
+        assert resolve_method("dynamic-ntk", LLAMA2, growth=growth).approximate_rope_parameters(LLAMA2) is None
     dynamic = resolve_method("dynamic", LLAMA2, factor=4)
     assert dynamic.native(LLAMA2) is None  # transformers' own keeps a memory of earlier calls
-    approximation = dynamic.native_approximation(LLAMA2)
+    approximation = dynamic.approximate_rope_parameters(LLAMA2)
     assert approximation is not None
     for length in (4096, 9000):
         assert_native(LLAMA2, dynamic.frequencies(LLAMA2, length), approximation, length)
@@ -543,7 +528,7 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
 GEOMETRY = Rotary(dim=64, theta=1e4, trained_length=512)
 
 
-def example(cls: type[Scaling], rotary: Rotary, **given_: Any) -> Scaling:
+def example(cls: type[RopeMethod], rotary: Rotary, **given_: Any) -> RopeMethod:
     """An instance whose required parameters are filled in by their type, so that a new method needs no entry here."""
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -564,7 +549,7 @@ def example(cls: type[Scaling], rotary: Rotary, **given_: Any) -> Scaling:
         return cls(**values | {"factor": 4.0} | given_)
 
 
-def variants(rotary: Rotary) -> list[Scaling]:
+def variants(rotary: Rotary) -> list[RopeMethod]:
     ones = (1.0,) * (rotary.dim // 2)
     return [
         *(DynamicNTK(growth=growth) for growth in ("paper", "even", "pow2")),
@@ -586,8 +571,8 @@ def variants(rotary: Rotary) -> list[Scaling]:
     ]
 
 
-def examples(rotary: Rotary) -> list[tuple[str, Scaling]]:
-    generic = [example(cls, rotary) for cls in methods().values()]
+def examples(rotary: Rotary) -> list[tuple[str, RopeMethod]]:
+    generic = [example(cls, rotary) for cls in list_methods().values()]
     return [(method.name, method) for method in (*generic, *variants(rotary))]
 
 
@@ -600,35 +585,35 @@ over_methods = pytest.mark.parametrize(
 
 def test_the_registry_holds_the_documented_names() -> None:
     assert {"default", "linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "longrope", "llama3"} <= set(
-        methods()
+        list_methods()
     )
-    assert {"theta", "factors"} <= set(methods())
-    assert all(cls.name == name for name, cls in methods().items())
+    assert {"theta", "factors"} <= set(list_methods())
+    assert all(cls.name == name for name, cls in list_methods().items())
 
 
 def test_the_registry_hands_out_a_copy() -> None:
-    methods().clear()
-    assert "yarn" in methods()
+    list_methods().clear()
+    assert "yarn" in list_methods()
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic"])
 def test_a_second_holder_of_a_name_is_refused(name: str) -> None:
-    before = methods()
+    before = list_methods()
     with pytest.raises(TypeError, match=name):
-        scaling(name)(type("Impostor", (Linear,), {}))
-    assert methods() == before
+        register_method(name)(type("Impostor", (Linear,), {}))
+    assert list_methods() == before
 
 
 @over_methods
 class TestContract:
-    def test_shape_and_dtype(self, method: Scaling) -> None:
+    def test_shape_and_dtype(self, method: RopeMethod) -> None:
         for length in (None, 1, 512, 513, 5000):
             inv_freq, attention_factor = method.frequencies(GEOMETRY, length)
             assert inv_freq.shape == (32,)
             assert inv_freq.dtype == torch.float64
             assert type(attention_factor) is float
 
-    def test_positive_and_non_increasing(self, method: Scaling) -> None:
+    def test_positive_and_non_increasing(self, method: RopeMethod) -> None:
         for length in (1, 512, 513, 5000):
             inv_freq, attention_factor = method.frequencies(GEOMETRY, length)
             assert torch.isfinite(inv_freq).all()
@@ -637,29 +622,29 @@ class TestContract:
             assert math.isfinite(attention_factor)
             assert attention_factor > 0
 
-    def test_never_faster_than_the_model_itself(self, method: Scaling) -> None:
+    def test_never_faster_than_the_model_itself(self, method: RopeMethod) -> None:
         """Extension slows pairs down; a turn beyond the trained ones is what it avoids."""
         inv_freq = method.frequencies(GEOMETRY, 5000).inv_freq
         assert (inv_freq <= torch.tensor(plain(GEOMETRY), dtype=torch.float64) * (1 + EXACT)).all()
 
-    def test_json_round_trip(self, method: Scaling) -> None:
+    def test_json_round_trip(self, method: RopeMethod) -> None:
         again = method_from_dict(json.loads(json.dumps(method.to_dict())))
         assert again == method
         assert type(again) is type(method)
         assert again.to_dict() == method.to_dict()
 
-    def test_pickle_round_trip(self, method: Scaling) -> None:
+    def test_pickle_round_trip(self, method: RopeMethod) -> None:
         assert pickle.loads(pickle.dumps(method)) == method
 
-    def test_hashable(self, method: Scaling) -> None:
+    def test_hashable(self, method: RopeMethod) -> None:
         assert len({method, pickle.loads(pickle.dumps(method))}) == 1
 
-    def test_frozen(self, method: Scaling) -> None:
+    def test_frozen(self, method: RopeMethod) -> None:
         with pytest.raises((FrozenInstanceError, TypeError)):
             method.factor = 2.0  # type: ignore[attr-defined]
 
-    def test_native_form_of_a_static_method(self, method: Scaling) -> None:
-        if isinstance(method, AttentionLevel):  # no frequencies say what it does
+    def test_native_form_of_a_static_method(self, method: RopeMethod) -> None:
+        if isinstance(method, RemappingMethod):  # no frequencies say what it does
             assert method.native(GEOMETRY) is None
             return
         if method.length_dependent:
@@ -672,21 +657,21 @@ class TestContract:
             for length in (None, 4 * rotary.trained_length):
                 assert_native(rotary, method.frequencies(rotary), parameters, length)
 
-    def test_longrope_writes_any_static_frequencies(self, method: Scaling) -> None:
+    def test_longrope_writes_any_static_frequencies(self, method: RopeMethod) -> None:
         if not method.length_dependent:
-            assert_native(GEOMETRY, method.frequencies(GEOMETRY), method.as_longrope(GEOMETRY), 9999)
+            assert_native(GEOMETRY, method.frequencies(GEOMETRY), method.longrope_parameters(GEOMETRY), 9999)
 
-    def test_static_means_the_length_does_not_matter(self, method: Scaling) -> None:
+    def test_static_means_the_length_does_not_matter(self, method: RopeMethod) -> None:
         short, long = (method.frequencies(GEOMETRY, length) for length in (10, 50_000))
         same = torch.equal(short.inv_freq, long.inv_freq) and short.attention_factor == long.attention_factor
         assert same is not method.length_dependent
 
-    def test_no_length_is_the_trained_length(self, method: Scaling) -> None:
+    def test_no_length_is_the_trained_length(self, method: RopeMethod) -> None:
         without, trained = method.frequencies(GEOMETRY), method.frequencies(GEOMETRY, 512)
         assert torch.equal(without.inv_freq, trained.inv_freq)
         assert without.attention_factor == trained.attention_factor
 
-    def test_each_length_of_many(self, method: Scaling) -> None:
+    def test_each_length_of_many(self, method: RopeMethod) -> None:
         """at_lengths over a tensor is `frequencies` of each entry."""
         lengths = [1, 256, 511, 512, 513, 1024, 1025, 2048, 2049, 4096, 4097, 100_000, 1 << 24]
         inv_freq, attention_factor = method.at_lengths(GEOMETRY, torch.tensor(lengths, dtype=torch.float64))
@@ -697,24 +682,24 @@ class TestContract:
             assert_same(inv_freq[row], alone.inv_freq)
             assert float(warmth[row, 0]) == pytest.approx(alone.attention_factor, rel=EXACT)
 
-    def test_a_batch_of_lengths_may_have_any_shape(self, method: Scaling) -> None:
+    def test_a_batch_of_lengths_may_have_any_shape(self, method: RopeMethod) -> None:
         lengths = torch.tensor([[100.0, 600.0, 1000.0], [2000.0, 512.0, 513.0]], dtype=torch.float64)
         flat, _ = method.at_lengths(GEOMETRY, lengths.flatten())
         square, _ = method.at_lengths(GEOMETRY, lengths)
         assert_same(square.expand(2, 3, 32).reshape(6, 32), flat.expand(6, 32))
 
-    def test_the_ambient_default_device_does_not_matter(self, method: Scaling) -> None:
+    def test_the_ambient_default_device_does_not_matter(self, method: RopeMethod) -> None:
         expected = method.frequencies(GEOMETRY, 1000)
         with torch.device("meta"):
             inv_freq, attention_factor = method.frequencies(GEOMETRY, 1000)
         assert torch.equal(inv_freq, expected.inv_freq)
         assert attention_factor == expected.attention_factor
 
-    def test_a_length_below_one_is_refused(self, method: Scaling) -> None:
+    def test_a_length_below_one_is_refused(self, method: RopeMethod) -> None:
         with pytest.raises(MethodError, match="got 0"):
             method.frequencies(GEOMETRY, 0)
 
-    def test_an_object_is_as_good_as_a_name(self, method: Scaling) -> None:
+    def test_an_object_is_as_good_as_a_name(self, method: RopeMethod) -> None:
         values = method.to_dict()
         by_name = frequencies(values.pop("method"), GEOMETRY, length=700, **values)
         by_object = frequencies(method, GEOMETRY, length=700)
@@ -723,13 +708,15 @@ class TestContract:
 
 
 with_factor = [
-    name for name, cls in methods().items() if any(f.name == "factor" and f.default is MISSING for f in fields(cls))
+    name
+    for name, cls in list_methods().items()
+    if any(f.name == "factor" and f.default is MISSING for f in fields(cls))
 ]
 
 
 @pytest.mark.parametrize("name", with_factor)
 def test_factor_one_is_the_identity(name: str) -> None:
-    inv_freq, attention_factor = example(methods()[name], GEOMETRY, factor=1.0).frequencies(GEOMETRY)
+    inv_freq, attention_factor = example(list_methods()[name], GEOMETRY, factor=1.0).frequencies(GEOMETRY)
     assert_same(inv_freq, plain(GEOMETRY))
     assert attention_factor == 1.0
 
@@ -745,7 +732,7 @@ def test_factor_one_is_the_identity(name: str) -> None:
         DynamicYarn(ramp="turns"),
     ],
 )
-def test_within_the_trained_length_nothing_is_scaled(method: Scaling) -> None:
+def test_within_the_trained_length_nothing_is_scaled(method: RopeMethod) -> None:
     for length in (1, 300, 512):
         inv_freq, attention_factor = method.frequencies(GEOMETRY, length)
         assert_same(inv_freq, plain(GEOMETRY))
@@ -766,7 +753,7 @@ def test_longrope_native_serves_both_lists() -> None:
     [(Default(), 512), (Linear(factor=4), 2048), (NTK(factor=1.5), 768), (Theta(theta=1e6), None), (DynamicNTK(), None),
      (DynamicNTK(growth="hf", factor=4), 2048), (Yarn(factor=8), 4096)],
 )  # fmt: skip
-def test_extended_length(method: Scaling, extended: int | None) -> None:
+def test_extended_length(method: RopeMethod, extended: int | None) -> None:
     assert method.extended_length(GEOMETRY) == extended
 
 
@@ -875,7 +862,7 @@ def test_ntk_needs_four_dims(name: str) -> None:
     with pytest.raises(MethodError, match="got 2"):
         frequencies(name, Rotary(2, 1e4, 512), **params)
     with pytest.raises(MethodError, match="got 2"):
-        frequencies(example(methods()[name], GEOMETRY), Rotary(2, 1e4, 512))
+        frequencies(example(list_methods()[name], GEOMETRY), Rotary(2, 1e4, 512))
 
 
 @pytest.mark.parametrize(

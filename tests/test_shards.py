@@ -25,23 +25,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 import rope_ext_hf as rope
-from rope_ext_hf import shards
-from rope_ext_hf.shards import (
+from rope_ext_hf import files
+from rope_ext_hf.checkpoints.torch_files import writing
+from rope_ext_hf.checkpoints.weight_files import (
     DTYPES,
     TORCH_DTYPES,
     Entry,
     SafetensorsFile,
     TorchFile,
     bytes_of,
-    copy_range,
-    files_of,
     holds,
-    inside,
-    new_folder,
-    read_json,
     write_safetensors,
 )
-from rope_ext_hf.torchfiles import writing
+from rope_ext_hf.files import copy_range, files_of, inside, new_folder, read_json
 
 VALID = save(
     {"a": torch.arange(6, dtype=torch.int16).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)},
@@ -540,7 +536,7 @@ def test_ranges_are_copied_without_the_kernels_help_too(
         monkeypatch.delattr(os, "copy_file_range")
     elif number is not None:
         monkeypatch.setattr(os, "copy_file_range", refuse)
-    monkeypatch.setattr(shards, "BLOCK", 1000)
+    monkeypatch.setattr(files, "BLOCK", 1000)
     seen: list[int] = []
     with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb", buffering=0) as target:
         copy_range(source.fileno(), target.fileno(), 100, 5000, seen.append)
@@ -579,7 +575,7 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
 def test_json_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "index.json").write_text('{"a": 1}', encoding="utf-8")
     assert read_json(tmp_path / "index.json") == {"a": 1}
-    monkeypatch.setattr(shards, "MOST_HEADER", 7)
+    monkeypatch.setattr(files, "MOST_HEADER", 7)
     with pytest.raises(rope.CheckpointError, match="cannot be read: more than 7 bytes"):
         read_json(tmp_path / "index.json")
     with pytest.raises(rope.CheckpointError, match=r"cannot be read: .*No such file"):

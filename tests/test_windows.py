@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rope_ext_hf.eval.windows import PROTOCOLS, Plan, Window, check_lengths
+from rope_ext_hf.eval.protocols import PROTOCOLS, Plan, Window, check_lengths
 
 # name -> (tokens, lengths, plan, the windows by hand)
 GOLDEN = {

@@ -1,0 +1,366 @@
+"""The tasks of lm-evaluation-harness on a patched model, at the length it was extended to.
+
+    from rope_ext_hf.eval.harness import RopeHFLM, evaluate
+    results = evaluate(patch(model, "yarn", factor=8), tokenizer, tasks=["niah_single_1"], limit=50)
+
+lm-eval reads its length limit off `max_position_embeddings`, which says nothing about a method that follows the input;
+sums bfloat16 log-probabilities; and pads batches, which hides from such a method how long each row is. `RopeHFLM` puts
+these three right and leaves everything else to lm-eval.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.eval.results import provenance
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.describing import describe
+from rope_ext_hf.patches.geometry import check_pairing
+from rope_ext_hf.patches.loading import from_pretrained
+from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
+
+try:
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+except ImportError as error:
+    raise ImportError(f"lm-eval is needed here ({error}): pip install rope-ext-hf[eval]") from error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["RopeHFLM", "evaluate"]
+
+
+class RopeHFLM(HFLM):  # type: ignore[misc]
+    """lm-eval's `HFLM` over a patched model, whose `max_length` is the extended length.
+
+        RopeHFLM("meta-llama/Llama-3.2-1B", method="yarn", factor=8)
+        RopeHFLM(patched_model, tokenizer=tokenizer, batch_size=4)
+
+    A method that follows the input has one set of frequencies per length, so each forward runs under a known one:
+
+    - Log-likelihoods: the number of tokens of the request's own input. That is what the method means: a short question
+      is answered as the trained model would, whatever `max_length` is and whatever else is in the batch. (Holding
+      everything at `max_length` would measure a static method.) A batch is made of inputs of one length, so it needs
+      no padding, and results do not depend on `batch_size`, which is then an upper bound.
+    - Generation: the prompt's length plus the tokens that may follow, from the first token to the last, because keys
+      in the cache keep the frequencies they were made with. One prompt at a time, whatever `batch_size` says.
+    - Rolling log-likelihoods: `max_length` for every window, as `perplexity(..., protocol="blocks")` does, so that
+      perplexities at one context length are comparable across documents.
+
+    Inside `fixed_length(model, n)` that length holds for all of them, and batches are padded as lm-eval likes.
+
+    Args:
+        pretrained: a model, patched before or not, or a folder or Hub id. A model given `method` is patched in place.
+        tokenizer: default: the one beside the weights.
+        method, factor, target_length, **params: as in `patch`; None leaves the model as it is.
+        max_length: default: the extended length, or the trained one where that follows the input.
+        batch_size: a number or "auto".
+        add_bos_token: as in HFLM: None does what the tokenizer does by itself. The exception is a tokenizer that ends
+            every text with EOS (T5's family, ByT5): lm-eval would score that EOS and, cutting a continuation by the
+            length of its context, leave out its first token. There None is False: text alone.
+        softmax_dtype: of the log-softmax; float32 also where the model runs in bfloat16.
+        loading: arguments of `from_pretrained` for a path: dtype, device_map, revision, trust_remote_code, ...
+            Without a device_map the model goes to the GPU if there is one.
+        harness: further arguments of HFLM that apply to a loaded model: truncation, logits_cache, prefix_token_id, ...
+
+    Attributes:
+        cut: inputs so far that were longer than `max_length` leaves room for, whose beginning lm-eval cut off.
+
+    Raises:
+        MethodError: a max_length above the extended length, an unknown method or parameter, parameters without a
+            method, or a tokenizer whose EOS cannot be left away without its BOS.
+        UnsupportedModelError: a model without rotary embeddings, or one whose own method follows the input inside
+            transformers, where results would depend on earlier calls: patch it first.
+        CheckpointError: no such folder.
+    """
+
+    def __init__(
+        self,
+        pretrained: PreTrainedModel | str | Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        method: str | RopeMethod | None = None,
+        factor: float | None = None,
+        target_length: int | None = None,
+        max_length: int | None = None,
+        batch_size: int | str = 1,
+        add_bos_token: bool | None = None,
+        softmax_dtype: str | torch.dtype = "float32",
+        loading: Mapping[str, Any] | None = None,
+        harness: Mapping[str, Any] | None = None,
+        **params: Any,
+    ) -> None:
+        if method is None and (params or factor is not None or target_length is not None):
+            given = {"factor": factor, "target_length": target_length} | params
+            names = ", ".join(key for key, value in given.items() if value is not None)
+            raise MethodError(f"{names} given without a method; add method=...")
+        if isinstance(pretrained, (str, Path)):
+            model, own = _load(pretrained, dict(loading or {}), tokenizer is None)
+        elif loading:
+            raise MethodError(f"{', '.join(loading)}: only for a path, this model is loaded already")
+        else:
+            model, own = pretrained, None
+        if method is not None:
+            patch(model, method, factor=factor, target_length=target_length, **params)
+        check_pairing(model)
+        length = _max_length(model, max_length)
+        with fixed_length(model, length):  # raises where a method follows the input and cannot be held
+            pass
+        tokenizer = tokenizer or own or _tokenizer(model.name_or_path, {})
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            backend="causal",
+            max_length=length,
+            batch_size=batch_size,
+            add_bos_token=_add_bos_token(tokenizer, add_bos_token),
+            softmax_dtype=softmax_dtype,
+            **(harness or {}),
+        )
+        self.cut = 0
+        self.pretrained = model.name_or_path  # lm-eval asks the Hub for the commit of this name
+
+    @property
+    def follows_the_input(self) -> bool:
+        """Whether a forward's frequencies depend on its length: the method does, and nothing holds it."""
+        return any(m.length_dependent for m in self.model.modules() if isinstance(m, RotaryEmbedding))
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        # the last token is only predicted
+        self.cut += sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
+        answers: list[tuple[float, bool]]
+        if not self.follows_the_input:
+            answers = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            return answers
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for i, (_, context, continuation) in enumerate(requests):
+            by_length[min(len(context) + len(continuation) - 1, self.max_length)].append(i)
+        found: dict[int, tuple[float, bool]] = {}
+        for length, group in sorted(by_length.items(), reverse=True):  # what does not fit fails at once
+            with fixed_length(self.model, length):
+                # "auto" would try out the memory anew for every length
+                answers = super()._loglikelihood_tokens([requests[i] for i in group], True, override_bs or 1)
+            found.update(zip(group, answers, strict=True))
+        return [found[i] for i in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text, read in disjoint windows of `max_length` tokens."""
+        with fixed_length(self.model, self.max_length) if self.follows_the_input else nullcontext():
+            sums: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
+        return sums
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each prompt, up to a stop sequence.
+
+        Raises:
+            MethodError: a task that lets the model write more tokens than fit `max_length`.
+        """
+        for request in requests:
+            room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
+            if room >= self.max_length:
+                raise MethodError(
+                    f"task {request.task_name!r} generates up to {room} tokens, which leaves no room for a prompt in "
+                    f"max_length={self.max_length}; extend the model further, or set max_gen_toks for the task"
+                )
+            self.cut += len(self.tok_encode(request.args[0])) > self.max_length - room
+        texts: list[str] = super().generate_until(requests, disable_tqdm)
+        return texts
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """The prompts, (batch, longest), left-padded, with what follows each of them."""
+        out: Tensor
+        if not self.follows_the_input:
+            out = super()._model_generate(context, max_length, stop, **options)
+            return out
+        room = max_length - context.shape[1]
+        kept = options.pop("attention_mask").bool()
+        new: list[Tensor] = []
+        for row, mask in zip(context, kept, strict=True):
+            prompt = row[mask][None]
+            length = prompt.shape[1] + room
+            with fixed_length(self.model, length):
+                out = super()._model_generate(prompt, length, stop, attention_mask=torch.ones_like(prompt), **options)
+            new.append(out[0, prompt.shape[1] :])
+        padding = self.tokenizer.pad_token_id
+        return torch.cat([context, nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=padding)], dim=1)
+
+
+def _load(path: str | Path, loading: dict[str, Any], with_tokenizer: bool) -> tuple[PreTrainedModel, Any]:
+    model = from_pretrained(path, **({"dtype": "auto"} | loading)).eval()
+    if "device_map" not in loading and torch.cuda.is_available():
+        model.to("cuda")
+    shared: dict[str, Any] = {
+        key: loading[key] for key in ("revision", "token", "cache_dir", "trust_remote_code") if key in loading
+    }
+    return model, _tokenizer(path, shared) if with_tokenizer else None
+
+
+def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if not str(path):
+        raise MethodError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
+    return AutoTokenizer.from_pretrained(path, **options)
+
+
+def _max_length(model: PreTrainedModel, asked: int | None) -> int:
+    """How many tokens lm-eval may give the model."""
+    description = describe(model)
+    extended = description.extended_length  # None: it follows the input, as far as anyone asks
+    if asked is None:
+        return extended or description.trained_length
+    if not isinstance(asked, int) or asked < 2:
+        raise MethodError(f"max_length must be a whole number of at least 2 tokens, got {asked!r}")
+    if extended is not None and asked > extended:
+        raise MethodError(
+            f"max_length={asked} is above the {extended} tokens this model reaches with {description.method}; extend "
+            f"it that far, or, to see it fail there as a baseline, patch it with 'default' and target_length={asked}"
+        )
+    return asked
+
+
+def _add_bos_token(tokenizer: PreTrainedTokenizerBase, asked: bool | None) -> bool | None:
+    """What HFLM hands to the tokenizer as add_special_tokens, so that no text ends with EOS (see RopeHFLM)."""
+    text: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a")["input_ids"]
+    if asked is False or whole[len(whole) - len(text) :] == text:
+        return asked
+    if asked or whole[: len(text)] != text:
+        raise MethodError(
+            f"{type(tokenizer).__name__} ends every text with EOS, and lm-eval can only switch its BOS and EOS "
+            "together: set tokenizer.add_eos_token = False, or add_bos_token=False to have neither"
+        )
+    return False
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    tasks: Sequence[str],
+    include_path: str | Path | None = None,
+    limit: int | float | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int | str = 1,
+    max_length: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run tasks of lm-eval on a model, patched or not, at its extended length.
+
+    Args:
+        tasks: names of tasks, groups or tags, with wildcards, or YAML files.
+        include_path: a folder with task definitions of one's own.
+        limit: this many documents per task, or this share of them if below 1.
+        num_fewshot: worked examples in each prompt; default: what the task says.
+        batch_size, max_length: see `RopeHFLM`.
+        metadata: for tasks that make their own data (RULER), over the default: `max_seq_lengths` is [max_length],
+            tokenizer and model those given here. RULER loads that tokenizer with trust_remote_code=True.
+        **options: further arguments of `lm_eval.simple_evaluate`; log_samples is off unless given.
+
+    Returns:
+        lm-eval's results (for `lm_eval.utils.make_table`), and beside them `provenance`, `method` (None: as loaded),
+        `max_length` and `cut`, of `RopeHFLM`; a warning says so where anything was cut. Empty on processes other than
+        the first.
+
+    Raises:
+        MethodError: an unknown task (with the nearest name), one that cannot be built, max_seq_lengths above
+            max_length, or what `RopeHFLM` refuses.
+        CorpusError: a task whose data cannot be reached, such as one on the Hugging Face Hub without a network.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    lm = RopeHFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+    names = {"tokenizer": lm.tokenizer.name_or_path or model.name_or_path, "pretrained": model.name_or_path}
+    known: dict[str, Any] = {"max_seq_lengths": [lm.max_length]} | {key: name for key, name in names.items() if name}
+    known |= dict(metadata or {})
+    longest = max(known["max_seq_lengths"], default=0)
+    if longest > lm.max_length:
+        raise MethodError(f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise MethodError(f"no such folder of tasks: {str(include_path)!r}")
+    manager = TaskManager(include_path=include_path, metadata=known)
+    results = simple_evaluate(
+        model=lm,
+        tasks=_built(manager, tasks),
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        limit=limit,
+        **({"log_samples": False} | options),
+    )
+    if results is None:
+        return {}
+    if lm.cut:
+        warnings.warn(
+            f"{lm.cut} inputs were longer than max_length={lm.max_length} leaves room for, and lost their beginning; "
+            "extend the model further for a fair result",
+            stacklevel=2,
+        )
+    method = patched_method(model)
+    return dict(results) | {
+        "provenance": provenance(model, ", ".join(tasks)),
+        "method": method.to_dict() if method else None,
+        "max_length": lm.max_length,
+        "cut": lm.cut,
+    }
+
+
+def _built(manager: Any, tasks: Sequence[str]) -> list[Any]:
+    """lm-eval's task and group objects, with their data."""
+    if isinstance(tasks, str) or not tasks:
+        raise MethodError(f"tasks must be a list of at least one name, got {tasks!r}")
+    built: list[Any] = []
+    for given in tasks:
+        names = [given] if Path(given).is_file() else manager.match_tasks([given])
+        if not names:
+            near = difflib.get_close_matches(given, manager.all_tasks, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise MethodError(f"unknown task {given!r}.{hint} `lm-eval ls tasks` lists all; include_path adds your own")
+        for name in names:
+            with _task_errors(name):
+                loaded = manager.load([name])
+                group = loaded.get("groups", {}).get(name)
+                built += [group] if group is not None else loaded["tasks"].values()
+    with _task_errors(", ".join(tasks)):
+        manager.load(built)  # refuses a task that comes twice, alone and in a group
+    return built
+
+
+@contextmanager
+def _task_errors(name: str) -> Iterator[None]:
+    """Whatever stops a task from being built, as one error with its name."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except (ConnectionError, HfHubHTTPError) as error:
+        raise CorpusError(
+            f"task {name!r} needs data from the Hugging Face Hub, which cannot be reached: {_first_line(error)}"
+        ) from error
+    except OSError as error:
+        raise CorpusError(f"the data of task {name!r} cannot be read: {_first_line(error)}") from error
+    except Exception as error:  # a task is code of its own: its YAML, what that imports, and what it asserts
+        raise MethodError(f"task {name!r} cannot be built: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

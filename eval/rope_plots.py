@@ -1,0 +1,426 @@
+"""Pictures of RoPE itself: what a method does to a model's wavelengths, angles, similarities and long-range decay.
+
+    >>> from rope_ext_hf.eval.pictures import draw
+    >>> from rope_ext_hf.methods.static import Yarn
+    >>> draw("rope.png", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, title="Llama 2")  # doctest: +SKIP
+
+The numbers come from pure functions of the inverse frequencies, float64 throughout; `draw` puts four panels of them
+into one picture. A pair is two dims that turn together; a pair with inverse frequency 0 has an infinite wavelength.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.eval.plots import spread
+from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Default
+
+__all__ = ["decay", "draw", "never_turning", "similarity", "similarity_as_seen", "unseen"]
+
+
+def never_turning(inv_freq: Tensor, length: int) -> int:
+    """How many pairs complete no turn within `length` tokens: wavelength 2 pi / inv_freq above it, infinite included.
+
+    inv_freq: (pairs,) radians per token.
+    """
+    return int((TWO_PI / inv_freq.double() > length).sum())
+
+
+def unseen(rotary: Rotary, inv_freq: Tensor, position: int) -> Tensor:
+    """Which pairs have been, by `position`, at angles that training never showed; (pairs,) bool.
+
+    Training shows a pair the angles from 0 to L0 theta_i, and all of them once that is a full turn.
+    inv_freq: (pairs,) radians per token, those of the method in use.
+    """
+    shown = rotary.trained_length * rotary.inv_freq()
+    # The margin lets a method that divides by exactly the extension end where training ended.
+    return (shown < TWO_PI) & (position * inv_freq.double() > shown * (1 + 1e-9))
+
+
+def similarity(inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor:
+    """Mean over pairs of cos((m - n) theta_i) for every two positions m and n: the cosine of their rotary encodings.
+
+    With `block` above 1, the mean of that over the `block` positions from m on and the `block` from n on, in closed
+    form, so that pairs faster than a coarse grid of positions do not show up as stripes (aliasing).
+
+    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, a function of m - n alone; 1 where m = n, for
+    `block` 1.
+    """
+    frequencies = inv_freq.double()
+    # |mean of exp(1j k theta) over k < block|, the Dirichlet kernel
+    kernel = torch.where(frequencies > 0, (block * frequencies / 2).sin() / (block * (frequencies / 2).sin()), 1.0)
+    angles = positions.double()[:, None] * frequencies
+    # cos(a - b) = cos a cos b + sin a sin b, so no (count, count, pairs) tensor is needed
+    encodings = torch.cat((kernel * angles.cos(), kernel * angles.sin()), dim=-1)  # (count, 2 pairs)
+    return encodings @ encodings.T / len(inv_freq)
+
+
+def similarity_as_seen(method: RemappingMethod, inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor:
+    """The same where keys are seen elsewhere than they are: means over at most 4 x 4 of the positions of a block.
+
+    method: fitted. Of two positions the later one is the query's.
+    """
+    offsets = range(0, block, max(1, block // 4))
+    total = torch.zeros(len(positions), len(positions), dtype=torch.float64)
+    for a, b in itertools.product(offsets, repeat=2):
+        one, other = positions[:, None] + a, positions + b
+        seen = method.distance(torch.maximum(one, other), torch.minimum(one, other))
+        distances, which = torch.unique(seen, return_inverse=True)
+        total += (distances[:, None] * inv_freq.double()).cos().mean(dim=-1)[which]
+    return total / len(offsets) ** 2
+
+
+def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
+    """RoFormer's bound on attention at a distance (Su et al. 2021, arXiv 2104.09864, sec. 3.4.3 and fig. 2).
+
+    Mean of |S_j| over j = 1 .. pairs, S_j = sum over i < j of exp(1j distance theta_i). At distance 0 it is
+    (pairs + 1) / 2, the mean of j.
+
+    inv_freq: (pairs,); distances: (count,) -> (count,) float64. At most `chunk` distances are in work at a time.
+    """
+    frequencies = inv_freq.double()
+    found = []
+    for start in range(0, len(distances), chunk):
+        angles = distances[start : start + chunk, None].double() * frequencies  # (chunk, pairs)
+        partial_sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
+        found.append(partial_sums.abs().mean(dim=-1))
+    return torch.cat(found)
+
+
+_PAIRS = "pair of dims, fastest first"
+_SHADE = "#fbe3d6"
+_RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
+_NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
+
+
+class _Curve(NamedTuple):
+    """One method as it is drawn.
+
+    Attributes:
+        inv_freq: (pairs,) at the extended length.
+        relative: an attention-level method, fitted: it says at which distances keys are seen.
+        farthest: the farthest distance at which a key is seen within the extended length, in tokens.
+    """
+
+    name: str
+    note: str
+    inv_freq: Tensor
+    style: dict[str, Any]
+    farthest: int
+    relative: RemappingMethod | None = None
+
+
+def draw(
+    path: str | Path,
+    rotary: Rotary,
+    methods: Mapping[str, RopeMethod],
+    *,
+    extended_length: int | None = None,
+    title: str = "Rotary position embedding",
+) -> None:
+    """Four panels, methods laid over plain RoPE, in one picture of 1600 x 1200 pixels; PNG where `path` ends in .png.
+
+    Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay.
+
+    Args:
+        path: the file; an existing one is replaced.
+        rotary: the model's geometry.
+        methods: what is drawn beside plain RoPE, by name. A `Default` is plain RoPE and not drawn twice.
+        extended_length: how far the panels reach, in tokens, and the length that length-dependent methods are drawn
+            at. None: the largest length a method is meant for, else 8 times the trained length.
+        title: stands above the panels.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        MethodError: a method that cannot go with this geometry, or an extended length below the trained one.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install rope-ext-hf[eval]") from error
+
+    length = _reach(rotary, methods) if extended_length is None else extended_length
+    if length < rotary.trained_length:
+        raise MethodError(f"extended_length={length} is below the trained length {rotary.trained_length}")
+    curves = _curves(rotary, methods, length)
+
+    figure = Figure(figsize=(32 / 3, 8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    turning = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them turn)"
+    figure.suptitle(
+        f"{title}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{turning}, base {rotary.theta:,.10g}, "
+        f"trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
+        fontsize=10.5,
+    )
+    rows: Any = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
+    (upper_left, upper_right), (lower_left, lower_right) = rows[1].subfigures(2, 2)
+    _draw_wavelengths(upper_left.subplots(), rotary, curves, length)
+    _draw_angles(upper_right.subplots(), rotary, curves, length)
+    _draw_similarity(lower_left, rotary, curves, length)
+    _draw_decay(lower_right.subplots(), rotary, curves, length)
+    _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
+    figure.savefig(path)
+
+
+def _reach(rotary: Rotary, methods: Mapping[str, RopeMethod]) -> int:
+    meant = max((method.extended_length(rotary) or 0 for method in methods.values()), default=0)
+    return meant if meant > rotary.trained_length else 8 * rotary.trained_length
+
+
+def _curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[_Curve]:
+    """Plain RoPE first."""
+    # Dashes let the lower of two equal curves show through; colour and dash together repeat after 44 methods.
+    dashes = ("-", (0, (5, 2)), (0, (3, 1.2, 1, 1.2)), (0, (1.5, 1.2)))
+    colours = [*(f"C{index}" for index in range(10)), "#00441b"]
+    curves = [_Curve("plain RoPE", "", rotary.inv_freq(), {"color": "#222222", "linewidth": 2.4}, length)]
+    for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
+        relative, farthest = None, length
+        if isinstance(method, RemappingMethod):
+            relative = method = method.bind(rotary, Default(), rotary.trained_length, None)
+            farthest = math.ceil(method.distance(torch.tensor(length), torch.arange(length)).max())
+        inv_freq, attention_factor = method.frequencies(rotary, length)
+        notes = [f"at length {length:,}"] if method.length_dependent else []
+        notes += [f"attention factor {attention_factor:.3f}"] if attention_factor != 1 else []
+        notes += [f"keys seen {farthest:,} tokens away at most"] if relative else []
+        style = {"color": colours[index % len(colours)], "linewidth": 1.4, "linestyle": dashes[index % len(dashes)]}
+        note = f" ({', '.join(notes)})" if notes else ""
+        curves.append(_Curve(name, note, inv_freq, style, farthest, relative))
+    return curves
+
+
+def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_Curve]) -> None:
+    """The colours of all panels, and what is counted in the upper two."""
+    texts = [
+        f"{curve.name}{curve.note}: {never_turning(curve.inv_freq, rotary.trained_length)} slow pairs, "
+        f"{int(unseen(rotary, curve.inv_freq, curve.farthest).sum())} at unseen angles"
+        for curve in curves
+    ]
+    panel.legend(lines[: len(curves)], texts, loc="center", ncols=2, fontsize=7.5, frameon=False, handlelength=3.5)
+
+
+def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+    """Both scales are of one curve: a wavelength is 2 pi over an inverse frequency."""
+    pairs = rotary.dim // 2
+    wavelengths = [_finite(TWO_PI / curve.inv_freq) for curve in curves]
+    shown = torch.cat(wavelengths)
+    bottom, top = (f([TWO_PI, length, *shown[shown.isfinite()].tolist()]) for f in (min, max))
+    bottom, top = bottom / 1.5, top * 1.8
+    for curve, heights in zip(curves, wavelengths, strict=True):
+        axes.plot(range(pairs), heights, marker="." if pairs <= 16 else "", **curve.style)
+    axes.axhspan(rotary.trained_length, top, color=_SHADE, linewidth=0, zorder=0)
+    for value, text in _lengths(rotary, length):
+        axes.axhline(value, **_RULE)
+        axes.annotate(
+            f"{text} length {value:,}",
+            (0.01, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            **_NOTE,
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom, top)
+    axes.set_xlim(-0.5, pairs - 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    mirror = axes.twinx()
+    mirror.set_yscale("log")
+    mirror.set_ylim(TWO_PI / bottom, TWO_PI / top)
+    mirror.set_ylabel("inverse frequency (radians per token)", fontsize=8)
+    mirror.tick_params(which="both", labelsize=7.5)
+    mirror.spines["top"].set_visible(False)
+    slow = never_turning(curves[0].inv_freq, rotary.trained_length)
+    title = f"Wavelengths. Shaded: slow pairs, no full turn in training ({slow} of {pairs} in plain RoPE)"
+    _finish(axes, title, _PAIRS, "wavelength (tokens)")
+
+
+def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+    """Turns made by some positions in plain RoPE, in grey, and by the farthest distance that occurs in each method.
+
+    What training never showed lies above the line of the trained length, among the pairs it took through no full turn.
+    """
+    pairs, trained = rotary.dim // 2, rotary.trained_length
+    plain = curves[0].inv_freq * trained / TWO_PI  # turns in training
+    slow = bool(((plain > 0) & (plain < 1)).any())
+    # Fast pairs have been at every angle: where there are slow ones, begin a little before them.
+    first, last = int((plain >= 10).sum()) if slow else 0, max(int((plain > 0).sum()), 1) - 1
+    multiples = _multiples(length / trained)
+    lines = [
+        *((multiple * plain, {"color": "#999999", "linewidth": 0.7}) for multiple in multiples),
+        *((curve.inv_freq * curve.farthest / TWO_PI, curve.style) for curve in curves),
+    ]
+    for turns, style in lines:
+        axes.plot(range(pairs), _finite(turns), marker="." if pairs <= 16 else "", **style)
+    shown = [turn for turns, _ in lines for turn in turns[first : last + 1].tolist() if turn > 0] or [1.0]
+    bottom, top = min(shown) / 1.5, 20.0 if slow else max(shown) * 1.5
+    if slow:
+        boundary = rotary.dim * math.log(trained / TWO_PI) / (2 * math.log(rotary.theta))  # where plain makes one turn
+        edge = [max(boundary, first - 0.5), last + 0.5]
+        floor = [trained * rotary.theta ** (-2 * pair / rotary.dim) / TWO_PI for pair in edge]
+        axes.fill_between(edge, floor, top, color=_SHADE, linewidth=0, zorder=0)  # straight: the scale is logarithmic
+    axes.set_yscale("log")
+    axes.set_ylim(bottom, top)
+    axes.set_xlim(first - 0.5, last + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    positions = [
+        (round(multiple * trained), float(plain[last]) * multiple) for multiple in multiples if plain[last] > 0
+    ]
+    _name_ends(
+        axes,
+        [(turns, f"at {_short(p)}" + (" (trained)" if p == trained else ""), "#666666") for p, turns in positions],
+    )
+    axes.annotate(
+        f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}",
+        (0.015, 0.02),
+        xycoords="axes fraction",
+        **_NOTE,
+    )
+    _finish(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "turns made")
+
+
+def _multiples(extension: float) -> list[float]:
+    """Positions in units of the trained length: powers of 2 around 1, at most five, and the extension itself last."""
+    step = max(1, math.ceil(math.log2(extension) / 3))
+    powers = [2.0 ** (step * k) for k in range(-2, 3)]
+    return [*(power for power in powers if power < extension), extension]
+
+
+def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+    """One map per method, all on one scale."""
+    block = math.ceil(length / 256)
+    positions = torch.arange(0, length, block)
+    end = len(positions) * block  # the last block may reach beyond the length
+    maps = [
+        similarity_as_seen(curve.relative, curve.inv_freq, positions, block=block)
+        if curve.relative
+        else similarity(curve.inv_freq, positions, block=block)
+        for curve in curves
+    ]
+    low, high = min(float(found.min()) for found in maps), max(float(found.max()) for found in maps)
+    columns = max(1, round(math.sqrt(1.4 * len(maps))))
+    grid = panel.subplots(math.ceil(len(maps) / columns), columns, squeeze=False)
+    ticks = [0, length // 2, length]
+    marked = rotary.trained_length < length <= 32 * rotary.trained_length  # beyond, the lines would hide the diagonal
+    for index, axes in enumerate(grid.flat):
+        if index >= len(maps):
+            axes.set_axis_off()
+            continue
+        values, scale = maps[index].numpy(), {"vmin": low, "vmax": max(high, low + 1e-3)}
+        image = axes.imshow(values, extent=(0, end, end, 0), cmap="viridis", **scale)
+        if marked:
+            for m, n in ((rotary.trained_length, 0), (0, rotary.trained_length)):
+                axes.axline((n, m), slope=1, color="white", linewidth=0.7, linestyle=(0, (4, 3)))
+        axes.set_title(curves[index].name, fontsize=7, color=curves[index].style["color"], pad=3)
+        below = index + columns >= len(maps)
+        axes.set_xticks(ticks, [_short(tick) for tick in ticks] if below else [])
+        axes.set_yticks(ticks, [_short(tick) for tick in ticks] if index % columns == 0 else [])
+        axes.tick_params(labelsize=6.5, length=2)
+    panel.colorbar(image, ax=list(grid.flat), pad=0.02).ax.tick_params(labelsize=7)
+    title = "Similarity of positions m, n"
+    title += f", means of {block} x {block}" if block > 1 else ""
+    title += ". Dashed: |m - n| = trained length" if marked else ""
+    panel.suptitle(title, fontsize=9)
+
+
+def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+    bins = _bins(length)
+    middles = [math.sqrt(float(part[0] * part[-1])) for part in bins]
+    ends = []
+    for curve in curves:
+        means = [float(decay(curve.inv_freq, _seen(curve, length, part)).mean()) for part in bins]
+        axes.plot(middles, means, **curve.style)
+        ends.append((statistics.fmean(means[-8:]), curve.name, curve.style["color"]))
+    top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, max(length, 2))
+    axes.set_ylim(0, top)
+    octaves = math.floor(math.log2(length))
+    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
+    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
+    axes.minorticks_off()
+    for value, text in _lengths(rotary, length):
+        axes.axvline(value, **_RULE)
+        axes.annotate(
+            f"{text} length",
+            (value, top),
+            xytext=(-3, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            rotation=90,
+            **_NOTE,
+        )
+    _name_ends(axes, ends)
+    _finish(
+        axes,
+        "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
+        "distance m - n (tokens)",
+        "mean |S_j| (relative upper bound)",
+    )
+
+
+def _seen(curve: _Curve, length: int, distances: Tensor) -> Tensor:
+    """The distances at which a query at the extended length sees keys so far away."""
+    if curve.relative is None:
+        return distances
+    query = torch.tensor(length)
+    return curve.relative.distance(query, query - distances.long())
+
+
+def _bins(length: int) -> list[Tensor]:
+    """Distances 1 .. length in bins of an eighth of an octave, at most 64 of a bin, evenly spread."""
+    octaves = math.log2(length + 1)
+    steps = 8 * math.ceil(octaves)
+    edges = sorted({round(2 ** (octaves * step / steps)) for step in range(steps + 1)})
+    return [
+        torch.linspace(start, stop - 1, min(64, stop - start), dtype=torch.float64).round()
+        for start, stop in itertools.pairwise(edges)
+    ]
+
+
+def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+    """(height, name, colour) of each line's end, written to the right of it."""
+    places = sorted(ends)
+    # heights as shares of the axes, whatever their scale
+    scale = axes.transData + axes.transAxes.inverted()
+    shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
+    for share, (_, name, colour) in zip(spread(shares, 1 / 26, 1.0), places, strict=True):
+        axes.annotate(name, (1.015, share), xycoords="axes fraction", fontsize=7, color=colour, va="center")
+
+
+def _lengths(rotary: Rotary, length: int) -> list[tuple[int, str]]:
+    extended = [(length, "extended")] if length > rotary.trained_length else []
+    return [(rotary.trained_length, "trained"), *extended]
+
+
+def _finish(axes: Any, title: str, across: str, up: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(up, fontsize=8)
+    axes.tick_params(which="both", labelsize=7.5)
+    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
+    axes.spines["top"].set_visible(False)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Gaps where a pair does not turn, for a logarithmic scale."""
+    return torch.where((values > 0) & values.isfinite(), values, math.nan)
+
+
+def _short(tokens: int) -> str:
+    """4096 as 4k, 1048576 as 1M."""
+    for unit, size in (("M", 1024**2), ("k", 1024)):
+        if tokens >= size and tokens % (size // 2) == 0:
+            return f"{tokens / size:g}{unit}"
+    return f"{tokens:,}"

@@ -1,0 +1,1 @@
+"""Exact blockwise attention for remapped positions."""

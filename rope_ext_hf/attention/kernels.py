@@ -1,0 +1,90 @@
+"""Fused attention kernels that return the log-sum-exp of the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["KERNELS"]
+
+
+# --- fused kernels --------------------------------------------------------------------------------------------------
+
+
+class _Fused(NamedTuple):
+    """What runs on one kind of device: `takes` says whether, `step` what the dims of a head must be a multiple of."""
+
+    run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    takes: Callable[[Tensor, int], bool]
+    step: int
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    # Where heads share keys it is right from torch 2.9 on only, which is why that is asked for.
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(query, key, value, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Flash attention where it runs; it takes groups of heads as they are. Else the memory-efficient kernel."""
+    if _has_flash(query):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
+        return out, lse
+    rows, heads, tokens, dim = query.shape
+    groups = heads // key.shape[1]
+    if groups > 1 and causal:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    elif groups > 1:  # the queries of a group are to its keys what more queries are
+        query = query.reshape(rows, key.shape[1], groups * tokens, dim)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = efficient(query, key, value, None, True, 0.0, causal, scale=scale)
+    lse = lse[..., : query.shape[-2]]  # it comes with room for a multiple of 32
+    return out.reshape(rows, heads, tokens, -1), lse.reshape(rows, heads, tokens)
+
+
+def _has_flash(query: Tensor) -> bool:
+    built = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return query.dtype in (torch.float16, torch.bfloat16) and _compute_capability(query) >= 8 and built()
+
+
+def _compute_capability(query: Tensor) -> int:
+    return torch.cuda.get_device_capability(query.device)[0]
+
+
+def _cuda_takes(query: Tensor, width: int) -> bool:
+    known = query.dtype in (torch.float16, torch.float32) or (
+        query.dtype == torch.bfloat16 and _compute_capability(query) >= 8
+    )
+    return known and width <= 256
+
+
+KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(_on_cuda, _cuda_takes, 8)}
+
+
+def has_kernel(query: Tensor, value: Tensor) -> bool:
+    fused = KERNELS.get(query.device.type)
+    return fused is not None and fused.takes(query, max(query.shape[-1], value.shape[-1]))
+
+
+def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) -> tuple[Tensor, Tensor]:
+    """A fused kernel and its log-sum-exp, (rows, heads, queries) float32; `seen` as in `Rectangle`."""
+    if seen == "reversed":
+        out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
+        return out.flip(-2), lse.flip(-1)
+    fused, width = KERNELS[query.device.type], value.shape[-1]
+    wide = -(-max(width, query.shape[-1]) // fused.step) * fused.step
+    query, key, value = (_pad_head_dim(x, wide) for x in (query, key, value))
+    out, lse = fused.run(query, key, value, scale, seen == "causal")
+    return out[..., :width], lse.float()
+
+
+def _pad_head_dim(x: Tensor, wide: int) -> Tensor:
+    """With so many dims, which lie next to each other in memory, as kernels want."""
+    if x.shape[-1] < wide:
+        return nn.functional.pad(x, (0, wide - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: which rows rotate, conversion, verification, detection."""

@@ -1,0 +1,32 @@
+"""Which angles: every RoPE method, as pure formulas that know no model.
+
+    >>> from rope_ext_hf.methods import Rotary, frequencies
+    >>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
+    tensor(1.4434e-05, dtype=torch.float64)
+
+Importing this package registers every method.
+"""
+
+from rope_ext_hf.methods import dynamic, remapping, static
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
+from rope_ext_hf.methods.registry import (
+    frequencies,
+    list_methods,
+    method_from_dict,
+    register_method,
+    resolve_method,
+)
+
+__all__ = [
+    "Frequencies",
+    "RopeMethod",
+    "Rotary",
+    "dynamic",
+    "frequencies",
+    "list_methods",
+    "method_from_dict",
+    "register_method",
+    "remapping",
+    "resolve_method",
+    "static",
+]

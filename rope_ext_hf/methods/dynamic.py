@@ -1,0 +1,185 @@
+"""Frequency methods whose frequencies follow the length of the input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
+from rope_ext_hf.methods.registry import register_method
+from rope_ext_hf.methods.static import (
+    _check_at_least_four_dims,
+    _check_attention_factor,
+    _check_divisors,
+    _on_device,
+    _Ramped,
+    ntk_theta,
+)
+
+__all__ = ["DynamicNTK", "DynamicYarn", "Growth", "LongRoPE"]
+
+
+Growth = Literal["paper", "hf", "even", "pow2"]
+
+
+@register_method("dynamic-ntk")
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTK(RopeMethod):
+    """NTK-aware scaling whose alpha follows the length L of the input (emozilla 2023).
+
+    `growth` names the rule, with ratio = L / L0:
+        paper   max(1, ratio)                                     YaRN paper, sec. 3.3
+        hf      s ratio - (s - 1), 1 while L <= L0                transformers' "dynamic", s = factor
+        even    `initial` while ratio <= initial, then the smallest even k >= ratio
+        pow2    max(1, 2^ceil(log2(ratio) + 1) - 1)               Qwen, lmdeploy
+
+    `sticky` keeps the largest k of "even" ever met by the module until it is reset: an explicit choice against purity.
+    """
+
+    growth: Growth = "paper"
+    factor: float | None = None
+    initial: float = 1.0
+    sticky: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules = ("paper", "hf", "even", "pow2")
+        if self.growth not in rules:
+            raise MethodError(f"dynamic-ntk: growth must be one of {', '.join(rules)}; got {self.growth!r}")
+        if self.growth == "hf" and self.factor is None:
+            raise MethodError("dynamic-ntk: growth='hf' needs factor (or target_length)")
+        if self.growth != "hf" and self.factor is not None:
+            raise MethodError(f"dynamic-ntk: factor goes with growth='hf' only, got it with growth={self.growth!r}")
+        if self.growth != "even" and (self.sticky or self.initial != 1):
+            raise MethodError(f"dynamic-ntk: sticky and initial go with growth='even' only, got growth={self.growth!r}")
+        if self.initial < 1:
+            raise MethodError(f"dynamic-ntk: initial must be at least 1, got {self.initial:g}")
+
+    @classmethod
+    def takes_factor(cls, values: Mapping[str, Any]) -> bool:
+        return values.get("growth") == "hf"
+
+    @property
+    def sticky_length(self) -> bool:
+        return self.sticky
+
+    @property
+    def length_dependent(self) -> bool:
+        return True
+
+    @property
+    def steps(self) -> bool:
+        return self.growth in ("even", "pow2")
+
+    def constant_until(self, rotary: Rotary, length: int) -> int:
+        ratio = length / rotary.trained_length
+        if self.growth == "even":
+            k = self.initial if ratio <= self.initial else 2 * math.ceil(ratio / 2)
+            return math.floor(k * rotary.trained_length)
+        if self.growth == "pow2":
+            return int(rotary.trained_length * 2 ** max(0, math.ceil(math.log2(ratio))))
+        return super().constant_until(rotary, length)
+
+    def check(self, rotary: Rotary) -> None:
+        _check_at_least_four_dims(self.name, rotary)
+
+    def alpha(self, rotary: Rotary, length: Tensor) -> Tensor:
+        ratio = length / rotary.trained_length
+        grown = ratio.clamp(min=1)
+        if self.growth == "hf":
+            assert self.factor is not None
+            return self.factor * grown - (self.factor - 1)
+        if self.growth == "even":
+            return torch.where(ratio <= self.initial, self.initial, 2 * torch.ceil(ratio / 2))
+        if self.growth == "pow2":
+            return torch.where(ratio > 1, 2 ** torch.ceil(torch.log2(grown) + 1) - 1, 1.0)
+        return grown
+
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        return rotary.inv_freq(ntk_theta(rotary, self.alpha(rotary, length)), length.device), 1.0
+
+    def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        """transformers' "dynamic": the same rule, with a memory of earlier calls and one length for a whole batch."""
+        if self.growth != "hf":
+            return None
+        return {"rope_type": "dynamic", "rope_theta": rotary.theta, "factor": self.factor}
+
+
+@register_method("dynamic-yarn")
+@dataclass(frozen=True, kw_only=True)
+class DynamicYarn(_Ramped):
+    """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
+
+    @property
+    def length_dependent(self) -> bool:
+        return True
+
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        factor = (length / rotary.trained_length).clamp(min=1)
+        return self.interpolate(rotary, factor, length.device), 0.1 * factor.log() + 1
+
+
+@register_method("longrope")
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE(RopeMethod):
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched per-dim divisors, one list up to L0, another beyond.
+
+    cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln L0) with s = `factor`, at
+    every length.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_divisors(self.name, "short_factor", self.short_factor)
+        _check_divisors(self.name, "long_factor", self.long_factor)
+        _check_attention_factor(self.name, self.attention_factor)
+        if self.factor is None and self.attention_factor is None:
+            raise MethodError("longrope: give factor (or target_length), or attention_factor")
+
+    @property
+    def length_dependent(self) -> bool:
+        return self.short_factor != self.long_factor
+
+    @property
+    def steps(self) -> bool:
+        return self.length_dependent
+
+    def constant_until(self, rotary: Rotary, length: int) -> int:
+        return UNBOUNDED if length > rotary.trained_length else super().constant_until(rotary, length)
+
+    def check(self, rotary: Rotary) -> None:
+        _check_divisors(self.name, "short_factor", self.short_factor, rotary)
+        _check_divisors(self.name, "long_factor", self.long_factor, rotary)
+        if self.attention_factor is None and rotary.trained_length == 1:
+            raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
+
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        short = _on_device(self.short_factor, length.device)
+        long = _on_device(self.long_factor, length.device)
+        divisors = torch.where(length > rotary.trained_length, long, short) if self.length_dependent else long
+        return rotary.inv_freq(device=length.device) / divisors, self._attention_factor(rotary)
+
+    def _attention_factor(self, rotary: Rotary) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        assert self.factor is not None
+        if self.factor == 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(rotary.trained_length))
+
+    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+        if rotary.rotated_pairs is not None:
+            return None
+        lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
+        return self.longrope_parameters(rotary) | lists

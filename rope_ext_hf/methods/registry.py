@@ -1,0 +1,161 @@
+"""Find a method by name, read it from a dict, register a new one.
+
+>>> from rope_ext_hf.methods import Rotary, frequencies
+>>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
+tensor(1.4434e-05, dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, is_number
+
+__all__ = ["accepts_factor", "frequencies", "list_methods", "method_from_dict", "register_method", "resolve_method"]
+
+
+_METHODS: dict[str, type[RopeMethod]] = {}
+# Other names in use, and the parameters they imply.
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"dynamic": ("dynamic-ntk", {"growth": "hf"})}
+
+_S = TypeVar("_S", bound=RopeMethod)
+
+
+def register_method(name: str) -> Callable[[type[_S]], type[_S]]:
+    """Register a method under its name; a second holder of a name is an error."""
+
+    def register(cls: type[_S]) -> type[_S]:
+        if name in _METHODS or name in _ALIASES:
+            raise TypeError(f"the method name {name!r} is taken")
+        cls.name = name
+        _METHODS[name] = cls
+        return cls
+
+    return register
+
+
+def list_methods() -> dict[str, type[RopeMethod]]:
+    """Every method by name."""
+    return dict(_METHODS)
+
+
+def resolve_method(
+    method: str | RopeMethod,
+    rotary: Rotary | None,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    **params: Any,
+) -> RopeMethod:
+    """A method object from what a user may write: a name and parameters, or an object and nothing beside it.
+
+    Args:
+        method: a name of `list_methods()`, the alias "dynamic", or a method object.
+        rotary: the geometry that turns target_length into a factor and that list lengths are checked against.
+        factor: how many times the trained length.
+        target_length: the same in tokens; where the method has no factor it only states the extended length.
+
+    Raises:
+        MethodError: unknown name or parameter (with the nearest one), both factor and target_length, or a value the
+            method cannot work with.
+        TypeError: parameters beside a method object.
+    """
+    if isinstance(method, RopeMethod):
+        given = {"factor": factor} | params
+        if extra := sorted(key for key, value in given.items() if value is not None):
+            raise TypeError(f"{', '.join(extra)} given beside a {type(method).__name__} object; put it into the object")
+        if target_length is not None:
+            raise TypeError(
+                f"target_length given beside a {type(method).__name__} object; put its factor into the object"
+            )
+        if rotary is not None:
+            method.check(rotary)
+        return method
+    if not isinstance(method, str):
+        raise TypeError(f"method must be a name or a method object, got {type(method).__name__}")
+
+    registry = _METHODS
+    name, implied = _ALIASES.get(method, (method, {}))
+    if name not in registry:
+        known = sorted([*registry, *_ALIASES])
+        raise MethodError(f"unknown method {method!r}.{did_you_mean(method, known)} Known methods: {', '.join(known)}")
+    cls = registry[name]
+    accepted = {item.name: item for item in fields(cls)}
+    values = implied | params
+    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # which gets what is not the method's own
+        below = {key: values.pop(key) for key in list(values) if key not in accepted}
+        values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
+        factor = None
+    for key in values:
+        if key not in accepted:
+            parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
+            raise MethodError(
+                f"{name} has no parameter {key!r}.{did_you_mean(key, list(accepted))} It takes: {parameters}"
+            )
+    if factor is not None and target_length is not None:
+        raise MethodError(f"factor={factor} and target_length={target_length} say the same thing; give one of them")
+    if target_length is not None:
+        factor = _factor_for(cls, values, rotary, target_length)
+    if factor is not None:
+        if "factor" not in accepted:
+            raise MethodError(f"{name} takes no factor; target_length=... states the length it is meant for")
+        values["factor"] = float(factor) if is_number(factor) else factor
+    missing = [k for k, item in accepted.items() if item.default is MISSING and k not in values]
+    if missing:
+        hint = " (or target_length)" if "factor" in missing else ""
+        raise MethodError(f"{name} needs {', '.join(missing)}{hint}")
+    resolved = cls(**values)
+    if rotary is not None:
+        resolved.check(rotary)
+    return resolved
+
+
+def accepts_factor(name: str) -> bool:
+    """Whether a method, by name and with its other parameters left at their defaults, has a factor."""
+    name, implied = _ALIASES.get(name, (name, {}))
+    return name in _METHODS and _METHODS[name].takes_factor(implied)
+
+
+def _factor_for(
+    cls: type[RopeMethod], values: Mapping[str, Any], rotary: Rotary | None, target_length: int
+) -> float | None:
+    """target_length as a factor, None where the method (or its growth rule) has none."""
+    takes_factor = cls.takes_factor(values)
+    if not isinstance(target_length, int):
+        raise MethodError(f"target_length must be a whole number of tokens, got {target_length!r}")
+    if rotary is None:
+        raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
+    if target_length < rotary.trained_length:
+        raise MethodError(
+            f"target_length={target_length} is below the trained length {rotary.trained_length}: nothing to extend"
+        )
+    return target_length / rotary.trained_length if takes_factor else None
+
+
+def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
+    """The inverse of `RopeMethod.to_dict`."""
+    values = dict(saved)
+    if not isinstance(name := values.pop("method", None), str):
+        raise MethodError(f"no method in {dict(saved)}")
+    return resolve_method(name, None, **values)
+
+
+def frequencies(method: str | RopeMethod, rotary: Rotary, *, length: int | None = None, **params: Any) -> Frequencies:
+    """A method's frequencies, no model needed.
+
+    Args:
+        method: a name of `list_methods()`, or a method object.
+        rotary: the geometry they are for.
+        length: tokens in the input, for length-dependent methods; None means the trained length.
+        **params: the method's parameters, `factor` or `target_length` among them.
+
+    Returns:
+        Frequencies: inv_freq (dim // 2,) float64 in radians per position, and the attention factor.
+
+    Raises:
+        MethodError: see `resolve_method`.
+    """
+    return resolve_method(method, rotary, **params).frequencies(rotary, length)

@@ -1,0 +1,119 @@
+"""`NTKAwareRoPE` and `apply_rotary_pos_emb`: rotary embedding for models written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.errors import LengthError, MethodError
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.static import ntk_theta
+from rope_ext_hf.rotary.phase import angles, fixed_point
+
+__all__ = ["NTKAwareRoPE", "apply_rotary_pos_emb"]
+
+
+def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate by half pairing: dims i and i + rotated/2 turn together (RoFormer, arXiv 2104.09864, sec. 3.2).
+
+    Args:
+        x: (batch, length, heads, head_dim).
+        cos, sin: (length, rotated) or (batch, length, rotated) with rotated <= head_dim; dims past `rotated` pass
+            through unchanged.
+
+    Returns:
+        x's shape, dtype and device; computed in the wider of x's dtype and cos's.
+    """
+    rotated = cos.shape[-1]
+    if x.ndim != 4:
+        raise ValueError(f"x must be (batch, length, heads, head_dim), got {tuple(x.shape)}")
+    if rotated > x.shape[-1] or rotated % 2:
+        raise ValueError(f"cos has {rotated} columns; they must be even in number and at most head_dim = {x.shape[-1]}")
+    if cos.shape != sin.shape or cos.shape[:-1] not in ((x.shape[1],), (1, x.shape[1]), tuple(x.shape[:2])):
+        raise ValueError(
+            f"cos and sin must both be ({x.shape[1]}, rotated) or ({x.shape[0]}, {x.shape[1]}, rotated), "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
+    turned = x[..., :rotated] * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned.to(x.dtype), x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else turned.to(x.dtype)
+
+
+class NTKAwareRoPE(nn.Module):
+    """NTK-aware RoPE that holds its own tables and applies itself, for models written by hand.
+
+    Args:
+        head_dim: rotated dims per head, all of them; even and at least 4.
+        max_seq_len: trained length L0 in tokens.
+        base: theta.
+        k: NTK scale alpha; the tables reach max_seq_len x k positions. At least 1.
+        dynamic: what happens when an input is longer than the tables reach. The smallest even k' with
+            max_seq_len x k' >= length is taken in either case; True keeps k' and its tables for all later calls,
+            False uses them for that call only.
+        dtype: dtype of the tables.
+        device: where they are made.
+
+    Attributes:
+        C, S: cos and sin, (max_seq_len x k, head_dim), half pairing; buffers that are not in the state_dict.
+
+    The formula is `ntk`'s: base x k^(d/(d-2)) (YaRN paper, arXiv 2309.00071, sec. 3.1).
+    """
+
+    C: Tensor
+    S: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_seq_len: int,
+        base: float = 10000,
+        k: float = 1,
+        dynamic: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim < 4:
+            raise MethodError(f"NTK-aware RoPE needs head_dim of at least 4 (its exponent is d/(d-2)), got {head_dim}")
+        if not (math.isfinite(k) and k >= 1):
+            raise MethodError(f"k must be a finite number of at least 1, got {k}")
+        if not dtype.is_floating_point:
+            raise MethodError(f"dtype must be a floating-point type, got {dtype}")
+        self.rotary = Rotary(head_dim, float(base), max_seq_len)
+        self.k = k
+        self.dynamic = dynamic
+        cos, sin = self._tables(k, dtype, torch.get_default_device() if device is None else device)
+        self.register_buffer("C", cos, persistent=False)
+        self.register_buffer("S", sin, persistent=False)
+
+    def _tables(self, k: float, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        frequency = fixed_point(self.rotary.inv_freq(ntk_theta(self.rotary, k))).to(device)
+        reach = math.floor(round(self.rotary.trained_length * k, 6))  # 100 x 1.15 is 114.99999999999999
+        positions = torch.arange(reach, device=frequency.device)
+        angle = angles(positions, frequency)
+        return torch.cat((angle.cos(),) * 2, dim=-1).to(dtype), torch.cat((angle.sin(),) * 2, dim=-1).to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NTKAwareRoPE:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.C.device.type != "meta":  # `to_empty` leaves them uninitialised
+            self.C, self.S = self._tables(self.k, self.C.dtype, self.C.device)
+        return self
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """Rotate x: (batch, length, heads, head_dim), whose first token stands at position `offset`."""
+        if x.ndim != 4 or x.shape[-1] != self.rotary.dim:
+            raise ValueError(f"x must be (batch, length, heads, {self.rotary.dim}), got {tuple(x.shape)}")
+        if offset < 0:
+            raise LengthError(f"offset must not be negative, got {offset}")
+        reach = offset + x.shape[1]
+        cos, sin = self.C, self.S
+        if reach > cos.shape[0]:
+            k = 2 * math.ceil(reach / (2 * self.rotary.trained_length))
+            cos, sin = self._tables(k, cos.dtype, cos.device)
+            if self.dynamic:
+                self.k, self.C, self.S = k, cos, sin
+        return apply_rotary_pos_emb(x, cos[offset:reach].to(x.device), sin[offset:reach].to(x.device))
