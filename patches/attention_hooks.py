@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import Call, Rotation, Rule, ScoreModifiers
+from rope_ext_hf.attention.rules import AttentionRule, ForwardContext, Rotation, ScoreModifiers
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, LAYER_ATTRIBUTE, register_attention
 from rope_ext_hf.patches.forward_context import Layer
@@ -39,21 +39,21 @@ def remapped_attention(
         (rows, tokens, heads, head_dim), None for the weights.
     """
     layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
-    call = None if layer is None else layer.calls.of(given.get("position_ids"))
-    if layer is None or call is None:
+    context = None if layer is None else layer.tracker.context_for(given.get("position_ids"))
+    if layer is None or context is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was not there, or had no weights yet, when its model was patched; patch it again"
         )
-    total = call.keys.shape[-1]
+    total = context.key_positions.shape[-1]
     key, value = key[:, :, :total], value[:, :, :total]  # a static cache has room after them
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
-    return attend_from_kwargs(layer.rule, layer.rotation, call, query, key, value, mask, **given)
+    return attend_from_kwargs(layer.rule, layer.rotation, context, query, key, value, mask, **given)
 
 
 def attend_from_kwargs(
-    rule: Rule,
+    rule: AttentionRule,
     rotation: Rotation | None,
-    call: Call,
+    context: ForwardContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -68,7 +68,7 @@ def attend_from_kwargs(
 ) -> tuple[Tensor, None]:
     """`attend`, with the keywords that transformers gives an attention function; returns what it wants of one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(rule, rotation, call, query, key, value, scale, ScoreModifiers(softcap, s_aux, mask, dropout))
+    out = attend(rule, rotation, context, query, key, value, scale, ScoreModifiers(softcap, s_aux, mask, dropout))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import Rotation, RotationTable, Rule, Window
+from rope_ext_hf.attention.rules import AttentionRule, LocalAttention, Rotation, RotationTable
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.remapping import Place, RemappingMethod
+from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import PROBE_NAME, UNSUPPORTED_KWARGS, register_attention, use_attention
 from rope_ext_hf.patches.forward_context import PROBE_RECORDS, ForwardTracker, Layer
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
-from rope_ext_hf.rotary.kv_cache import alike, candidate_key_layouts
+from rope_ext_hf.rotary.kv_cache import candidate_key_layouts, nearly_equal
 
 __all__ = ["probe_layers"]
 
@@ -52,7 +52,7 @@ def no_mask(*args: Any, **kwargs: Any) -> None: ...
 
 
 def probe_layers(
-    model: nn.Module, slots: Sequence[Slot], method: RemappingMethod, rotary: Rotary, calls: ForwardTracker
+    model: nn.Module, slots: Sequence[Slot], method: RemappingMethod, rotary: Rotary, tracker: ForwardTracker
 ) -> list[tuple[nn.Module, Layer]]:
     """What each attention module of a model must be told.
 
@@ -74,9 +74,9 @@ def probe_layers(
         raise UnsupportedModelError(
             f"the attention of {type(model).__name__} does not go through transformers' attention interface"
         )
-    phases = RotationTable(plain.frequencies(rotary).inv_freq)
+    table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [
-        (a.module, _layer(a, b, c, method, rotary, phases, near, far, calls))
+        (a.module, _layer(a, b, c, method, rotary, table, near, far, tracker))
         for a, b, c in zip(here, there, stored, strict=True)
     ]
     if not any(layer.rule is method for _, layer in layers):
@@ -93,28 +93,28 @@ def _layer(
     stored: _ProbeRecord,
     method: RemappingMethod,
     rotary: Rotary,
-    phases: RotationTable,
+    table: RotationTable,
     near: Tensor,
     far: Tensor,
-    calls: ForwardTracker,
+    tracker: ForwardTracker,
 ) -> Layer:
     """One layer, from what it was given with positions near, far, and where far keys are stored."""
     name = type(here.module).__name__
     if here.refused:
         raise UnsupportedModelError(f"{name} has {here.refused}, which attention-level methods cannot do")
-    if alike(stored.key, there.key) and alike(stored.query, there.query):
-        return Layer(Window(here.window), None, calls)  # no rotation, or one of its own
+    if nearly_equal(stored.key, there.key) and nearly_equal(stored.query, there.query):
+        return Layer(LocalAttention(here.window), None, tracker)  # no rotation, or one of its own
     device = here.key.device
-    moved = phases.turn(Place(near), Place(far), device)
-    kept = phases.turn(Place(near), method.stored(far), device)
+    moved = table.between(RemappedPosition(near), RemappedPosition(far), device)
+    kept = table.between(RemappedPosition(near), method.key_position(far), device)
     for layout in candidate_key_layouts(here.key.shape[-1], rotary.dim):
         if all(
-            alike(turn.applied(before, layout), after)
+            nearly_equal(turn.apply(before, layout), after)
             for turn, later in ((moved, there), (kept, stored))
             for before, after in ((here.key, later.key), (here.query, later.query))
         ):
-            rule: Rule = method if here.window is None else Window(here.window, method)
-            return Layer(rule, Rotation(phases, layout), calls)
+            rule: AttentionRule = method if here.window is None else LocalAttention(here.window, method)
+            return Layer(rule, Rotation(table, layout), tracker)
     raise UnsupportedModelError(
         f"{name} does more with its queries and keys after rotating them than an attention-level method can undo (a "
         "norm after the rotation, or another arrangement of its dims)"

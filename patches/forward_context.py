@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rope_ext_hf.attention.rules import Call, Rotation, Rule
+from rope_ext_hf.attention.rules import AttentionRule, ForwardContext, Rotation
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.rotary.embedding import segment_lengths
@@ -28,20 +28,20 @@ PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_reco
 class Layer:
     """What the attention function must know of a module it is called for."""
 
-    rule: Rule
+    rule: AttentionRule
     rotation: Rotation | None
-    calls: ForwardTracker
+    tracker: ForwardTracker
 
 
 class ForwardTracker:
     """Hooks around the forward of a decoder: positions and padding of the call under way, for its attention."""
 
     def __init__(self) -> None:
-        self.now: Call | None = None
-        self._by_positions: MutableMapping[Tensor, Call] = WeakIdKeyDictionary()
+        self.current: ForwardContext | None = None
+        self._by_positions: MutableMapping[Tensor, ForwardContext] = WeakIdKeyDictionary()
 
     @graph_break  # it looks at values
-    def before(
+    def pre_forward(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         config: Any = decoder.config
@@ -58,24 +58,26 @@ class ForwardTracker:
             return None  # the decoder's own error says it better
         cache, positions = call.get("past_key_values"), call.get("position_ids")
         known = int(cache.get_seq_length()) if cache is not None else 0
-        self.now = _call(given, known, _padding(call.get("attention_mask"), known + given.shape[1]), positions)
+        self.current = build_context(
+            given, known, _padding(call.get("attention_mask"), known + given.shape[1]), positions
+        )
         if positions is not None and "position_ids" not in kwargs:
-            self._by_positions[positions] = self.now
+            self._by_positions[positions] = self.current
             return None
-        named = self.now.queries.view_as(self.now.queries)  # a tensor of this call alone
-        self._by_positions[named] = self.now
+        named = self.current.query_positions.view_as(self.current.query_positions)  # a tensor of this call alone
+        self._by_positions[named] = self.current
         return args, kwargs | {"position_ids": named}
 
-    def of(self, positions: Tensor | None) -> Call | None:
+    def context_for(self, positions: Tensor | None) -> ForwardContext | None:
         """The call whose attention runs: with gradient checkpointing a backward runs that of earlier ones again."""
         if positions is None or torch.compiler.is_compiling():
-            return self.now
-        return self._by_positions.get(positions, self.now)
+            return self.current
+        return self._by_positions.get(positions, self.current)
 
-    def after(self, *_: Any) -> None:
+    def post_forward(self, *_: Any) -> None:
         """What served all layers of this forward is of no use to the next; called after an exception, too."""
-        if self.now is not None:
-            self.now.turns.clear()
+        if self.current is not None:
+            self.current.rotations.clear()
 
 
 def _padding(mask: Any, total: int) -> Tensor | None:
@@ -88,58 +90,62 @@ def _padding(mask: Any, total: int) -> Tensor | None:
     return nn.functional.pad(real, (0, max(0, total - real.shape[1])), value=True)[:, :total]
 
 
-def _call(given: Tensor, known: int, real: Tensor | None, positions: Tensor | None) -> Call:
-    """What is to be known of a forward, with one look at values where it takes any.
+def build_context(
+    new_tokens: Tensor, past_length: int, key_mask: Tensor | None, positions: Tensor | None
+) -> ForwardContext:
+    """The context of a forward, with one look at values where it takes any.
 
     Args:
-        known: tokens in the cache.
-        real: (rows, known + tokens) bool, False where padding is.
+        past_length: tokens in the cache.
+        key_mask: (rows, past_length + tokens) bool, False where padding is.
         positions: (rows or 1, tokens) as given.
     """
-    rows, tokens = given.shape[:2]
-    total = known + tokens
+    rows, tokens = new_tokens.shape[:2]
+    total = past_length + tokens
     if positions is not None:
         if positions.ndim != 2:
             raise LengthError(f"attention-level methods need one position per token, got {tuple(positions.shape)}")
-        positions = positions.to(given.device)
+        positions = positions.to(new_tokens.device)
 
-    def agree(keys: Tensor, real: Tensor | None) -> Tensor:
+    def agree(keys: Tensor, key_mask: Tensor | None) -> Tensor:
         """Whether the positions given, if any, are those of the last keys, but for padding; a scalar bool."""
         if positions is None:
-            return torch.ones((), dtype=torch.bool, device=given.device)
-        differs = keys[:, known:] != positions
-        return ~(differs if real is None else differs & real[:, known:]).any()
+            return torch.ones((), dtype=torch.bool, device=new_tokens.device)
+        differs = keys[:, past_length:] != positions
+        return ~(differs if key_mask is None else differs & key_mask[:, past_length:]).any()
 
-    keys = torch.arange(total, device=given.device)[None]
+    keys = torch.arange(total, device=new_tokens.device)[None]
     offsets: tuple[int, ...] | None = (0,) * rows
-    if real is None and positions is None:
-        return Call(keys[:, known:], keys, offsets, None)
+    if key_mask is None and positions is None:
+        return ForwardContext(keys[:, past_length:], keys, offsets, None)
     looks = agree(keys, None)[None]
-    if real is not None:
-        counted = (real.cumsum(-1) - 1).clamp(min=0)
-        begins = real.int().argmax(-1)
-        unbroken = real.int().diff(dim=-1).clamp(min=0).sum(-1) + real[:, 0] == 1  # one run of real tokens
-        to_the_end = (begins + real.sum(-1) == total) | (known == 0)
-        facts = [agree(counted, real), real.all(), (unbroken & to_the_end).all()]
+    if key_mask is not None:
+        counted = (key_mask.cumsum(-1) - 1).clamp(min=0)
+        begins = key_mask.int().argmax(-1)
+        unbroken = key_mask.int().diff(dim=-1).clamp(min=0).sum(-1) + key_mask[:, 0] == 1  # one run of real tokens
+        to_the_end = (begins + key_mask.sum(-1) == total) | (past_length == 0)
+        facts = [agree(counted, key_mask), key_mask.all(), (unbroken & to_the_end).all()]
         looks = torch.cat([looks, torch.stack(facts), begins])
     agreed, *padded = looks.tolist()
     if padded and padded[1]:
-        real = None
+        key_mask = None
     elif padded:
         agreed, _, in_order, *begin = padded
         keys, offsets = counted, tuple(begin) if in_order else None
     if agreed:
-        return Call(keys[:, known:], keys, offsets, real)
+        return ForwardContext(keys[:, past_length:], keys, offsets, key_mask)
     assert positions is not None
-    if known == 0:  # inputs one after the other in a row, or not from 0 on
-        return Call(positions, positions, None, real)
+    if past_length == 0:  # inputs one after the other in a row, or not from 0 on
+        return ForwardContext(positions, positions, None, key_mask)
     keys = keys + positions[:, -1:] - keys[:, -1:]
-    if not bool(agree(keys, real)):
+    if not bool(agree(keys, key_mask)):
         raise LengthError("the positions given do not follow those of the keys in the cache")
-    if real is None and not bool((keys[:, 0] > 0).any()):  # padding that only the positions tell of
+    if key_mask is None and not bool((keys[:, 0] > 0).any()):  # padding that only the positions tell of
         before = (-keys[:, 0]).expand(rows)
-        return Call(positions, keys.clamp(min=0), tuple(before.tolist()), None if not bool(before.any()) else keys >= 0)
-    return Call(positions, keys, None, real)
+        return ForwardContext(
+            positions, keys.clamp(min=0), tuple(before.tolist()), None if not bool(before.any()) else keys >= 0
+        )
+    return ForwardContext(positions, keys, None, key_mask)
 
 
 def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:

@@ -22,9 +22,9 @@ from rope_ext_hf.patches.slots import PatchedSlot
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.kv_cache import (
+    CacheState,
     KeyLayout,
-    Stored,
-    Turn,
+    KeyRotation,
     infer_key_layout,
     rotate_cached_keys_,
     rotate_keys_on_read,
@@ -50,10 +50,10 @@ def install_length_hooks(model: nn.Module) -> None:
                 above = above.rpartition(".")[0]
             decoders.setdefault(modules[above], []).append(slot)
     for decoder, slots in decoders.items():
-        rows = LengthHooks(slots)
+        hooks = LengthHooks(slots)
         slots[0].hooks += [
-            decoder.register_forward_pre_hook(rows.before, with_kwargs=True),
-            decoder.register_forward_hook(rows.after, with_kwargs=True, always_call=True),
+            decoder.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
+            decoder.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
         ]
 
 
@@ -65,11 +65,11 @@ class _CachedForward(NamedTuple):
     """A forward onto a cache that is not empty."""
 
     cache: Cache
-    known: int  # tokens in it
-    given: Tensor  # ids or embeddings of the new ones
+    past_length: int  # tokens in it
+    new_tokens: Tensor  # ids or embeddings of the new ones
     positions: Tensor  # (rows or 1, new)
     rows: Tensor  # (rows or 1,) how long they are to be
-    counted: bool  # whether no row can be longer than its tokens are many, nor another call matter
+    from_mask: bool  # whether no row can be longer than its tokens are many, nor another call matter
 
 
 class LengthHooks:
@@ -83,10 +83,10 @@ class LengthHooks:
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         self.slots = slots
         self.layouts: list[KeyLayout | None] | None = None  # of the layers of its cache, once they were needed
-        self.open: ExitStack | None = None  # what a forward has changed until it ends
-        self.coming: Stored | None = None  # what its cache will hold then
+        self._undo: ExitStack | None = None  # what a forward has changed until it ends
+        self._next_state: CacheState | None = None  # what its cache will hold then
 
-    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Work out the lengths of the rows, and bring the keys in the cache to their frequencies."""
         call = arguments(decoder, args, kwargs)
         cache = call.get("past_key_values")
@@ -113,19 +113,21 @@ class LengthHooks:
         if positions.ndim != 2:
             raise LengthError(f"positions of shape {tuple(positions.shape)} do not say how long each row is. {_REMEDY}")
         lengths = row_lengths(positions, mask, known)
-        self.open, self.coming = ExitStack(), None
+        self._undo, self._next_state = ExitStack(), None
         table = tables[0]
         counted = counted and not table.method.sticky_length
-        lengths = table.effective(lengths)
+        lengths = table.resolve_lengths(lengths)
         rows = lengths if lengths.ndim == 1 else lengths.amax(-1)
         if known:
             self._rotate_cache_to(decoder, tables, _CachedForward(cache, known, given, positions, rows, counted))
         for each in tables:
-            self.open.callback(setattr, each, "row_lengths", None)
+            self._undo.callback(setattr, each, "row_lengths", None)
             each.row_lengths = lengths
-        if self.coming is None:
+        if self._next_state is None:
             short = counted and given.shape[1] <= table.rotary.trained_length
-            self.coming = Stored(table.method.to_dict(), rows, positions, table.rotary.trained_length if short else 0)
+            self._next_state = CacheState(
+                table.method.to_dict(), rows, positions, table.rotary.trained_length if short else 0
+            )
 
     def _tables(self) -> list[RotaryEmbedding]:
         return [slot.table(name) for slot in self.slots for name in slot.tables]
@@ -140,7 +142,7 @@ class LengthHooks:
             return
         stored, held = getattr(cache, STORED, None), self._held()
         if stored not in (None, held) and cache.get_seq_length():
-            when = "outside fixed_length" if isinstance(stored, Stored) else f"at a fixed length of {stored}"
+            when = "outside fixed_length" if isinstance(stored, CacheState) else f"at a fixed length of {stored}"
             raise LengthError(f"the keys in this cache were stored {when}, and {held} is held now: fill a new one")
 
     @graph_break  # it looks at values
@@ -149,7 +151,7 @@ class LengthHooks:
         cache, known, given, positions, rows, counted = onto
         table = tables[0]
         stored = getattr(cache, STORED, None)
-        if not isinstance(stored, Stored) or stored.method != table.method.to_dict():
+        if not isinstance(stored, CacheState) or stored.method != table.method.to_dict():
             raise LengthError(
                 f"the keys in this cache were not stored under this model's {table.method.name}, so with which "
                 f"frequencies they were turned is not known. {_REMEDY}"
@@ -167,9 +169,9 @@ class LengthHooks:
         past = stored.positions[:, :known].expand(max(positions.shape[0], stored.positions.shape[0]), -1)
         every = torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
         total = every.shape[1]
-        self.coming = Stored(stored.method, stored.lengths, every, stored.quiet)
+        self._next_state = CacheState(stored.method, stored.lengths, every, stored.valid_up_to)
         cropped = known < stored.positions.shape[1]
-        if counted and not cropped and total <= stored.quiet:
+        if counted and not cropped and total <= stored.valid_up_to:
             return  # known from their number alone, without waiting for the device
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -186,25 +188,25 @@ class LengthHooks:
             if until != before:
                 delattr(cache, STORED)  # should turning fail half-way, this cache is to be refused
                 for scaled, some in groups:
-                    rotate_cached_keys_(some, Turn.between(table, stored.lengths, rows, past, scaled))
-                setattr(cache, STORED, Stored(stored.method, rows, past, 0))
+                    rotate_cached_keys_(some, KeyRotation.between_lengths(table, stored.lengths, rows, past, scaled))
+                setattr(cache, STORED, CacheState(stored.method, rows, past, 0))
             slack = min(end - length for end, length in zip(until, rows.tolist(), strict=True))
-            self.coming = Stored(stored.method, rows, every, total + slack if counted else 0)
+            self._next_state = CacheState(stored.method, rows, every, total + slack if counted else 0)
             return
-        assert self.open is not None
+        assert self._undo is not None
         for scaled, some in groups:
-            back = Turn.between(table, rows, stored.lengths, positions, scaled)
-            forth = Turn.between(table, stored.lengths, rows, every, scaled)
-            self.open.enter_context(rotate_keys_on_read(some, back, forth))
+            back = KeyRotation.between_lengths(table, rows, stored.lengths, positions, scaled)
+            forth = KeyRotation.between_lengths(table, stored.lengths, rows, every, scaled)
+            self._undo.enter_context(rotate_keys_on_read(some, back, forth))
 
-    def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Undo what `before` did to others, and note what the cache holds now. Called after an exception, too."""
         from transformers.cache_utils import Cache
 
-        holds: Stored | int | None = self.coming
-        if self.open is not None:
-            self.open.close()
-            self.open = self.coming = None
+        holds: CacheState | int | None = self._next_state
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = self._next_state = None
         elif not torch.compiler.is_compiling():
             holds = self._held()
         if output is None or holds is None:

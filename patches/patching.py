@@ -97,10 +97,10 @@ def install(
     rotary = shared_geometry(slots, own)
     method = resolve(rotary)
     layers: list[Any] = []
-    calls = ForwardTracker()
+    tracker = ForwardTracker()
     if isinstance(method, RemappingMethod):
         method = method.bind(rotary, *own_method(first), target_length)
-        layers = [] if _on_meta_device(model) else probe_layers(model, slots, method, rotary, calls)
+        layers = [] if _on_meta_device(model) else probe_layers(model, slots, method, rotary, tracker)
     rope_type = write_rope(own, rotary, method, known, first.scaled_layers, target_length, native)
     if known.softmax_mscale:
         _check_softmax_scale(first, own, rope_type)
@@ -125,8 +125,8 @@ def install(
             slot.module.config = slot.config  # what was replaced keeps what it was built from
         if isinstance(method, RemappingMethod):
             filling.hooks = [
-                slot.parent.register_forward_pre_hook(calls.before, with_kwargs=True),
-                slot.parent.register_forward_hook(calls.after, always_call=True),
+                slot.parent.register_forward_pre_hook(tracker.pre_forward, with_kwargs=True),
+                slot.parent.register_forward_hook(tracker.post_forward, always_call=True),
             ]
     if method.length_dependent:
         install_length_hooks(model)

@@ -56,11 +56,13 @@ class RemappedRotaryEmbedding(RotaryEmbedding):
     def _at(self, length: int | None) -> Frequencies:
         assert isinstance(self.method, RemappingMethod)
         inv_freq, attention_factor = super()._at(length)
-        return Frequencies(inv_freq / self.method.stored(torch.zeros((), dtype=torch.int64)).divisor, attention_factor)
+        return Frequencies(
+            inv_freq / self.method.key_position(torch.zeros((), dtype=torch.int64)).divisor, attention_factor
+        )
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         assert isinstance(self.method, RemappingMethod)
-        positions = self.method.stored(position_ids).positions
+        positions = self.method.key_position(position_ids).positions
         assert positions is not None
         return super().forward(x, positions)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention import kernels
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import Call, Rotation, RotationTable, ScoreModifiers, Window
+from rope_ext_hf.attention.rules import ForwardContext, LocalAttention, Rotation, RotationTable, ScoreModifiers
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
@@ -123,15 +123,15 @@ def run(
     q, k, v = random(heads, tokens, head_dim), random(kv_heads, count, head_dim), random(kv_heads, count, value_dim)
     keys = torch.stack([torch.arange(count) - pad for pad in pads]).clamp(min=0)
     stored = torch.tensor([[place_of_key(method, int(n)) for n in row] for row in keys], dtype=torch.float64)[:, None]
-    call = Call(
-        queries=keys[:, count - tokens :],
-        keys=keys,
-        offsets=pads if more.pop("ordered", True) else None,
-        real=torch.stack([torch.arange(count) >= pad for pad in pads]) if any(pads) else None,
+    call = ForwardContext(
+        query_positions=keys[:, count - tokens :],
+        key_positions=keys,
+        left_padding=pads if more.pop("ordered", True) else None,
+        key_mask=torch.stack([torch.arange(count) >= pad for pad in pads]) if any(pads) else None,
     )
-    rule: Any = method if sliding is None else Window(sliding, method)
+    rule: Any = method if sliding is None else LocalAttention(sliding, method)
     inv_freq = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    extras = ScoreModifiers(cap=more.get("cap"), sinks=more.get("sinks"))
+    extras = ScoreModifiers(softcap=more.get("cap"), sinks=more.get("sinks"))
     found = attend(
         rule,
         Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
@@ -180,7 +180,7 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
     pads = tuple(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3), "pads"))
     value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attending, "QUERIES", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
+        patch.setattr(attending, "MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
         found, wanted = run(
             method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
         )
@@ -280,7 +280,7 @@ def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("seen", ["all", "causal", "reversed"])
+@pytest.mark.parametrize("seen", ["full", "causal", "anticausal"])
 def test_the_operators_of_cuda_are_called_as_torch_has_them(
     dtype: torch.dtype, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +297,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True, raising=False)
     monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"])
-    monkeypatch.setattr(cache, "WIDENING", {device})
+    monkeypatch.setattr(cache, "FUSED_UPCAST_DEVICES", {device})
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
         torch.empty(1, n, tokens, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads)
     )
     positions = torch.arange(tokens)[None]
-    call = Call(positions, positions, (0,), None)
+    call = ForwardContext(positions, positions, (0,), None)
     with torch.inference_mode():
         with Taken(query, key, value) as plain:
             torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
@@ -385,8 +385,8 @@ def test_nothing_to_attend() -> None:
     for rows, tokens in ((0, 5), (1, 0)):
         query, key = torch.empty(rows, 4, tokens, 16), torch.empty(rows, 2, 7, 16)
         positions = torch.arange(7)[None]
-        call = Call(positions[:, 7 - tokens :], positions, (0,) * rows, None)
-        assert attend(Window(), None, call, query, key, key, 1.0).shape == (rows, 4, tokens, 16)
+        call = ForwardContext(positions[:, 7 - tokens :], positions, (0,) * rows, None)
+        assert attend(LocalAttention(), None, call, query, key, key, 1.0).shape == (rows, 4, tokens, 16)
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)

@@ -24,7 +24,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.families import families
-from rope_ext_hf.rotary.kv_cache import KeyLayout, Turn, rotate_cached_keys_
+from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
 from tests.models import FAMILIES, TRAINED, build, build_known, logits, tokens
 from tests.test_patching import HostReads
 
@@ -963,7 +963,7 @@ def test_keys_are_turned_in_little_memory(dtype: torch.dtype) -> None:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         layers = [(Layer(), KeyLayout("half", 0, 64)) for _ in range(12)]
-        rotate_cached_keys_(layers, Turn(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32)))
+        rotate_cached_keys_(layers, KeyRotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32)))
     held = sum(layer.keys.nbytes for layer, _ in layers)
     assert seen.profiler is not None
     results: Any = seen.profiler.kineto_results

@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "has_kernel", "run_kernel"]
 
 
 # --- fused kernels --------------------------------------------------------------------------------------------------
 
 
 class _Fused(NamedTuple):
-    """What runs on one kind of device: `takes` says whether, `step` what the dims of a head must be a multiple of."""
+    """A fused kernel for one kind of device; head_dim is padded to a multiple of `head_dim_multiple`."""
 
     run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-    takes: Callable[[Tensor, int], bool]
-    step: int
+    supports: Callable[[Tensor, int], bool]
+    head_dim_multiple: int
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -68,18 +68,18 @@ KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     fused = KERNELS.get(query.device.type)
-    return fused is not None and fused.takes(query, max(query.shape[-1], value.shape[-1]))
+    return fused is not None and fused.supports(query, max(query.shape[-1], value.shape[-1]))
 
 
-def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: str) -> tuple[Tensor, Tensor]:
-    """A fused kernel and its log-sum-exp, (rows, heads, queries) float32; `seen` as in `Rectangle`."""
-    if seen == "reversed":
+def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: str) -> tuple[Tensor, Tensor]:
+    """A fused kernel and its log-sum-exp, (rows, heads, queries) float32; `mask` as in `TileRectangle`."""
+    if mask == "anticausal":
         out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
         return out.flip(-2), lse.flip(-1)
     fused, width = KERNELS[query.device.type], value.shape[-1]
-    wide = -(-max(width, query.shape[-1]) // fused.step) * fused.step
+    wide = -(-max(width, query.shape[-1]) // fused.head_dim_multiple) * fused.head_dim_multiple
     query, key, value = (_pad_head_dim(x, wide) for x in (query, key, value))
-    out, lse = fused.run(query, key, value, scale, seen == "causal")
+    out, lse = fused.run(query, key, value, scale, mask == "causal")
     return out[..., :width], lse.float()
 
 

@@ -6,8 +6,8 @@
 
 Positions that a model was not trained at never occur: far keys are seen at positions it knows. A method divides the
 keys before a query into zones, nearest first. In a zone the query stands at one place and the keys at theirs, and the
-difference is the relative position. Keys are stored in the cache at one place each, `stored`, which is theirs in every
-zone but the nearest of the methods with a band, where they stand where they are.
+difference is the relative position. Keys are stored in the cache at one place each, `key_position`, which is theirs in
+every zone but the nearest of the methods with an exact local zone, where they stand where they are.
 
 Symbols as in the papers: m and n, the positions of a query and a key; w = `window`, G = `group`, s = `chunk`.
 """
@@ -27,25 +27,25 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, register_method
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.methods.tiles import Piece, newest
+from rope_ext_hf.methods.tiles import Tile, local_window_tiles
 
-__all__ = ["REACH", "DualChunk", "LeakyReRoPE", "Place", "ReRoPE", "RemappingMethod", "SelfExtend"]
+__all__ = ["DEFAULT_GROUP", "DualChunk", "LeakyReRoPE", "ReRoPE", "RemappedPosition", "RemappingMethod", "SelfExtend"]
 
-REACH = 16
+DEFAULT_GROUP = 16
 """`group` and `k` where nothing says how long the input will be: about 8 to 12 times the trained length."""
 
 
-class Place(NamedTuple):
-    """Where something stands, in tokens: positions / divisor + plus."""
+class RemappedPosition(NamedTuple):
+    """Where something stands, in tokens: positions / divisor + offset."""
 
     positions: Tensor | None = None
     divisor: float = 1.0
-    plus: float = 0.0
+    offset: float = 0.0
 
     def tokens(self) -> Tensor:
         """As float64."""
         whole = torch.zeros(()) if self.positions is None else self.positions
-        return whole.double() / self.divisor + self.plus
+        return whole.double() / self.divisor + self.offset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +107,12 @@ class RemappingMethod(RopeMethod):
         assert method.max_distance is not None
         if method.max_distance < 8:
             raise MethodError(f"{self.name} needs a trained length of at least 8 tokens, got {method.max_distance}")
-        return method._filled(method.max_distance, target_length)
+        return method._with_defaults(method.max_distance, target_length)
 
     @abstractmethod
-    def _filled(self, limit: int, target_length: int | None) -> Self: ...
+    def _with_defaults(self, limit: int, target_length: int | None) -> Self: ...
 
-    def _within(self, limit: int, what: str, size: float) -> None:
+    def _check_reach(self, limit: int, what: str, size: float) -> None:
         if size > limit:
             raise MethodError(
                 f"{self.name}: {what} is {size:g} tokens, and the model knows distances up to {limit} only"
@@ -135,24 +135,24 @@ class RemappingMethod(RopeMethod):
         return saved if self.frequency is None else saved | {"frequency": self.frequency.to_dict()}
 
     @property
-    def band(self) -> bool:
+    def local_zone_exact(self) -> bool:
         """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
         return True
 
     @property
-    def sees(self) -> int | None:
+    def window_size(self) -> int | None:
         """Keys by index that a query sees, itself included; None: all before it."""
         return None
 
     @abstractmethod
-    def stored(self, n: Tensor) -> Place:
+    def key_position(self, n: Tensor) -> RemappedPosition:
         """Where keys stand in the cache."""
 
     @abstractmethod
-    def far(self, m: Tensor) -> tuple[Place, ...]:
+    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
         """Where queries stand in each zone but the nearest, where they stand as its keys do."""
 
-    def weight(self, m: Tensor) -> Tensor | None:
+    def query_scale(self, m: Tensor) -> Tensor | None:
         """What queries are multiplied by, float32; None: nothing."""
         if not self.log_n:
             return None
@@ -168,10 +168,10 @@ class RemappingMethod(RopeMethod):
 
         The method must be fitted.
         """
-        key = self.stored(n).tokens()
-        near = m.double() - n if self.band else self.stored(m).tokens() - key
+        key = self.key_position(n).tokens()
+        near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
         zones = self.zone(m, n)
-        for zone, place in enumerate(self.far(m), start=1):
+        for zone, place in enumerate(self.query_positions(m), start=1):
             near = torch.where(zones == zone, place.tokens() - key, near)
         return near
 
@@ -181,11 +181,11 @@ class RemappingMethod(RopeMethod):
 
     @property
     @abstractmethod
-    def span(self) -> int:
+    def last_zone_start(self) -> int:
         """Keys at this distance and beyond are in the last zone."""
 
     @abstractmethod
-    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
         """All keys that the queries first..last see, piece by piece."""
 
 
@@ -196,17 +196,17 @@ class _WindowedRemapping(RemappingMethod):
     window: int | None = None
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        return (m - n >= self.span).long()
+        return (m - n >= self.last_zone_start).long()
 
     @property
-    def span(self) -> int:
+    def last_zone_start(self) -> int:
         assert self.window is not None
         return self.window
 
-    def pieces(self, first: int, last: int) -> Iterator[Piece]:
-        yield from newest(self.span, first, last)
-        if last > self.span:
-            yield Piece(1, (first, last), (0, last - self.span), self.span)
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
+        yield from local_window_tiles(self.last_zone_start, first, last)
+        if last > self.last_zone_start:
+            yield Tile(1, (first, last), (0, last - self.last_zone_start), self.last_zone_start)
 
 
 @register_method("rerope")
@@ -217,16 +217,16 @@ class ReRoPE(_WindowedRemapping):
     `window`: default half the limit.
     """
 
-    def _filled(self, limit: int, target_length: int | None) -> Self:
+    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = replace(self, window=self.window or limit // 2)
-        method._within(limit, "window", method.span)
+        method._check_reach(limit, "window", method.last_zone_start)
         return method
 
-    def stored(self, n: Tensor) -> Place:
-        return Place(torch.zeros_like(n))
+    def key_position(self, n: Tensor) -> RemappedPosition:
+        return RemappedPosition(torch.zeros_like(n))
 
-    def far(self, m: Tensor) -> tuple[Place, ...]:
-        return (Place(plus=self.span),)
+    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
+        return (RemappedPosition(offset=self.last_zone_start),)
 
 
 @register_method("leaky-rerope")
@@ -244,19 +244,19 @@ class LeakyReRoPE(_WindowedRemapping):
         if self.k is not None and self.k < 1:
             raise MethodError(f"{self.name}: k must be at least 1, got {self.k:g}")
 
-    def _filled(self, limit: int, target_length: int | None) -> Self:
+    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2
-        self._within(limit, "window", window)
+        self._check_reach(limit, "window", window)
         k = self.k
         if k is None:
             k = float(
-                REACH
+                DEFAULT_GROUP
                 if target_length is None or window == limit
                 else max(1, math.ceil((target_length - window) / (limit - window)))
             )
         method = replace(self, window=window, k=k)
         if target_length is not None:
-            method._within(
+            method._check_reach(
                 limit,
                 f"with k={k:g} the place of a key {target_length} tokens back",
                 window + (target_length - window) / k,
@@ -268,13 +268,13 @@ class LeakyReRoPE(_WindowedRemapping):
             return None
         return int(self.window + (self.max_distance - self.window) * self.k)
 
-    def stored(self, n: Tensor) -> Place:
+    def key_position(self, n: Tensor) -> RemappedPosition:
         assert self.k is not None
-        return Place(n, self.k)
+        return RemappedPosition(n, self.k)
 
-    def far(self, m: Tensor) -> tuple[Place, ...]:
+    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
         assert self.k is not None
-        return (Place(m, self.k, self.span - self.span / self.k),)
+        return (RemappedPosition(m, self.k, self.last_zone_start - self.last_zone_start / self.k),)
 
 
 @register_method("self-extend")
@@ -291,19 +291,19 @@ class SelfExtend(_WindowedRemapping):
     def _farthest(self, length: int, window: int, group: int) -> int:
         return (length - 1) // group + window - window // group
 
-    def _filled(self, limit: int, target_length: int | None) -> Self:
+    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 4
-        self._within(limit, "window", window)
+        self._check_reach(limit, "window", window)
         group = self.group
         if group is None:
-            group = REACH
+            group = DEFAULT_GROUP
             if target_length is not None:
                 sizes = range(1, target_length + 1)
                 group = next(
                     (size for size in sizes if self._farthest(target_length, window, size) < limit), target_length
                 )
         if target_length is not None:
-            self._within(
+            self._check_reach(
                 limit - 1, f"with group={group} the farthest place", self._farthest(target_length, window, group)
             )
         return replace(self, window=window, group=group)
@@ -313,13 +313,13 @@ class SelfExtend(_WindowedRemapping):
             return None
         return (self.max_distance - self.window + self.window // self.group) * self.group
 
-    def stored(self, n: Tensor) -> Place:
+    def key_position(self, n: Tensor) -> RemappedPosition:
         assert self.group is not None
-        return Place(n // self.group)
+        return RemappedPosition(n // self.group)
 
-    def far(self, m: Tensor) -> tuple[Place, ...]:
+    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
         assert self.group is not None
-        return (Place(m // self.group, plus=self.span - self.span // self.group),)
+        return (RemappedPosition(m // self.group, offset=self.last_zone_start - self.last_zone_start // self.group),)
 
 
 @register_method("dca")
@@ -336,14 +336,14 @@ class DualChunk(RemappingMethod):
     chunk: int | None = None
     window: int | None = None
 
-    def _filled(self, limit: int, target_length: int | None) -> Self:
+    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
         chunk = self.chunk or 3 * limit // 4
         window = self.window or max(1, limit - chunk)
-        self._within(limit, "chunk and window together", chunk + window)
+        self._check_reach(limit, "chunk and window together", chunk + window)
         return replace(self, chunk=chunk, window=window)
 
     @property
-    def band(self) -> bool:
+    def local_zone_exact(self) -> bool:
         return False
 
     @property
@@ -360,24 +360,26 @@ class DualChunk(RemappingMethod):
         assert self.window is not None
         return self.size + self.window - 1
 
-    def stored(self, n: Tensor) -> Place:
-        return Place(n % self.size)
+    def key_position(self, n: Tensor) -> RemappedPosition:
+        return RemappedPosition(n % self.size)
 
-    def far(self, m: Tensor) -> tuple[Place, ...]:
-        return Place((m % self.size + self.size).clamp(max=self.farthest)), Place(plus=self.farthest)
+    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
+        return RemappedPosition((m % self.size + self.size).clamp(max=self.farthest)), RemappedPosition(
+            offset=self.farthest
+        )
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return (m // self.size - n // self.size).clamp(0, 2)
 
     @property
-    def span(self) -> int:
+    def last_zone_start(self) -> int:
         return 2 * self.size
 
-    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
         for start in range(first - first % self.size, last, self.size):
             queries = max(first, start), min(last, start + self.size)
-            yield Piece(0, queries, (start, queries[1]))
+            yield Tile(0, queries, (start, queries[1]))
             if start:
-                yield Piece(1, queries, (start - self.size, start))
+                yield Tile(1, queries, (start - self.size, start))
             if start > self.size:
-                yield Piece(2, queries, (0, start - self.size))
+                yield Tile(2, queries, (0, start - self.size))

@@ -5,63 +5,63 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Piece", "Rectangle", "newest"]
+__all__ = ["Tile", "TileRectangle", "local_window_tiles"]
 
 
-class Rectangle(NamedTuple):
-    """Queries and keys as ranges of positions: every query sees every key ("all"), or they are as many and the i-th
-    query sees the first i + 1 keys ("causal") or all but the first i ("reversed")."""
+class TileRectangle(NamedTuple):
+    """Queries and keys as ranges of positions: every query sees every key ("full"), or they are as many and the i-th
+    query sees the first i + 1 keys ("causal") or all but the first i ("anticausal")."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
-    seen: str
+    mask: str
 
 
-class Piece(NamedTuple):
+class Tile(NamedTuple):
     """Queries and keys of one zone, as ranges of positions.
 
-    A query m of them sees the keys n <= m - `lag`; or, where `since` is set, the keys n > m - `lag`.
+    A query m of them sees the keys n <= m - `diagonal`; or, where `above_diagonal` is set, the keys n > m - `diagonal`.
     """
 
     zone: int
     queries: tuple[int, int]
     keys: tuple[int, int]
-    lag: int = 0
-    since: bool = False
+    diagonal: int = 0
+    above_diagonal: bool = False
 
-    def rectangles(self, low: int) -> Iterator[Rectangle]:
+    def rectangles(self, low: int) -> Iterator[TileRectangle]:
         """What is visible, keys below position `low` left out; a pair of query and key is in one rectangle at most."""
         (q0, q1), (k0, k1) = self.queries, self.keys
         k0 = max(k0, low)
-        edge = q0 - self.lag + (1 if self.since else 0)  # the last key that query q0 sees, or the first
+        edge = q0 - self.diagonal + (1 if self.above_diagonal else 0)  # the last key that query q0 sees, or the first
         inner = max(0, k0 - edge)  # until then no query sees any, or each sees all
         square = max(0, min(q1 - q0 - inner, k1 - edge - inner))
         begin, end = q0 + inner, q0 + inner + square
         first, last = edge + inner, edge + inner + square
-        if self.since:
+        if self.above_diagonal:
             parts = [
-                Rectangle((q0, min(begin, q1)), (k0, k1), "all"),
-                Rectangle((begin, end), (first, last), "reversed"),
-                Rectangle((begin, end), (last, k1), "all"),
+                TileRectangle((q0, min(begin, q1)), (k0, k1), "full"),
+                TileRectangle((begin, end), (first, last), "anticausal"),
+                TileRectangle((begin, end), (last, k1), "full"),
             ]
         elif q1 - begin == 1:
-            parts = [Rectangle((begin, q1), (k0, min(first + 1, k1)), "all")]
+            parts = [TileRectangle((begin, q1), (k0, min(first + 1, k1)), "full")]
         else:
             parts = [
-                Rectangle((begin, q1), (k0, min(first, k1)), "all"),
-                Rectangle((begin, end), (first, last), "causal"),
-                Rectangle((end, q1), (first, k1), "all"),
+                TileRectangle((begin, q1), (k0, min(first, k1)), "full"),
+                TileRectangle((begin, end), (first, last), "causal"),
+                TileRectangle((end, q1), (first, k1), "full"),
             ]
         yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])
 
 
-def newest(window: int, first: int, last: int) -> Iterator[Piece]:
+def local_window_tiles(window: int, first: int, last: int) -> Iterator[Tile]:
     """The keys at distances below `window` of the queries first..last, in blocks of queries."""
     for start in range(first, last, window):
         stop = min(start + window, last)
         if stop - start == 1:
-            yield Piece(0, (start, stop), (max(0, start - window + 1), stop))
+            yield Tile(0, (start, stop), (max(0, start - window + 1), stop))
             continue
-        yield Piece(0, (start, stop), (start, stop))
+        yield Tile(0, (start, stop), (start, stop))
         if start:
-            yield Piece(0, (start, stop), (max(0, start - window + 1), start), window, since=True)
+            yield Tile(0, (start, stop), (max(0, start - window + 1), start), window, above_diagonal=True)

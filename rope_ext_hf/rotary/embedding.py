@@ -75,9 +75,9 @@ class RotaryEmbedding(nn.Module):
         self.layout = layout
         self.cast = cast
         self.row_lengths: Tensor | None = None  # of the forward under way, from whoever knows more than its positions
-        self.longest: Tensor | None = None  # sticky growth only: the longest length met, (), on the device
+        self.longest_seen: Tensor | None = None  # sticky growth only: the longest length met, (), on the device
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
-        self._fix(None)
+        self._set_length(None)
 
     @property
     def length_dependent(self) -> bool:
@@ -92,46 +92,46 @@ class RotaryEmbedding(nn.Module):
     def at_length(self, length: int) -> Iterator[None]:
         """Every forward inside uses the frequencies of an input of `length` tokens."""
         before = self.fixed_length
-        self._fix(length)
+        self._set_length(length)
         try:
             yield
         finally:
-            self._fix(before)
+            self._set_length(before)
 
     @contextmanager
     def override_angles(self, radians: Tensor, attention_factor: float) -> Iterator[None]:
         """Every forward inside turns each pair by its own radians (dim // 2,) per position, whatever the length."""
         before = self.fixed_length
-        self._table, self.attention_factor = tuple(fixed_point(radians.double()).tolist()), attention_factor
+        self._values, self.attention_factor = tuple(fixed_point(radians.double()).tolist()), attention_factor
         self.fixed_length = 1  # any: these frequencies do not follow the input
-        self._fill()
+        self._refresh_buffer()
         try:
             yield
         finally:
-            self._fix(before)
+            self._set_length(before)
 
     def reset(self) -> None:
         """Forget the longest input met (matters to sticky growth only)."""
-        self.longest = None
+        self.longest_seen = None
 
-    def _fix(self, length: int | None) -> None:
+    def _set_length(self, length: int | None) -> None:
         """Take the method's frequencies at `length` (None: the trained length, for static methods) as the table."""
         inv_freq, self.attention_factor = self._at(length)
-        self._table = tuple(fixed_point(inv_freq).tolist())
+        self._values = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length
-        self._fill()
+        self._refresh_buffer()
 
     def _at(self, length: int | None) -> Frequencies:
         return self.method.frequencies(self.rotary, length)
 
-    def _fill(self) -> None:
+    def _refresh_buffer(self) -> None:
         if self.frequency.device.type != "meta":
-            self.frequency = torch.tensor(self._table, dtype=torch.int64, device=self.frequency.device)
+            self.frequency = torch.tensor(self._values, dtype=torch.int64, device=self.frequency.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         # `to_empty` hands back an uninitialised buffer, and it is not in any checkpoint: the tuple is the truth.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._fill()
+        self._refresh_buffer()
         return self
 
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -155,12 +155,14 @@ class RotaryEmbedding(nn.Module):
             attention_factor.unsqueeze(-2) if isinstance(attention_factor, Tensor) else attention_factor
         )
 
-    def effective(self, lengths: Tensor) -> Tensor:
+    def resolve_lengths(self, lengths: Tensor) -> Tensor:
         """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""
         if not self.method.sticky_length:
             return lengths
-        self.longest = lengths.amax() if self.longest is None else torch.maximum(lengths.amax(), self.longest)
-        return self.longest.expand_as(lengths)
+        self.longest_seen = (
+            lengths.amax() if self.longest_seen is None else torch.maximum(lengths.amax(), self.longest_seen)
+        )
+        return self.longest_seen.expand_as(lengths)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
@@ -184,7 +186,7 @@ class RotaryEmbedding(nn.Module):
         if self.length_dependent:
             lengths = self.row_lengths
             if lengths is None:
-                lengths = self.effective(segment_lengths(position_ids))
+                lengths = self.resolve_lengths(segment_lengths(position_ids))
             frequency, attention_factor = self.phase_per_position(lengths)
         else:
             frequency = self.frequency.to(x.device)

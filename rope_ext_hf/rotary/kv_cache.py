@@ -1,8 +1,8 @@
 """Keys in a cache, turned from the frequencies they were stored with to those of now.
 
 A length-dependent method has new frequencies when a row grows, and all keys that a query meets must share them. Every
-cache that was filled under such a method carries a `Stored`: where each key stands, and the length whose frequencies
-the keys have. A forward onto the cache then goes one of two ways:
+cache that was filled under such a method carries a `CacheState`: where each key stands, and the length whose
+frequencies the keys have. A forward onto the cache then goes one of two ways:
 
 - Rules that change in steps: when a row passes a step, its keys are turned in place, once. Nothing happens between.
 - Rules that change with every token: the keys stay as they were stored, and the layer hands out a turned copy; new keys
@@ -25,25 +25,25 @@ from torch import Tensor
 
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.graphs import graph_break
-from rope_ext_hf.rotary.phase import angles, radians
+from rope_ext_hf.rotary.phase import angles, phase_to_radians
 
 __all__ = [
-    "STRETCH",
-    "WIDENING",
+    "FUSED_UPCAST_DEVICES",
+    "ROTATE_CHUNK_TOKENS",
+    "CacheState",
     "KeyLayout",
+    "KeyRotation",
     "Layers",
-    "Stored",
-    "Turn",
-    "alike",
     "candidate_key_layouts",
     "infer_key_layout",
+    "nearly_equal",
     "rotate_cached_keys_",
     "rotate_keys_on_read",
 ]
 
-STRETCH = 512  # tokens turned at a time in place, so that what is wider than the keys meanwhile takes little memory
+ROTATE_CHUNK_TOKENS = 512  # rotated at a time, so that the float32 copies of the keys stay small
 
-WIDENING = {"cuda"}  # devices whose kernels widen what they read, without a pass of its own
+FUSED_UPCAST_DEVICES = {"cuda"}  # devices whose kernels widen what they read, without a pass of its own
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class KeyLayout:
     """Where in a cached key the rotated dims are: `dim` of them from `start` on, paired "half" or "interleaved".
 
     `in_values`: latent attention caches its latents as keys, and what rotates of its keys as values.
-    `backwards`: by the negative of the angles that the rotary module gives (NanoChat).
+    `negative_angle`: by the negative of the angles that the rotary module gives (NanoChat).
     `scaled`: False where a norm after the rotation takes the attention factor away again (Llama 4).
     """
 
@@ -59,38 +59,38 @@ class KeyLayout:
     start: int
     dim: int
     in_values: bool = False
-    backwards: bool = False
+    negative_angle: bool = False
     scaled: bool = True
 
 
 @dataclass
-class Stored:
+class CacheState:
     """What a cache holds, rows in the order of its batch.
 
     Attributes:
         method: `RopeMethod.to_dict` of the method it was filled under.
         lengths: (rows,) int64, the length whose frequencies a row's keys have.
         positions: (rows or 1, tokens) int64, where each key stands.
-        quiet: no row's frequencies change as long as the cache has at most so many tokens.
+        valid_up_to: no row's frequencies change as long as the cache has at most so many tokens.
     """
 
     method: dict[str, Any]
     lengths: Tensor
     positions: Tensor
-    quiet: int
+    valid_up_to: int
 
 
 @dataclass
-class Turn:
+class KeyRotation:
     """A rotation of keys by position: cos and sin, float32 (rows or 1, 1, tokens, dim // 2), factors included."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def between(
+    def between_lengths(
         cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool = True
-    ) -> Turn:
+    ) -> KeyRotation:
         """From the frequencies at lengths `before` to those at `after`, both (rows,); positions (rows or 1, tokens)."""
         old, old_factor = table.phase_per_position(before)
         new, new_factor = table.phase_per_position(after)
@@ -102,26 +102,26 @@ class Turn:
         return cls(cos[:, None], sin[:, None])
 
     @classmethod
-    def by(cls, phase: Tensor) -> Turn:
+    def from_phase(cls, phase: Tensor) -> KeyRotation:
         """By fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
-        angle = radians(phase)
+        angle = phase_to_radians(phase)
         return cls(angle.cos()[:, None], angle.sin()[:, None])
 
-    def of_last(self, count: int) -> Turn:
+    def last(self, count: int) -> KeyRotation:
         """For the last `count` tokens; where there are fewer, keys that nobody attends to come after them."""
         tokens = self.cos.shape[-2]
         if count <= tokens:
-            return Turn(self.cos[..., tokens - count :, :], self.sin[..., tokens - count :, :])
+            return KeyRotation(self.cos[..., tokens - count :, :], self.sin[..., tokens - count :, :])
         room = (0, 0, 0, count - tokens)
-        return Turn(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
+        return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
 
-    def to(self, device: torch.device) -> Turn:
-        return Turn(self.cos.to(device), self.sin.to(device))
+    def to(self, device: torch.device) -> KeyRotation:
+        return KeyRotation(self.cos.to(device), self.sin.to(device))
 
-    def applied(self, keys: Tensor, layout: KeyLayout) -> Tensor:
+    def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
         """Keys (rows, heads, tokens, head_dim), turned, in new memory."""
         start, pairs = layout.start, layout.dim // 2
-        cos, sin = self.cos, -self.sin if layout.backwards else self.sin
+        cos, sin = self.cos, -self.sin if layout.negative_angle else self.sin
         out = torch.empty_like(keys)
         if layout.dim < keys.shape[-1] or keys.requires_grad:  # the gradient wants what is written into to have one
             out = out.copy_(keys)
@@ -133,7 +133,7 @@ class Turn:
         if keys.dtype == cos.dtype and not keys.requires_grad:  # without memory of its own
             torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
             torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-        elif keys.device.type in WIDENING and not keys.requires_grad:
+        elif keys.device.type in FUSED_UPCAST_DEVICES and not keys.requires_grad:
             torch.addcmul(first * cos, second, sin, value=-1, out=to_first)
             torch.addcmul(second * cos, first, sin, out=to_second)
         else:
@@ -146,45 +146,45 @@ class Turn:
 def candidate_key_layouts(width: int, dim: int) -> Iterator[KeyLayout]:
     """Every way to have `dim` rotated dims among the `width` of a head."""
     starts = sorted({start for start in (0, width - dim) if start >= 0})
-    for start, pairing, backwards in product(starts, ("half", "interleaved"), (False, True)):
-        yield KeyLayout(pairing, start, dim, backwards=backwards)
+    for start, pairing, negative_angle in product(starts, ("half", "interleaved"), (False, True)):
+        yield KeyLayout(pairing, start, dim, negative_angle=negative_angle)
 
 
-def infer_key_layout(still: Any, turned: Any, scaled: Any, radians: Tensor) -> KeyLayout | None:
+def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians: Tensor) -> KeyLayout | None:
     """How a layer of a cache keeps what turns of its keys, by looking; None: it keeps nothing that turns.
 
     Args:
-        still, turned, scaled: the layer after one token that was not turned, after the same token turned by `radians`,
-            and with an attention factor of 1.25 as well.
+        unrotated, rotated, rotated_scaled: the layer after one token that was not turned, after the same token turned
+            by `radians`, and with an attention factor of 1.25 as well.
         radians: (dim // 2,), none near a whole turn.
 
     Raises:
         ValueError: naming what else it keeps that follows the turn, or follows it in another way.
     """
-    before, after = vars(still), vars(turned)
-    changed = [name for name in before if not alike(before[name], after[name])]
+    before, after = vars(unrotated), vars(rotated)
+    changed = [name for name in before if not nearly_equal(before[name], after[name])]
     if not changed:
         return None
-    turn = Turn(*(f(radians.to(torch.float32))[None, None, None] for f in (torch.cos, torch.sin)))
+    turn = KeyRotation(*(f(radians.to(torch.float32))[None, None, None] for f in (torch.cos, torch.sin)))
     dim = 2 * len(radians)
     if changed in (["keys"], ["values"]):
         name = changed[0]
         old, new = before[name], after[name]
         for possible in candidate_key_layouts(old.shape[-1], dim):
             layout = replace(possible, in_values=name == "values")
-            if alike(turn.to(old.device).applied(old, layout), new):
+            if nearly_equal(turn.to(old.device).apply(old, layout), new):
                 part = slice(layout.start, layout.start + dim)
-                long, short = (x[..., part].float().norm() for x in (getattr(scaled, name), new))
+                long, short = (x[..., part].float().norm() for x in (getattr(rotated_scaled, name), new))
                 return replace(layout, scaled=bool(long > 1.125 * short))
     raise ValueError(", ".join(changed))
 
 
-def alike(one: Any, other: Any) -> bool:
+def nearly_equal(one: Any, other: Any) -> bool:
     """Whether two attributes of cache layers hold the same numbers but for rounding."""
     if isinstance(one, dict):
         one, other = list(one.values()), list(other.values())
     if isinstance(one, (list, tuple)):
-        return all(map(alike, one, other))
+        return all(map(nearly_equal, one, other))
     if not isinstance(one, Tensor) or not one.numel():
         return True
     tolerance = 1e-3 if one.dtype == torch.float32 else 3e-2
@@ -195,22 +195,22 @@ Layers = Sequence[tuple[Any, KeyLayout]]
 """Layers of a cache, each with how it keeps its keys."""
 
 
-def rotate_cached_keys_(layers: Layers, turn: Turn) -> None:
-    """Turn the keys that plain layers hold; `turn` is for all tokens, of which a layer holds the last."""
+def rotate_cached_keys_(layers: Layers, turn: KeyRotation) -> None:
+    """KeyRotation the keys that plain layers hold; `turn` is for all tokens, of which a layer holds the last."""
     for layer, layout in layers:
         if not layer.is_initialized or not layer.keys.numel():
             continue
         name = "values" if layout.in_values else "keys"
         old = getattr(layer, name)
-        new, here = torch.empty_like(old), turn.of_last(old.shape[-2]).to(old.device)
-        for at in range(0, old.shape[-2], STRETCH):
-            part = (..., slice(at, at + STRETCH), slice(None))
-            new[part] = Turn(here.cos[part], here.sin[part]).applied(old[part], layout)
+        new, here = torch.empty_like(old), turn.last(old.shape[-2]).to(old.device)
+        for at in range(0, old.shape[-2], ROTATE_CHUNK_TOKENS):
+            part = (..., slice(at, at + ROTATE_CHUNK_TOKENS), slice(None))
+            new[part] = KeyRotation(here.cos[part], here.sin[part]).apply(old[part], layout)
         setattr(layer, name, new)
 
 
 @contextmanager
-def rotate_keys_on_read(layers: Layers, back: Turn, forth: Turn) -> Iterator[None]:
+def rotate_keys_on_read(layers: Layers, back: KeyRotation, forth: KeyRotation) -> Iterator[None]:
     """Inside, `update` of these layers stores new keys turned `back` and returns all keys turned `forth`."""
     for layer, layout in layers:
         layer.update = _turning(layer.update, back, forth, layout)
@@ -222,14 +222,14 @@ def rotate_keys_on_read(layers: Layers, back: Turn, forth: Turn) -> Iterator[Non
 
 
 def _turning(
-    update: Callable[..., tuple[Tensor, Tensor]], back: Turn, forth: Turn, layout: KeyLayout
+    update: Callable[..., tuple[Tensor, Tensor]], back: KeyRotation, forth: KeyRotation, layout: KeyLayout
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     def turned(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         here, there = back.to(key_states.device), forth.to(key_states.device)
         if layout.in_values:
-            keys, values = update(key_states, here.applied(value_states, layout), *args, **kwargs)
-            return keys, there.of_last(values.shape[-2]).applied(values, layout)
-        keys, values = update(here.applied(key_states, layout), value_states, *args, **kwargs)
-        return there.of_last(keys.shape[-2]).applied(keys, layout), values
+            keys, values = update(key_states, here.apply(value_states, layout), *args, **kwargs)
+            return keys, there.last(values.shape[-2]).apply(values, layout)
+        keys, values = update(here.apply(key_states, layout), value_states, *args, **kwargs)
+        return there.last(keys.shape[-2]).apply(keys, layout), values
 
     return graph_break(turned)  # what stands there for one forward only is not worth a graph of its own

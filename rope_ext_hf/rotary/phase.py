@@ -7,9 +7,9 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import TWO_PI
 
-__all__ = ["angles", "fixed_point", "radians"]
+__all__ = ["angles", "fixed_point", "phase_to_radians"]
 
-_TURN = 2.0**64
+_UNITS_PER_CYCLE = 2.0**64
 
 
 def fixed_point(inv_freq: Tensor) -> Tensor:
@@ -17,14 +17,14 @@ def fixed_point(inv_freq: Tensor) -> Tensor:
     turns = inv_freq / TWO_PI
     fraction = turns - turns.round()
     # At exactly half a turn 2^63 does not fit; 2^63 - 2^10 is the double below it.
-    return (fraction * _TURN).clamp(max=2.0**63 - 1024).to(torch.int64)
+    return (fraction * _UNITS_PER_CYCLE).clamp(max=2.0**63 - 1024).to(torch.int64)
 
 
 def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
     """Angles modulo a turn, float32 in [-pi, pi], (..., length, dim // 2), from integer positions and `fixed_point`."""
-    return radians(position_ids[..., None].to(torch.int64) * frequency)
+    return phase_to_radians(position_ids[..., None].to(torch.int64) * frequency)
 
 
-def radians(phase: Tensor) -> Tensor:
+def phase_to_radians(phase: Tensor) -> Tensor:
     """Fixed-point angles, int64 units of 2^-64 turns, as float32 in [-pi, pi]."""
-    return phase.to(torch.float32) * (TWO_PI / _TURN)
+    return phase.to(torch.float32) * (TWO_PI / _UNITS_PER_CYCLE)
