@@ -112,7 +112,7 @@ def test_sliding_layers_too(rule: str) -> None:
 
 def keys_that_stay(patch: pytest.MonkeyPatch) -> None:
     """From here on no key is turned in a model patched anew: what the tests would miss if they missed that."""
-    patch.setattr("rope_ext_hf.patches.lengths._layouts", lambda *_: [None] * 8)
+    patch.setattr("rope_ext_hf.patches.length_hooks._layouts", lambda *_: [None] * 8)
 
 
 @every_rule
