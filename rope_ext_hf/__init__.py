@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.errors import (
         CheckpointError,
         CorpusError,
+        FileError,
         LengthError,
         MethodError,
         RopeExtError,
@@ -38,6 +39,7 @@ _HOMES = {
     "rope_ext_hf.errors": (
         "CheckpointError",
         "CorpusError",
+        "FileError",
         "LengthError",
         "MethodError",
         "RopeExtError",
@@ -62,6 +64,7 @@ __all__ = [
     "ConversionReport",
     "CorpusError",
     "Description",
+    "FileError",
     "Frequencies",
     "LengthError",
     "MethodError",

@@ -5,7 +5,8 @@
     ├── UnsupportedModelError          no rotary embedding, or one that cannot be replaced
     ├── LengthError (ValueError)       a length-dependent method met rows, or a cache, of which it cannot know enough
     ├── CheckpointError (ValueError)   a folder that is not there, not what it says, or not to be converted
-    └── CorpusError (ValueError)       no text, or not enough of it
+    ├── CorpusError (ValueError)       no text, or not enough of it
+    └── FileError                      a file or folder that is missing, unsafe, damaged or cannot be written
 
 The command line prints the message on one line and exits with status 2.
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 __all__ = [
     "CheckpointError",
     "CorpusError",
+    "FileError",
     "LengthError",
     "MethodError",
     "RopeExtError",
@@ -49,6 +51,10 @@ class CheckpointError(RopeExtError, ValueError):
 
 class CorpusError(RopeExtError, ValueError):
     """A corpus that is missing, empty or too short for the lengths asked for."""
+
+
+class FileError(RopeExtError):
+    """A file or folder that is missing, damaged, outside its folder, in use, or that the disk refuses to write."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,15 @@
-"""Atomic files and folders: written beside their destination, fsynced, renamed."""
+"""Atomic files and folders, and file names that are checked before they are opened.
+
+    with atomic_file(Path("results.json")) as part:              # renamed to results.json once it is on disk
+        part.write_text("{}")
+
+    source, out = Path("model"), Path("patched")
+    with atomic_folder(out, source=source, inputs=file_stamps([source / "config.json"])) as staging:
+        copy_files(source, list_files(source), staging)          # refuses links that lead out of the folder
+        write_json(staging / "config.json", config)
+
+Every failure is a FileError of one line. Nothing here knows about models.
+"""
 
 from __future__ import annotations
 
@@ -6,242 +17,409 @@ import errno
 import json
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import FileError
 
 __all__ = [
-    "BLOCK",
-    "CANNOT_COPY",
-    "KEPT",
-    "MOST_HEADER",
-    "PAUSE",
-    "PLAN",
-    "SKIPPED",
+    "MAX_JSON_BYTES",
+    "FileStamp",
     "Progress",
+    "atomic_file",
+    "atomic_folder",
     "check_destination",
+    "copy_files",
+    "copy_mode",
     "copy_range",
     "disk_errors",
-    "files_of",
-    "inside",
-    "new_folder",
+    "file_stamps",
+    "fsync_path",
+    "list_files",
+    "parse_json_object",
     "read_json",
-    "stamps",
-    "sync_folder",
-    "whole",
+    "resolve_inside",
     "write_all",
     "write_json",
 ]
-PLAN = "rope-ext-plan.json"
-KEPT = (".safetensors", ".pth")  # of an interrupted attempt
-MOST_HEADER = 100_000_000  # bytes of a header or index, as safetensors itself allows
-SKIPPED = frozenset({".git", ".cache", "__pycache__"})  # folders that are no part of a model
-BLOCK = 16 * 2**20  # bytes copied at a time
-PAUSE = 0.05  # seconds between looks for what could go to the disk
-CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)  # inside the kernel
+
+MAX_JSON_BYTES = 100_000_000  # of a config, an index or a header; safetensors has the same limit
+PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must agree with
+RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
+IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
+COPY_BLOCK = 16 * 2**20  # bytes copied at a time
+RETRY = "make room and try again, or choose another place"  # advice for a full disk
+FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
+# What copy_file_range answers where it cannot copy between these two files.
+COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file of that name in a folder, if that is where it is; the Hub's cache keeps its files beside its folders.
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def resolve_inside(folder: Path, name: str) -> Path:
+    """Return the path of a plain file in a folder.
+
+    A snapshot in the Hub's cache may link to the blobs of its own repository, and nothing else may leave the folder.
+
+    Args:
+        folder: where the file must lie, after all links are followed.
+        name: a relative path.
 
     Raises:
-        CheckpointError: a path that leaves the folder, or no file.
+        FileError: the path leads out of the folder, or to something other than a plain file.
     """
     path = folder / name
     root = folder.resolve()
-    if root.parent.name == "snapshots":  # of the Hub's cache: a snapshot's files are links into ../../blobs
+    if _is_hub_snapshot(root):
         root = root.parent.parent
     try:
         leaves = Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root)
-        there, plain = os.path.lexists(path), path.is_file()
+        exists, plain = os.path.lexists(path), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, links in a circle
-        raise CheckpointError(f"{name!r} is no name of a file in {str(folder)!r}: {error}") from error
+        raise FileError(f"{name!r} is not a valid file name in {str(folder)!r}: {error}") from error
     if leaves:
-        raise CheckpointError(f"{name!r} leads out of the folder {str(folder)!r}: refused")
+        raise FileError(f"{name!r} leads out of the folder {str(folder)!r}, which is not allowed")
     if not plain:
-        raise CheckpointError(f"{name!r} is {'no plain file' if there else 'missing'} in {str(folder)!r}")
+        raise FileError(f"{name!r} is {'not a plain file' if exists else 'missing'} in {str(folder)!r}")
     return path
 
 
-def files_of(folder: Path) -> list[str]:
-    """The names of all files in a folder and below it.
+def _is_hub_snapshot(folder: Path) -> bool:
+    """Whether a folder is `models--OWNER--NAME/snapshots/COMMIT` of the Hub's cache, with `blobs` beside snapshots."""
+    repository = folder.parent.parent
+    return (
+        folder.parent.name == "snapshots"
+        and repository.name.startswith(("models--", "datasets--", "spaces--"))
+        and (repository / "blobs").is_dir()
+    )
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the relative names of all files in a folder and its subfolders, sorted; caches and .git are left out.
 
     Raises:
-        CheckpointError: one that leads out of the folder, or is not a file.
+        FileError: a link that leads out of the folder, or something other than a file or folder.
     """
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if SKIPPED.isdisjoint(name.parts) and (path.is_symlink() or not path.is_dir()):
-            inside(folder, str(name))
+        if IGNORED_FOLDERS.isdisjoint(name.parts) and (path.is_symlink() or not path.is_dir()):
+            resolve_inside(folder, str(name))
             names.append(str(name))
     return names
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+@dataclass(frozen=True)
+class FileStamp:
+    """Size and time of last change of a file, by which a replaced file is noticed.
+
+    Attributes:
+        path: the file, after links are followed.
+        size: in bytes.
+        modified: in nanoseconds since the epoch.
+    """
+
+    path: str
+    size: int
+    modified: int
+
+
+def file_stamps(paths: Iterable[Path]) -> dict[str, FileStamp]:
+    """Return the stamp of each file.
 
     Raises:
-        CheckpointError: not one, or one that names a key twice.
+        FileError: a file that is missing or cannot be read.
+    """
+    stamps = {}
+    for path in paths:
+        with disk_errors(path):
+            status = path.stat()
+            stamps[str(path)] = FileStamp(str(path.resolve()), status.st_size, status.st_mtime_ns)
+    return stamps
+
+
+def check_destination(dst: Path, source: Path | None = None) -> None:
+    """Check that a new folder can be made here.
+
+    Raises:
+        FileError: something exists at `dst`, or it lies inside the source folder.
+    """
+    if os.path.lexists(dst):
+        raise FileError(f"{str(dst)!r} exists already; give a new folder")
+    if source is not None and dst.resolve().is_relative_to(source.resolve()):
+        raise FileError(
+            f"{str(dst)!r} lies inside the source {str(source)!r}, which is never written to; "
+            "give a folder outside of it"
+        )
+
+
+# --- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        FileError: missing, too large, invalid JSON, not an object, or a key that occurs twice.
     """
     try:
-        if path.stat().st_size > MOST_HEADER:
-            raise ValueError(f"more than {MOST_HEADER:,} bytes")
-        return _object(path.read_bytes())
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        return parse_json_object(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+        raise FileError(f"{str(path)!r} cannot be read: {error}") from error
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """As transformers writes it."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """Parse UTF-8 JSON that must be one object without repeated keys.
 
+    Raises:
+        ValueError, RecursionError: it is not.
+    """
 
-def _object(data: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+    def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands there twice")
-        return found
+            raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+        return unique
 
-    value = json.loads(data.decode("utf-8"), object_pairs_hook=once)
+    value = json.loads(data.decode("utf-8"), object_pairs_hook=refuse_repeats)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object in the form that transformers gives its configs; not atomic by itself."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
+    """Copy files of one folder, given by relative name, into another; links are followed, permissions kept.
+
+    Raises:
+        FileError: a name that leads out of the source.
+    """
+    for name in names:
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(resolve_inside(source, name), copy)
+        copy_mode(source / name, copy)
+
+
+def copy_mode(source: Path, target: Path) -> None:
+    """Give a file the permissions of another, and its owner the right to change it."""
+    target.chmod(stat.S_IMODE(source.stat().st_mode) | stat.S_IWUSR)
+
+
 def copy_range(source: int, target: int, begin: int, end: int, progress: Callable[[int], None]) -> None:
-    """Bytes begin..end of one open file to the end of another; inside the kernel where it can."""
+    """Append bytes begin..end of one open file to another, inside the kernel where it supports that.
+
+    Args:
+        source, target: file descriptors.
+        progress: called with the count of every block.
+
+    Raises:
+        FileError: the source ends before `end`.
+    """
     at = begin
     while at < end:
-        count = min(BLOCK, end - at)
+        count = min(COPY_BLOCK, end - at)
         try:
-            done = os.copy_file_range(source, target, count, offset_src=at)
+            copied = os.copy_file_range(source, target, count, offset_src=at)
         except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in CANNOT_COPY:
+            if isinstance(error, OSError) and error.errno not in COPY_UNSUPPORTED:
                 raise
             data = os.pread(source, count, at)
-            done = len(data)
+            copied = len(data)
             write_all(target, memoryview(data))
-        if not done:
-            raise CheckpointError(f"a weight file ended at byte {at} while it was being copied")
-        at += done
-        progress(done)
+        if not copied:
+            raise FileError(f"a file ended at byte {at} while it was being copied; it was expected to have {end}")
+        at += copied
+        progress(copied)
 
 
 def write_all(target: int, data: memoryview) -> None:
+    """Write all of these bytes to a file descriptor."""
     at = 0
     while at < len(data):
-        at += os.write(target, data[at : at + BLOCK])
+        at += os.write(target, data[at : at + COPY_BLOCK])
 
 
 @dataclass
 class Progress:
-    """Bytes written and bytes in all, told to who asked for it."""
+    """A count of bytes written, passed on to a callback as (written, total)."""
 
     total: int
-    tell: Callable[[int, int], None] | None
+    callback: Callable[[int, int], None] | None
     done: int = 0
 
     def advance(self, count: int) -> None:
+        """Add bytes to the count."""
         self.done += count
-        if self.tell is not None:
-            self.tell(self.done, self.total)
+        if self.callback is not None:
+            self.callback(self.done, self.total)
 
 
-def stamps(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
-    """Size in bytes and modification time in nanoseconds of each file, by its resolved path."""
-    return {str(path.resolve()): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-
-
-def check_destination(dst: Path, source: Path | None = None) -> None:
-    """Refuse a new folder where something is already, and one inside the source."""
-    if os.path.lexists(dst):
-        raise CheckpointError(f"{str(dst)!r} exists already; give a new folder")
-    if source is not None and dst.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{str(dst)!r} lies in the source, which stays as it is; give a folder elsewhere")
+# --- whole or not at all -------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that gets its name when it is whole."""
-    part = path.with_name(f"{path.name}.part")
-    yield part
-    part.replace(path)
+def disk_errors(path: Path, advice: str = RETRY) -> Iterator[None]:
+    """Convert OSError to FileError.
 
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Whatever the disk refuses, as one clear error."""
+    Args:
+        path: named in the message where the error names no file.
+        advice: what to do about a full disk.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"the disk of {str(path)!r} is full; make room and go on with resume, or choose another place"
-            ) from error
+            raise FileError(f"the disk of {str(path)!r} is full; {advice}") from error
         where = str(error.filename or path)
-        raise CheckpointError(f"{where!r} could not be read or written: {error.strerror or error}") from error
+        raise FileError(f"{where!r} could not be read or written: {error.strerror or error}") from error
+
+
+def fsync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
-def new_folder(dst: Path, plan: Mapping[str, Any], size: int, *, resume: bool = False) -> Iterator[Path]:
-    """An unfinished folder beside `dst`; it becomes `dst` at the end, on disk, and is all there is until then.
+def atomic_file(path: Path, *, fsync: bool = True) -> Iterator[Path]:
+    """Yield a path to write to, which is renamed to `path` at the end; after an exception `path` is as it was.
+
+    A link at `path` is replaced, not followed. A file that is replaced passes its permissions on.
 
     Args:
-        plan: JSON-ready; what an interrupted attempt must agree in to be gone on with.
-        size: bytes that will be written.
-        resume: go on with what an interrupted attempt left.
+        fsync: wait for the disk. False inside `atomic_folder`, which does that, and names the disk's errors, for
+            everything in it.
 
     Raises:
-        CheckpointError: another process at it, a changed plan, no room; whatever the disk refuses later.
+        FileError: anything the disk refuses.
     """
-    unfinished = dst.with_name(f".{dst.name}.unfinished")
-    with disk_errors(dst):
-        dst.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(dst.with_name(f".{dst.name}.lock"))
+    part = path.with_name(f"{path.name}.part")
+    with disk_errors(path) if fsync else nullcontext():
+        part.unlink(missing_ok=True)  # of a run that was killed; or a link, which must not be written through
         try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise CheckpointError(f"another process is writing {str(dst)!r}") from error
-        try:
-            check_destination(dst)
-            _check_room(unfinished, dst, size)
-            _begin(unfinished, json.loads(json.dumps(plan)), resume)
-            with _towards_disk(unfinished):
-                yield unfinished
-            (unfinished / PLAN).unlink()
-            for path in unfinished.rglob("*"):
-                sync_folder(path)
-            sync_folder(unfinished)
-            unfinished.rename(dst)
-            sync_folder(dst.parent)
-        finally:
-            if not unfinished.exists():
-                Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: another process must not be given it
-            lock.release()
+            yield part
+            if path.is_file() and not path.is_symlink():
+                copy_mode(path, part)
+            if fsync:
+                fsync_path(part)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        if fsync:
+            fsync_path(path.parent)
 
 
 @contextmanager
-def _towards_disk(folder: Path) -> Iterator[None]:
-    """Have files go to the disk while more is being written, so that little is left to wait for at the end."""
-    errors: list[OSError] = []  # an error is told to one caller alone
+def atomic_folder(
+    dst: Path,
+    *,
+    source: Path | None = None,
+    inputs: Mapping[str, FileStamp] | None = None,
+    size: int = 0,
+    plan: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> Iterator[Path]:
+    """Yield a hidden staging folder beside `dst`, which is fsynced and renamed to `dst` at the end.
+
+    A lock keeps other processes away from the same destination. After an exception `dst` does not exist.
+
+    Args:
+        source: the folder that is read; `dst` must not lie inside it.
+        inputs: stamps of the files that are read, taken before they were. A change during the writing is an error.
+        size: bytes that will be written, for a check of the free space.
+        plan: JSON-ready settings of a run that may be resumed, whose staging folder then outlives an exception.
+            None: nothing to resume, and an exception removes the staging folder.
+        resume: continue in the staging folder of an interrupted run with the same plan and inputs.
+
+    Raises:
+        FileError: `dst` exists or lies in the source, another process is writing it, the plan or an input changed,
+            there is no room; later anything the disk refuses.
+    """
+    staging = dst.with_name(f".{dst.name}.unfinished")
+    with disk_errors(dst, "make room and go on with resume, or choose another place" if plan else RETRY):
+        check_destination(dst, source)
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(dst, staging):
+            check_destination(dst, source)
+            _check_room(staging, dst, size)
+            stamps = {path: [stamp.size, stamp.modified] for path, stamp in (inputs or {}).items()}
+            _open_staging(staging, json.loads(json.dumps({**(plan or {}), "inputs": stamps})), resume)
+            try:
+                with _background_fsync(staging):
+                    yield staging
+                _check_unchanged(inputs or {})
+                (staging / PLAN_FILE).unlink()
+                for path in staging.rglob("*"):
+                    fsync_path(path)
+                fsync_path(staging)
+                staging.rename(dst)
+                fsync_path(dst.parent)
+            except BaseException:
+                if plan is None:
+                    shutil.rmtree(staging, ignore_errors=True)
+                raise
+
+
+@contextmanager
+def _exclusive(dst: Path, staging: Path) -> Iterator[None]:
+    """Hold the lock of a destination; its file goes once there is no staging folder left to protect."""
+    lock = FileLock(dst.with_name(f".{dst.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FileError(f"another process is writing {str(dst)!r}; wait for it or choose another folder") from error
+    try:
+        yield
+    finally:
+        if not staging.exists():
+            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: no other process may hold the old file
+        lock.release()
+
+
+def _check_unchanged(inputs: Mapping[str, FileStamp]) -> None:
+    now = file_stamps(map(Path, inputs))
+    if changed := next((path for path, stamp in inputs.items() if now[path] != stamp), None):
+        raise FileError(
+            f"{changed!r} changed while it was being read, so the result would mix old and new; nothing was written "
+            "under the new name. Start again without resume once the source is complete"
+        )
+
+
+@contextmanager
+def _background_fsync(folder: Path) -> Iterator[None]:
+    """Send files to the disk while more is being written, so that the wait at the end is short."""
+    errors: list[OSError] = []  # the kernel reports a failed write to one caller alone
     ended = threading.Event()
 
     def sync() -> None:
-        while not ended.wait(PAUSE) and not errors:
+        while not ended.wait(FSYNC_INTERVAL) and not errors:
             for path in folder.iterdir():
                 try:
-                    sync_folder(path)
-                except FileNotFoundError:  # it has got its name meanwhile
+                    fsync_path(path)
+                except FileNotFoundError:  # renamed meanwhile
                     continue
                 except OSError as error:
                     errors.append(error)
@@ -257,40 +435,35 @@ def _towards_disk(folder: Path) -> Iterator[None]:
         raise error
 
 
-def _check_room(unfinished: Path, dst: Path, size: int) -> None:
-    """Before anything is made; what an interrupted attempt left is gone on with, or makes room."""
+def _check_room(staging: Path, dst: Path, size: int) -> None:
+    """Check the free space; what an interrupted run left is either kept or removed, so it counts as free."""
     room = shutil.disk_usage(dst.parent).free
-    if unfinished.is_dir():
-        room += sum(file.stat().st_size for file in unfinished.iterdir())
+    if staging.is_dir():
+        room += sum(file.stat().st_size for file in staging.iterdir())
     if size > room:
-        raise CheckpointError(
-            f"{size / 1e9:.1f} GB are to be written to {str(dst)!r}, where {room / 1e9:.1f} GB are free"
-        )
+        raise FileError(f"{size / 1e9:.1f} GB are to be written to {str(dst)!r}, where {room / 1e9:.1f} GB are free")
 
 
-def _begin(unfinished: Path, plan: dict[str, Any], resume: bool) -> None:
+def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
+    """Make the staging folder, or keep the finished weight files of an interrupted run with the same plan."""
+    if staging.is_symlink():
+        staging.unlink()
     begun = None
-    if resume and (unfinished / PLAN).is_file():
+    if resume and (staging / PLAN_FILE).is_file():
         try:
-            begun = read_json(unfinished / PLAN)
-        except CheckpointError:  # interrupted while it was written
+            begun = read_json(staging / PLAN_FILE)
+        except FileError:  # interrupted while it was written
             begun = None
     if begun is None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        (unfinished / PLAN).write_text(json.dumps(plan), encoding="utf-8")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        write_json(staging / PLAN_FILE, plan)
     elif begun != plan:
-        raise CheckpointError(f"what {str(unfinished)!r} was begun with has changed; start anew without resume")
-    for path in unfinished.iterdir():
-        if path.is_dir():
+        raise FileError(
+            f"the source or the settings that {str(staging)!r} was begun with have changed; start anew without resume"
+        )
+    for path in staging.iterdir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.suffix not in KEPT and path.name != PLAN:
+        elif path.suffix not in RESUMABLE_SUFFIXES and path.name != PLAN_FILE:
             path.unlink()
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ PUBLIC = [
     "ConversionReport",
     "CorpusError",
     "Description",
+    "FileError",
     "Frequencies",
     "LengthError",
     "MethodError",

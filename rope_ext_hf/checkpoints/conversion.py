@@ -28,13 +28,13 @@ from rope_ext_hf.checkpoints.weight_files import SafetensorsFile, bytes_of, hold
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     Progress,
+    atomic_file,
+    atomic_folder,
     check_destination,
     copy_range,
-    files_of,
-    new_folder,
+    file_stamps,
+    list_files,
     read_json,
-    stamps,
-    whole,
     write_all,
     write_json,
 )
@@ -122,9 +122,8 @@ def convert_checkpoint(
     size = sum(size_of(file.tensors) for file in found.files.values())
     work = _Work(found, found.layouts(), to, Progress(size, progress))
     verified = None
-    with new_folder(
-        dst, {"to": to, "files": stamps(file.path for file in found.files.values())}, size, resume=resume
-    ) as unfinished:
+    inputs = file_stamps(file.path for file in found.files.values())
+    with atomic_folder(dst, inputs=inputs, size=size, plan={"to": to}, resume=resume) as unfinished:
         for name, file in found.files.items():
             work.write(name, file, unfinished)
         left_behind = work.copy_the_rest(unfinished)
@@ -171,7 +170,7 @@ class _Work:
         if holds(target, file.tensors, lambda n: self._repaired(file, n), header):
             self.progress.advance(size_of(file.tensors))
             return
-        with whole(target) as part:
+        with atomic_file(target, fsync=False) as part:
             if isinstance(file, SafetensorsFile):
                 self._copy(file, part)
             else:
@@ -229,7 +228,7 @@ class _Work:
 def copy_others(folder: Path, unfinished: Path, known: Collection[str]) -> tuple[str, ...]:
     """Copy everything but weights, indexes and these files; returns the weights in further forms."""
     left_behind = []
-    for name in files_of(folder):
+    for name in list_files(folder):
         if name in known or name in dict(INDEXES):
             continue
         if Path(name).suffix in WEIGHTS or Path(name).parts[0] == "original":

@@ -18,7 +18,15 @@ from rope_ext_hf.checkpoints.source import Source, read_source
 from rope_ext_hf.checkpoints.torch_files import writing
 from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, Entry, View, bytes_of, holds, size_of
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import Progress, check_destination, new_folder, read_json, stamps, whole, write_json
+from rope_ext_hf.files import (
+    Progress,
+    atomic_file,
+    atomic_folder,
+    check_destination,
+    file_stamps,
+    read_json,
+    write_json,
+)
 from rope_ext_hf.patches.config import RECORD
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
@@ -69,10 +77,10 @@ def hf_to_meta(
         "to": "meta",
         "parts": model_parallel,
         "source": now,
-        "files": stamps(file.path for file in found.files.values()),
     }
+    inputs = file_stamps(file.path for file in found.files.values())
     verified = None
-    with new_folder(dst, plan, done.total, resume=resume) as unfinished:
+    with atomic_folder(dst, inputs=inputs, size=done.total, plan=plan, resume=resume) as unfinished:
         parts.write(unfinished, done)
         left_behind = copy_others(found.folder, unfinished, [*found.files, "config.json", "params.json"])
         write_json(unfinished / "params.json", llama.params())
@@ -171,7 +179,7 @@ class _Parts:
         same = {OUTPUT: EMBEDDING} if self.shared else {}
         tensors = {name: (TORCH_DTYPES[entry.dtype], entry.shape) for name, entry in self.own.items()}
         with ExitStack() as stack:
-            paths = [stack.enter_context(whole(folder / _part_name(i))) for i in todo]
+            paths = [stack.enter_context(atomic_file(folder / _part_name(i), fsync=False)) for i in todo]
             writes = [stack.enter_context(writing(path, tensors, same)) for path in paths]
             for name, entry in self.own.items():
                 for tensor, write in zip(self._read(name, todo), writes, strict=True):

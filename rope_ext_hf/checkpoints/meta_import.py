@@ -44,7 +44,16 @@ from rope_ext_hf.checkpoints.weight_files import (
     write_safetensors,
 )
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import Progress, check_destination, files_of, inside, new_folder, stamps, whole, write_json
+from rope_ext_hf.files import (
+    Progress,
+    atomic_file,
+    atomic_folder,
+    check_destination,
+    file_stamps,
+    list_files,
+    resolve_inside,
+    write_json,
+)
 from rope_ext_hf.rotary.pairing import PAIRINGS, repair
 
 __all__ = ["SHARD", "MetaSource", "is_meta", "meta_to_hf", "read_meta"]
@@ -110,8 +119,8 @@ def read_meta(folder: str | Path) -> MetaSource:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {str(folder)!r}")
-    files_of(folder)
-    params = read_params(inside(folder, "params.json"))
+    list_files(folder)
+    params = read_params(resolve_inside(folder, "params.json"))
     parts = _read_parts(folder)
     if params["n_kv_heads"] % len(parts):
         raise CheckpointError(
@@ -136,7 +145,7 @@ def _read_parts(folder: Path) -> tuple[TorchFile, ...]:
     expected = [_part_name(i) for i in range(len(names))]
     if missing := [name for name in expected if name not in names]:
         raise CheckpointError(f"{missing[0]!r} is missing in {str(folder)!r}, which has {', '.join(names)}")
-    return tuple(TorchFile(inside(folder, name)) for name in expected)
+    return tuple(TorchFile(resolve_inside(folder, name)) for name in expected)
 
 
 def _part_name(index: int) -> str:
@@ -238,15 +247,16 @@ def meta_to_hf(
     found = read_meta(src)
     view = found.view(to)
     done = Progress(size_of(view.tensors), progress)
-    plan = {"to": to, "max_shard_bytes": max_shard_bytes, "files": stamps(file.path for file in found.parts)}
+    plan = {"to": to, "max_shard_bytes": max_shard_bytes}
+    inputs = file_stamps(file.path for file in found.parts)
     verified = None
-    with new_folder(dst, plan, done.total, resume=resume) as unfinished:
+    with atomic_folder(dst, inputs=inputs, size=done.total, plan=plan, resume=resume) as unfinished:
         shards = _shards(view.tensors, max_shard_bytes)
         for name, shard in shards.items():
             if holds(unfinished / name, shard, view.read):
                 done.advance(size_of(shard))
                 continue
-            with whole(unfinished / name) as part:
+            with atomic_file(unfinished / name, fsync=False) as part:
                 write_safetensors(part, shard, view.read, {"format": "pt"}, done.advance)
         if len(shards) > 1:
             where = {tensor: name for name, shard in shards.items() for tensor in shard}

@@ -11,7 +11,7 @@ import torch
 from rope_ext_hf.checkpoints.row_layouts import Blocks, Layout, RotatingRows, layer_modules, rotating_rows
 from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, SafetensorsFile, TorchFile
 from rope_ext_hf.errors import CheckpointError, RopeExtError
-from rope_ext_hf.files import files_of, inside, read_json
+from rope_ext_hf.files import list_files, read_json, resolve_inside
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import config_pairing, stated_rotary
@@ -103,7 +103,7 @@ def read_source(path: str | Path, *, revision: str | None = None, trust_remote_c
         UnsupportedModelError: a family that the table says nothing of.
     """
     folder = _folder(path, revision)
-    files_of(folder)
+    list_files(folder)
     files, index = _files(folder)
     adapter = _is_adapter(files)
     config = _config(folder, adapter, trust_remote_code)
@@ -111,7 +111,7 @@ def read_source(path: str | Path, *, revision: str | None = None, trust_remote_c
     said = getattr(config, PAIRING_KEY, None)
     if adapter:
         expected = frozenset()
-        said = read_json(inside(folder, "adapter_config.json")).get(PAIRING_KEY, said)
+        said = read_json(resolve_inside(folder, "adapter_config.json")).get(PAIRING_KEY, said)
     if said not in (None, *PAIRINGS):
         raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {said!r}; known: half, interleaved")
     return Source(folder, config, files, index, rows, expected, said or config_pairing(config))
@@ -148,12 +148,12 @@ def _config(folder: Path, adapter: bool, trust_remote_code: bool) -> Any:
 
     where: str | Path = folder
     if adapter and not (folder / "config.json").is_file():
-        said = read_json(inside(folder, "adapter_config.json")).get("base_model_name_or_path")
+        said = read_json(resolve_inside(folder, "adapter_config.json")).get("base_model_name_or_path")
         if not said or not isinstance(said, str):
             raise CheckpointError(f"{str(folder)!r} is an adapter that does not name the model it is for")
         where = said
     else:
-        inside(folder, "config.json")
+        resolve_inside(folder, "config.json")
     try:
         return _own_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
     except RopeExtError:
@@ -209,23 +209,23 @@ def _files(folder: Path) -> tuple[dict[str, Weights], dict[str, Any] | None]:
     index_name, single = there[0]
     kind = SafetensorsFile if single.endswith(".safetensors") else TorchFile
     if (folder / single).exists():  # as transformers chooses where both are there
-        return {single: kind(inside(folder, single))}, None
+        return {single: kind(resolve_inside(folder, single))}, None
     return _sharded(folder, index_name, kind)
 
 
 def _sharded(
     folder: Path, index_name: str, kind: type[SafetensorsFile] | type[TorchFile]
 ) -> tuple[dict[str, Weights], dict[str, Any]]:
-    index = read_json(inside(folder, index_name))
+    index = read_json(resolve_inside(folder, index_name))
     where = index.pop("weight_map", None)
     if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
         raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
     names = list(dict.fromkeys(where.values()))
     if deep := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{deep[0]!r} in {index_name!r} is no name of a file in {str(folder)!r}: refused")
+        raise CheckpointError(f"{deep[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
     if len({_safetensors_name(name) for name in names}) < len(names):
         raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
-    files = {name: kind(inside(folder, name)) for name in names}
+    files = {name: kind(resolve_inside(folder, name)) for name in names}
     seen: dict[str, str] = {}
     for file_name, file in files.items():
         for tensor in file.tensors:

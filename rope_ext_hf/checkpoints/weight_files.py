@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rope_ext_hf.checkpoints.torch_files import MOST_DIMS, load
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import MOST_HEADER, _object
+from rope_ext_hf.files import MAX_JSON_BYTES, parse_json_object
 
 __all__ = [
     "DTYPES",
@@ -107,13 +107,13 @@ class SafetensorsFile:
             size = path.stat().st_size
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER):
+                if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
                 file.seek(0)
                 self.header = file.read(8 + length)
             if self.header[8:9] != b"{":
                 raise ValueError("the header is no JSON object")
-            fields = _object(self.header[8:])
+            fields = parse_json_object(self.header[8:])
             self.metadata = fields.pop("__metadata__", {})
             if not isinstance(self.metadata, dict) or not all(isinstance(v, str) for v in self.metadata.values()):
                 raise ValueError("__metadata__ does not hold words by name")
