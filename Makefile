@@ -1,14 +1,17 @@
-# make demo | test | lint | bench: each does its own set-up in .venv, with the versions pinned in constraints.txt.
+# make demo | test | test-fast | lint | bench: each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-fast lint bench clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
+
+test-fast: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow"
 
 lint: .venv/ready
 	$(RUN)/ruff check .

@@ -440,3 +440,22 @@ def build_known(model_type: str, **overrides: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn(parameter.shape, generator=draws))
     return model
+
+
+def plant_pairs(queries: Tensor, keys: Tensor, pairing: str) -> None:
+    """Give the members of each pair a direction in common, written out from the definition.
+
+    Args:
+        queries: a view (groups, heads, dims, width), changed in place; so is keys: (groups, dims, width).
+        pairing: of the pairs.
+    """
+    draws = torch.Generator().manual_seed(11)
+    dims, width = keys.shape[-2:]
+    scale = 3 * float(queries.std())
+    for group in range(len(keys)):
+        for pair in range(dims // 2):
+            direction = scale * torch.randn(width, generator=draws)
+            members = (2 * pair, 2 * pair + 1) if pairing == "interleaved" else (pair, pair + dims // 2)
+            for member in members:
+                queries[group, :, member] += direction
+                keys[group, member] += direction

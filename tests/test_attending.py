@@ -1,9 +1,8 @@
-"""Attention over zones against the definitions in the papers, written out pair by pair here, in float64."""
+"""Attention over zones against the definitions in the papers, written out pair by pair in oracles.py, in float64."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention import kernels
@@ -25,75 +22,10 @@ from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMetho
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
+from tests.dispatch import MemoryAndWork
+from tests.oracles import distance, naive_attention, rotate_to, stored_position
 
 THETA = 10_000.0
-
-
-def place_of_key(method: RemappingMethod, n: int) -> float:
-    """Where the method is to find a key in the cache."""
-    said: dict[str, Any] = method.to_dict()
-    match said["method"]:
-        case "rerope":
-            return 0.0
-        case "leaky-rerope":
-            return n / float(said["k"])
-        case "self-extend":
-            return float(n // said["group"])
-    return float(n % said["chunk"])
-
-
-def distance(method: RemappingMethod, m: int, n: int) -> float:
-    """The relative position at which query m sees key n <= m, straight from the papers."""
-    said: dict[str, Any] = method.to_dict()
-    w = said["window"]
-    if said["method"] != "dca" and m - n < w:
-        return float(m - n)
-    match said["method"]:
-        case "rerope":
-            return float(w)
-        case "leaky-rerope":
-            return float(w + (m - n - w) / said["k"])
-        case "self-extend":
-            g = said["group"]
-            return float(m // g - n // g + w - w // g)
-    s, c = said["chunk"], said["chunk"] + w
-    if m // s == n // s:
-        return float(m % s - n % s)
-    if m // s - n // s == 1:
-        return float(min(m % s + s, c - 1) - n % s)
-    return float(c - 1 - n % s)
-
-
-def turned(x: Tensor, places: Tensor, dim: int, theta: float = THETA) -> Tensor:
-    """RoPE by half pairing on the first `dim` dims, float64; x (..., tokens, head_dim), places (..., tokens)."""
-    inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    angle = places[..., None] * inv_freq
-    first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., dim:]], dim=-1)
-
-
-def eager(method: RemappingMethod | None, q: Tensor, k: Tensor, v: Tensor, dim: int, **more: Any) -> Tensor:
-    """One row: q (heads, tokens, head_dim), k and v (kv_heads, keys, ...), un-rotated, float64; every score at once."""
-    tokens, count = q.shape[-2], k.shape[-2]
-    groups = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
-    for i in range(tokens):
-        m = count - tokens + i
-        seen = range(max(0, m - more["window"] + 1) if more.get("window") else 0, m + 1)
-        places = torch.tensor([distance(method, m, n) if method else float(m - n) for n in seen], dtype=torch.float64)
-        query = turned(q[:, i : i + 1].expand(-1, len(seen), -1), places, dim)
-        scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
-        if method is not None and method.log_n:
-            scores *= max(1.0, math.log(m + 1) / math.log(method.max_distance or 0))
-        if more.get("cap"):
-            scores = torch.tanh(scores / more["cap"]) * more["cap"]
-        if more.get("sinks") is not None:
-            scores = torch.cat([scores, more["sinks"].double()[:, None]], dim=-1)
-        weights = scores.softmax(-1)[:, : len(seen)]
-        out[:, i] = (weights[..., None] * v[:, list(seen)]).sum(-2)
-    return out
 
 
 def run(
@@ -122,7 +54,9 @@ def run(
 
     q, k, v = random(heads, tokens, head_dim), random(kv_heads, count, head_dim), random(kv_heads, count, value_dim)
     keys = torch.stack([torch.arange(count) - pad for pad in pads]).clamp(min=0)
-    stored = torch.tensor([[place_of_key(method, int(n)) for n in row] for row in keys], dtype=torch.float64)[:, None]
+    stored = torch.tensor([[stored_position(method, int(n)) for n in row] for row in keys], dtype=torch.float64)[
+        :, None
+    ]
     call = ForwardContext(
         query_positions=keys[:, count - tokens :],
         key_positions=keys,
@@ -136,8 +70,8 @@ def run(
         rule,
         Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
         call,
-        turned(q, stored[..., count - tokens :], dim).to(dtype),
-        turned(k, stored, dim).to(dtype)[:, :, gone:],
+        rotate_to(q, stored[..., count - tokens :], dim, THETA).to(dtype),
+        rotate_to(k, stored, dim, THETA).to(dtype)[:, :, gone:],
         v.to(dtype)[:, :, gone:],
         head_dim**-0.5,
         extras,
@@ -146,7 +80,9 @@ def run(
     for r, pad in enumerate(pads):
         real = min(tokens, count - pad)
         definition = None if sliding is not None else method
-        out = eager(definition, q[r, :, tokens - real :], k[r, :, pad:], v[r, :, pad:], dim, window=sliding, **more)
+        out = naive_attention(
+            definition, q[r, :, tokens - real :], k[r, :, pad:], v[r, :, pad:], dim, THETA, window=sliding, **more
+        )
         parts.append(found[r, :, tokens - real :].double().reshape(-1))
         wanted.append(out.reshape(-1))
     return torch.cat(parts), torch.cat(wanted)
@@ -323,37 +259,6 @@ def test_what_the_kernels_of_cuda_take(
     assert not kernels._has_flash(query)
 
 
-class Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What operators take: bytes alive at most, launches, multiplications in kernels of attention."""
-
-    def __init__(self, *alive: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: dict[int, int] = {}
-        self.most = self.launches = self.products = 0
-        for tensor in alive:
-            self.hold(tensor)
-
-    def hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        name = storage._cdata
-        if name not in self.sizes:
-            self.sizes[name] = storage.nbytes()
-            self.most = max(self.most, sum(self.sizes.values()))
-            weakref.finalize(storage, self.sizes.pop, name)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self.hold(tensor)
-        self.launches += not func.is_view
-        if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
-            query, key, value, *more = args
-            square = any(more[1:2])  # causal: half of it
-            self.products += query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]) >> square
-        return result
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
 @pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "dca"])
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
@@ -371,9 +276,9 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
     positions = torch.arange(tokens)[None]
     call = ForwardContext(positions, positions, (0,), None)
     with torch.inference_mode():
-        with Taken(query, key, value) as plain:
+        with MemoryAndWork(query, key, value) as plain:
             torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
-        with Taken(query, key, value) as ours:
+        with MemoryAndWork(query, key, value) as ours:
             rotation = Rotation(RotationTable(rotary.inv_freq()), KeyLayout("half", 0, dim))
             attend(method, rotation, call, query, key, value, 0.1)
     assert ours.most <= 1.5 * plain.most
@@ -402,10 +307,3 @@ def test_a_method_says_at_which_distances_keys_are_seen(method: RemappingMethod)
     found = method.distance(places[:, None], places).tril()
     wanted = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
-def test_positions_are_the_models_own_inside_the_window(method: RemappingMethod) -> None:
-    assert all(distance(method, m, n) == m - n for m in range(40) for n in range(m + 1))
-    farthest = max(distance(method, m, n) for m in range(1000) for n in range(m + 1))
-    assert farthest < 64 or isinstance(method, (LeakyReRoPE, SelfExtend))

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,8 +19,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.slots import find_slots
+from tests.dispatch import LargestTensor
 from tests.models import FAMILIES, TRAINED, build, build_config, from_config, logits, rope_parameters, tokens
-from tests.test_attending import distance, turned
+from tests.oracles import distance, rotate_to
 
 NAMES = ["rerope", "leaky-rerope", "self-extend", "dca"]
 each_method = pytest.mark.parametrize("method", NAMES)
@@ -68,7 +68,7 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
              for m in range(tokens)], dtype=torch.float64,
         )  # fmt: skip
         theta = own_theta if window is not None and own_theta else 10_000.0
-        at = turned(parts[0][..., :, None, :].expand(*parts[0].shape[:3], tokens, -1), places, family.rotated, theta)
+        at = rotate_to(parts[0][..., :, None, :].expand(*parts[0].shape[:3], tokens, -1), places, family.rotated, theta)
         scores = torch.einsum("bhmnd,bhnd->bhmn", at, parts[1])
         others = [torch.cat([x[..., :start], x[..., start + family.rotated :]], dim=-1) for x in (query, key)]
         scores = (scores + others[0] @ others[1].transpose(-1, -2)) * kwargs["scaling"]
@@ -275,23 +275,12 @@ def test_another_attention_set_afterwards_is_not_run_in_silence() -> None:
 
 @each_method
 def test_no_tensor_is_as_large_as_length_squared(method: str) -> None:
-    largest = 0
-
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **kwargs or {})
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
     model = rope.patch(build("llama", vocab_size=8, max_position_embeddings=512), method)
     mask = torch.ones(2, 4096, dtype=torch.int64)
     mask[1, :1000] = 0
-    with Watch():  # type: ignore[no-untyped-call]
+    with LargestTensor() as largest:
         logits(model, tokens(4096, batch=2) % 8, attention_mask=mask, logits_to_keep=1)
-    assert largest < 4096 * 4096 / 8
+    assert largest.elements < 4096 * 4096 / 8
 
 
 @each_method

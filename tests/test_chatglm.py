@@ -24,8 +24,7 @@ from rope_ext_hf.checkpoints.row_layouts import Layout, Piece, rotating_rows
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.rotary.pairing import PAIRINGS
-from tests.models import WITH_A_CLASS, logits, own_config, tokens
-from tests.test_detect import plant
+from tests.models import WITH_A_CLASS, logits, own_config, plant_pairs, tokens
 
 LAYER = "transformer.encoder.layers.{}."
 QKV = LAYER + "self_attention.query_key_value."
@@ -428,7 +427,7 @@ def test_planted_pairs_are_found(groups: bool, pairing: str, tmp_path: Path) -> 
         else:
             heads = weight.view(4, 3, 16, 64)
             queries, keys = heads[:, :1], heads[:, 1]
-        plant(queries[:, :, :8], keys[:, :8], pairing)
+        plant_pairs(queries[:, :, :8], keys[:, :8], pairing)
     report = rope.detect_pairing(write(tmp_path / "source", tensors, config))
     assert (report.pairing, report.stated) == (pairing, "interleaved")
     assert report.layers[1].name == "transformer.encoder.layers.1.self_attention"

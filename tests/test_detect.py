@@ -23,7 +23,7 @@ from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.pairing import PAIRINGS
-from tests.models import FAMILIES, ROTATING, build, build_known
+from tests.models import FAMILIES, ROTATING, build, build_known, plant_pairs
 
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
 
@@ -229,25 +229,6 @@ def test_two_dims_are_one_pair_either_way() -> None:
 # --- planted pairs: that the right rows of every kind of tensor are looked at -----------------------------------------
 
 
-def plant(queries: Tensor, keys: Tensor, pairing: str) -> None:
-    """Give the members of each pair a direction in common, written out from the definition.
-
-    Args:
-        queries: a view (groups, heads, dims, width), changed in place; so is keys: (groups, dims, width).
-        pairing: of the pairs.
-    """
-    draws = torch.Generator().manual_seed(11)
-    dims, width = keys.shape[-2:]
-    scale = 3 * float(queries.std())
-    for group in range(len(keys)):
-        for pair in range(dims // 2):
-            direction = scale * torch.randn(width, generator=draws)
-            members = (2 * pair, 2 * pair + 1) if pairing == "interleaved" else (pair, pair + dims // 2)
-            for member in members:
-                queries[group, :, member] += direction
-                keys[group, member] += direction
-
-
 def _separate(attention: Any) -> tuple[Tensor, Tensor]:
     """q_proj of 4 heads, k_proj of 2, heads of 16."""
     return attention.q_proj.weight.view(2, 2, 16, 64), attention.k_proj.weight.view(2, 16, 64)
@@ -292,7 +273,7 @@ def test_planted_pairs_are_found(name: str, pairing: str) -> None:
             if parameter.ndim == 1:  # norms of queries and keys that are not one
                 parameter.add_(0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(5)))
         for layer in model.base_model.layers:
-            plant(*PLANTED[name](layer.attention if name == "gpt_neox" else layer.self_attn), pairing)
+            plant_pairs(*PLANTED[name](layer.attention if name == "gpt_neox" else layer.self_attn), pairing)
     report = rope.detect_pairing(model)
     assert report.pairing == pairing
     assert report.confidence > 0.9999
@@ -307,15 +288,15 @@ def test_planted_pairs_are_found_behind_other_names(name: str, pairing: str) -> 
         for index in range(4):
             if name == "dbrx":
                 weight = model.transformer.blocks[index].norm_attn_norm.attn.Wqkv.weight
-                plant(weight[:64].view(2, 2, 16, 64), weight[64:96].view(2, 16, 64), pairing)
+                plant_pairs(weight[:64].view(2, 2, 16, 64), weight[64:96].view(2, 16, 64), pairing)
                 continue
             attention = model.transformer.h[index].attn
             if name == "gptj":
                 queries, keys = (getattr(attention, f"{side}_proj").weight.view(4, 16, 64) for side in "qk")
-                plant(queries[:, None, :8], keys[:, :8], pairing)
+                plant_pairs(queries[:, None, :8], keys[:, :8], pairing)
             else:
                 for part in attention.qkv_proj.weight.view(4, 3, 2, 8, 64):
-                    plant(part[0][:, None, :4], part[2][:, :4], pairing)
+                    plant_pairs(part[0][:, None, :4], part[2][:, :4], pairing)
     report = rope.detect_pairing(model)
     assert (report.pairing, report.stated) == (pairing, "half" if name == "dbrx" else "interleaved")
 
@@ -333,7 +314,7 @@ def test_planted_pairs_are_found_through_a_latent(pairing: str) -> None:
             attention.q_a_proj.weight.copy_(down)
             attention.q_a_layernorm.weight.uniform_(0.5, 1.5)
             shared = torch.zeros(1, 16, 32)
-            plant(queries, shared, pairing)
+            plant_pairs(queries, shared, pairing)
             keys += 0.5 * shared @ down
     assert rope.detect_pairing(model).pairing == pairing
 
@@ -345,7 +326,7 @@ def test_a_norm_does_what_its_family_does() -> None:
         for layer in model.model.layers:
             queries, keys = _separate(layer.self_attn)
             layer.input_layernorm.weight[:32] = -1.0
-            plant(queries[..., 32:], keys[..., 32:], "half")
+            plant_pairs(queries[..., 32:], keys[..., 32:], "half")
             queries[..., :32] = 50 * torch.randn(queries[..., :32].shape)
             keys[..., :32] = 50 * torch.randn(keys[..., :32].shape)
     assert rope.detect_pairing(model).pairing == "half"

@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +25,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
+from tests.dispatch import HostReads
 from tests.models import FAMILIES, TRAINED, build, build_known, logits, tokens
-from tests.test_patching import HostReads
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "paper": ("dynamic-ntk", {}),
@@ -852,13 +852,6 @@ def test_sticky_growth_reaches_caches_under_way() -> None:
 
 
 # --- compiled ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def compiled(model: Any, kind: str, ids: Tensor, fullgraph: bool) -> tuple[int, Tensor]:

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from tests.dispatch import HostReads
 from tests.models import (
     FAMILIES,
     THETA,
@@ -958,13 +957,6 @@ def test_the_decoder_alone_can_be_patched() -> None:
     assert model.config.to_dict() == build("llama").config.to_dict()
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "method"), [("llama", "yarn"), ("gemma3", "linear"), ("glm", "ntk"), ("olmo", "linear")]
@@ -1008,19 +1000,6 @@ def test_compiles_to_no_more_graphs_than_the_stock_model() -> None:
         counts.append(counter.frame_count)
     stock, patched = counts
     assert 1 <= patched <= stock
-
-
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Counts how often a value on the device is asked for by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count: int = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def host_reads(model: Any, length: int = LONG) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
@@ -19,67 +18,14 @@ from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.results import DocumentLoss, bootstrap
 from rope_ext_hf.eval.scorer import Reader
 from rope_ext_hf.reference import path
+from tests.dispatch import LargestTensor
 from tests.models import FAMILIES, build, from_config
+from tests.oracles import NAIVE_PROTOCOLS, nats
 
 
 def tokens(name: str, count: int, seed: int) -> Tokens:
     ids = torch.randint(3, 90, (count,), generator=torch.Generator().manual_seed(seed))
     return Tokens(name, ids, tuple(range(1, count + 1)))
-
-
-def nats(model: Any, window: Tensor, scored: range) -> float:
-    """From full float64 logits, one probability at a time."""
-    with torch.no_grad():
-        probabilities = model(window[None], use_cache=False).logits[0].double().softmax(-1)
-    return -math.fsum(math.log(probabilities[i - 1, window[i]].item()) for i in scored)
-
-
-# Each protocol once more, straight from its description: documents, N, the longest length -> (nats, tokens).
-# T = 7 targets, stride S = 5.
-def naive_matched(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
-    ends = range(longest, len(ids) + 1, longest)
-    return [(nats(model, ids[end - n : end], range(n - 7, n)), 7) for end in ends]
-
-
-def naive_sliding(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
-    if len(ids) < longest:
-        return []
-    return [(nats(model, ids[a : a + n], range(n - 5, n)), 5) for a in range(0, len(ids) - n + 1, 5)]
-
-
-def naive_truncate(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
-    return [(nats(model, ids[:n], range(1, n)), n - 1)] if len(ids) >= longest else []
-
-
-def naive_stream(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
-    return [(nats(model, ids[a : a + n], range(1, n)), n - 1) for a in range(0, len(ids) - n + 1, 5)]
-
-
-def naive_blocks(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
-    found = []
-    for first in range(0, len(ids), n):  # without a prefix token the very first token is not scored
-        last = min(first + n, len(ids))
-        begin = max(0, last - n - 1)
-        scored = range(max(first, 1) - begin, last - begin)
-        found.append((nats(model, ids[begin:last], scored), len(scored)))
-    return found
-
-
-def naive_position(model: Any, ids: Tensor, n: int, longest: int) -> list[tuple[float, int]]:
-    if len(ids) < longest:
-        return []
-    after = {16: 1, 32: 16, 64: 32}[n]
-    return [(nats(model, ids[:longest], range(after, n)), n - after)]
-
-
-NAIVE = {
-    "matched": naive_matched,
-    "sliding": naive_sliding,
-    "truncate": naive_truncate,
-    "stream": naive_stream,
-    "blocks": naive_blocks,
-    "position": naive_position,
-}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -89,7 +35,11 @@ def test_every_protocol_equals_a_naive_computation(protocol: str) -> None:
     for result in perplexity(
         model, corpus, lengths=[16, 32, 64], protocol=protocol, targets=7, stride=5, bos=False, chunk=16
     ):
-        parts = [part for d in corpus for part in NAIVE[protocol](model, d.ids, result.length, 64)]
+        parts = [
+            part
+            for d in corpus
+            for part in NAIVE_PROTOCOLS[protocol](model, d.ids, result.length, 64, targets=7, stride=5)
+        ]
         expected = sum(part[0] for part in parts) / sum(part[1] for part in parts)
         assert result.tokens == sum(part[1] for part in parts)
         assert result.loss == pytest.approx(expected, abs=1e-6)
@@ -219,24 +169,10 @@ def test_a_head_that_is_more_than_a_layer_runs_whole() -> None:
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
     """No tensor the reader makes is as large as (length, vocabulary)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.elements = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return out
-
     model = build("llama", vocab_size=5000)
     ids = tokens("a", 512, 1).ids
     reader = Reader(model, chunk=64, head_bytes=64 * 1024 * 4)
-    with Largest() as seen:
+    with LargestTensor() as seen:
         reader.losses(ids, 1)
     assert reader.chunked
     assert 64 * 1024 <= seen.elements < 512 * 5000 / 4

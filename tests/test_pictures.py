@@ -23,7 +23,7 @@ from rope_ext_hf.methods.dynamic import DynamicNTK
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import DualChunk, RemappingMethod, ReRoPE, SelfExtend
 from rope_ext_hf.methods.static import NTK, ByParts, Default, Linear, Llama3, Yarn
-from tests.test_scaling import example
+from tests.method_examples import example_method
 
 LLAMA2 = Rotary(dim=128, theta=1e4, trained_length=4096)
 SMALL = Rotary(dim=16, theta=100.0, trained_length=64)
@@ -171,7 +171,7 @@ def test_unseen_angles() -> None:
 @pytest.mark.parametrize("name", list_methods())
 def test_a_picture_of_every_method(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rope.png"
-    draw(path, SMALL, {name: example(list_methods()[name], SMALL)}, title=name)
+    draw(path, SMALL, {name: example_method(list_methods()[name], SMALL)}, title=name)
     assert size(path) == (1600, 1200)
 
 
@@ -241,7 +241,7 @@ def test_how_far_the_panels_reach(
 
 
 def test_all_methods_in_one_picture(texts: Callable[..., list[str]]) -> None:
-    chosen: dict[str, RopeMethod] = {name: example(cls, SMALL) for name, cls in list_methods().items()}
+    chosen: dict[str, RopeMethod] = {name: example_method(cls, SMALL) for name, cls in list_methods().items()}
     found = texts(SMALL, chosen)
     for name in chosen.keys() - {"default"}:
         assert found.count(name) == 2, name  # its map and the end of its decay curve

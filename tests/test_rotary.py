@@ -17,11 +17,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rope_ext_hf as rope
 from rope_ext_hf import NTKAwareRoPE, Rotary, RotaryEmbedding, apply_rotary_pos_emb
 from rope_ext_hf.errors import MethodError, RopeExtError
+from tests.dispatch import HostReads
+from tests.oracles import (
+    by_cycles,
+    divided,
+    dynamic_ntk_alpha,
+    llama3,
+    longrope_attention_factor,
+    ntk,
+    plain,
+    rising_divisors,
+)
 
 BOUND = 1e-6  # on cos and sin, before the cast to the model's dtype
 REACH = 1 << 24  # below which it holds
@@ -30,27 +40,6 @@ SMALL = Rotary(dim=64, theta=1e4, trained_length=256)
 
 
 # --- an independent float64 reference -----------------------------------------------------------------------------
-
-
-def plain(rotary: Rotary) -> list[float]:
-    return [rotary.theta ** (-2 * i / rotary.dim) for i in range(rotary.dim // 2)]
-
-
-def ntk(rotary: Rotary, alpha: float) -> list[float]:
-    return [value * alpha ** (-2 * i / (rotary.dim - 2)) for i, value in enumerate(plain(rotary))]
-
-
-def by_turns(rotary: Rotary, s: float, alpha: float, beta: float) -> list[float]:
-    scaled = []
-    for value in plain(rotary):
-        turns = rotary.trained_length * value / (2 * math.pi)
-        gamma = min(max((turns - alpha) / (beta - alpha), 0.0), 1.0)
-        scaled.append((1 - gamma) * value / s + gamma * value)
-    return scaled
-
-
-def divisors(rotary: Rotary, top: float) -> list[float]:
-    return [1 + (top - 1) * i / (rotary.dim // 2) for i in range(rotary.dim // 2)]
 
 
 def cos_sin(positions: Tensor, inv_freq: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +79,9 @@ STATIC: list[tuple[str, dict[str, Any], Callable[[Rotary], list[float]], float]]
     ("linear", {"factor": 8}, lambda r: [value / 8 for value in plain(r)], 1.0),
     ("theta", {"theta": 5e6}, lambda r: plain(Rotary(r.dim, 5e6, r.trained_length)), 1.0),
     ("ntk", {"factor": 8}, lambda r: ntk(r, 8), 1.0),
-    ("llama3", {"factor": 8}, lambda r: by_turns(r, 8, 1, 4), 1.0),
-    ("yarn", {"factor": 8, "ramp": "turns"}, lambda r: by_turns(r, 8, 1, 32), 0.1 * math.log(8) + 1),
-    ("by-parts", {"factor": 3, "ramp": "turns"}, lambda r: by_turns(r, 3, 1, 32), 1.0),
+    ("llama3", {"factor": 8}, lambda r: llama3(r, 8), 1.0),
+    ("yarn", {"factor": 8, "ramp": "turns"}, lambda r: by_cycles(r, 8, 1, 32), 0.1 * math.log(8) + 1),
+    ("by-parts", {"factor": 3, "ramp": "turns"}, lambda r: by_cycles(r, 3, 1, 32), 1.0),
 ]
 static = pytest.mark.parametrize(("method", "params", "formula", "warmth"), STATIC, ids=[entry[0] for entry in STATIC])
 
@@ -103,7 +92,7 @@ DEPENDENT: list[tuple[str, dict[str, Any]]] = [
     ("dynamic-ntk", {"growth": "even"}),
     ("dynamic-ntk", {"growth": "pow2"}),
     ("dynamic-yarn", {"ramp": "turns"}),
-    ("longrope", {"short_factor": divisors(SMALL, 2), "long_factor": divisors(SMALL, 9), "factor": 4}),
+    ("longrope", {"short_factor": rising_divisors(SMALL, 2), "long_factor": rising_divisors(SMALL, 9), "factor": 4}),
 ]
 dependent = pytest.mark.parametrize(
     ("method", "params"), DEPENDENT, ids=[f"{name}-{params.get('growth', '')}" for name, params in DEPENDENT]
@@ -115,18 +104,12 @@ def at_length(method: str, params: dict[str, Any], length: int) -> tuple[list[fl
     ratio = length / SMALL.trained_length
     grown = max(1.0, ratio)
     if method == "dynamic-yarn":
-        return by_turns(SMALL, grown, 1, 32), 0.1 * math.log(grown) + 1
+        return by_cycles(SMALL, grown, 1, 32), 0.1 * math.log(grown) + 1
     if method == "longrope":
         chosen = params["long_factor" if ratio > 1 else "short_factor"]
-        warmth = math.sqrt(1 + math.log(params["factor"]) / math.log(SMALL.trained_length))
-        return [value / divisor for value, divisor in zip(plain(SMALL), chosen, strict=True)], warmth
-    alpha = {
-        "paper": grown,
-        "hf": params.get("factor", 1) * grown - (params.get("factor", 1) - 1),
-        "even": 1.0 if ratio <= 1 else next(k for k in itertools.count(2, 2) if k >= ratio),
-        "pow2": max(1.0, 2.0 ** math.ceil(math.log2(grown) + 1) - 1) if ratio > 1 else 1.0,
-    }[params["growth"]]
-    return ntk(SMALL, alpha), 1.0
+        return divided(SMALL, chosen), longrope_attention_factor(SMALL, params["factor"])
+    growth = {"growth": params["growth"], "ratio": ratio, "factor": params.get("factor", 1)}
+    return ntk(SMALL, dynamic_ntk_alpha(**growth)), 1.0
 
 
 def half(columns: Tensor) -> Tensor:
@@ -211,7 +194,7 @@ class TestAccuracy:
         module = RotaryEmbedding("yarn", SMALL, factor=8, ramp="turns").to(dtype)
         warmth = 0.1 * math.log(8) + 1
         for got, exact in zip(
-            module(torch.zeros(1, dtype=dtype), positions), cos_sin(positions, by_turns(SMALL, 8, 1, 32)), strict=True
+            module(torch.zeros(1, dtype=dtype), positions), cos_sin(positions, by_cycles(SMALL, 8, 1, 32)), strict=True
         ):
             assert got.dtype == dtype
             # half a unit in the last place of a number below 2, plus what float32 may be off by
@@ -451,7 +434,7 @@ class TestLife:
         module = RotaryEmbedding(method, SMALL, layout="bare", **params).to("cuda").to(torch.bfloat16)
         positions = positions_to_check()
         inv_freq, warmth = (
-            (by_turns(SMALL, 4, 1, 32), 0.1 * math.log(4) + 1)
+            (by_cycles(SMALL, 4, 1, 32), 0.1 * math.log(4) + 1)
             if method == "yarn"
             else at_length(method, params, int(positions.max()) + 1)
         )
@@ -469,27 +452,11 @@ class TestLife:
 # --- compilation and synchronisation ------------------------------------------------------------------------------
 
 
-class NoHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on every operation that makes the host wait for a value on the device."""
-
-    WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.__name__.split(".")[0] in self.WAITING:
-            raise AssertionError(f"{func.__name__} makes the host wait")
-        return func(*args, **kwargs or {})
-
-
 class TestCompiled:
     def test_the_guard_sees_a_synchronisation(self) -> None:
         numbers = torch.tensor([1.0, 2.0])
         for waiting in (lambda: numbers.max().item(), lambda: bool(numbers[0] > 0), lambda: numbers.nonzero()):
-            with pytest.raises(AssertionError, match="makes the host wait"), NoHostSync():
+            with pytest.raises(AssertionError, match="makes the host wait"), HostReads(refuse=True):
                 waiting()
 
     @pytest.mark.parametrize(
@@ -502,7 +469,7 @@ class TestCompiled:
     def test_forward_never_waits_for_the_device(self, method: str, params: dict[str, Any], layout: Any) -> None:
         module = RotaryEmbedding(method, SMALL, layout=layout, **params)
         x, positions = torch.zeros(1), AT * 1000
-        with NoHostSync():
+        with HostReads(refuse=True):
             module(x, positions)
             module(x, positions)
         # A meta tensor has no values at all, so whatever looks at one raises; `tolist` escapes the guard above.

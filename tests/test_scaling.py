@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, FrozenInstanceError, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,21 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
 from rope_ext_hf.methods.registry import frequencies, list_methods, method_from_dict, register_method, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.static import NTK, ByParts, Default, Factors, Linear, Theta, Yarn
+from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
+from tests.method_examples import example_method, example_methods
+from tests.oracles import (
+    by_cycles,
+    by_dimension,
+    divided,
+    dynamic_ntk_alpha,
+    llama3,
+    longrope_attention_factor,
+    ntk,
+    plain,
+    rising_divisors,
+    with_theta,
+    yarn_attention_factor,
+)
 
 EXACT = 1e-12  # two float64 computations of one formula
 NATIVE = 2e-5  # transformers computes in float32
@@ -40,91 +54,12 @@ GEOMETRIES = (
 )
 
 
-# --- the papers' formulas, in plain Python ------------------------------------------------------------------------
-
-
-def plain(rotary: Rotary) -> list[float]:
-    """RoFormer, eq. 15: theta_i = b^(-2i/d)."""
-    return [rotary.theta ** (-2 * i / rotary.dim) for i in range(rotary.dim // 2)]
-
-
-def with_base(rotary: Rotary, theta: float) -> list[float]:
-    return [theta ** (-2 * i / rotary.dim) for i in range(rotary.dim // 2)]
-
-
-def ntk(rotary: Rotary, alpha: float) -> list[float]:
-    """The equivalent per-dim form theta_i c^(-i), c = alpha^(2/(d-2)), rather than the changed base."""
-    c = alpha ** (2 / (rotary.dim - 2))
-    return [value * c**-i for i, value in enumerate(plain(rotary))]
-
-
-def by_turns(rotary: Rotary, s: float, alpha: float = 1, beta: float = 32) -> list[float]:
-    """YaRN paper, Def. 2: (1 - gamma) theta_i / s + gamma theta_i, gamma a ramp in r_i = L0 / wavelength_i."""
-    mixed = []
-    for value in plain(rotary):
-        wavelength = 2 * math.pi / value
-        r = rotary.trained_length / wavelength
-        gamma = 0.0 if r < alpha else 1.0 if r > beta else (r - alpha) / (beta - alpha)
-        mixed.append((1 - gamma) * value / s + gamma * value)
-    return mixed
-
-
-def by_dimension(rotary: Rotary, s: float, slow: float = 1, fast: float = 32, truncate: bool = True) -> list[float]:
-    """The YaRN authors' code: a ramp in the dim index, between the dims that make `fast` and `slow` turns."""
-
-    def dim_of(turns: float) -> float:
-        # theta_i L0 = 2 pi turns, solved for i
-        return rotary.dim / 2 * math.log(rotary.trained_length / (2 * math.pi * turns), rotary.theta)
-
-    low, high = dim_of(fast), dim_of(slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low = low if low > 0 else 0
-    high = high if high < rotary.dim - 1 else rotary.dim - 1
-    if low == high:
-        high += 0.001
-    mixed = []
-    for i, value in enumerate(plain(rotary)):
-        interpolated = min(max((i - low) / (high - low), 0.0), 1.0)
-        mixed.append(interpolated * value / s + (1 - interpolated) * value)
-    return mixed
-
-
-def meta_llama3(rotary: Rotary, s: float, low: float, high: float) -> list[float]:
-    """Llama 3.1's published code, which compares wavelengths."""
-    scaled = []
-    for value in plain(rotary):
-        wavelength = 2 * math.pi / value
-        if wavelength < rotary.trained_length / high:
-            scaled.append(value)
-        elif wavelength > rotary.trained_length / low:
-            scaled.append(value / s)
-        else:
-            smooth = (rotary.trained_length / wavelength - low) / (high - low)
-            scaled.append((1 - smooth) * value / s + smooth * value)
-    return scaled
-
-
-def divided(rotary: Rotary, divisors: Sequence[float]) -> list[float]:
-    return [value / divisor for value, divisor in zip(plain(rotary), divisors, strict=True)]
-
-
-def yarn_attention(s: float, m: float = 1.0) -> float:
-    return 0.1 * m * math.log(s) + 1
-
-
 def assert_same(
     actual: torch.Tensor | Sequence[float], expected: torch.Tensor | Sequence[float], rtol: float = EXACT
 ) -> None:
     """Equal relative to each entry: a lowest frequency of 1e-6 counts as much as a highest of 1."""
     left, right = (torch.as_tensor(side, dtype=torch.float64) for side in (actual, expected))
     torch.testing.assert_close(left, right, rtol=rtol, atol=0)
-
-
-def ascending(rotary: Rotary, top: float) -> list[float]:
-    """Per-dim divisors from 1 to `top`, as a search would give."""
-    pairs = rotary.dim // 2
-    return [1 + (top - 1) * (i / (pairs - 1)) ** 2 for i in range(pairs)]
 
 
 def alpha_of(rotary: Rotary, inv_freq: torch.Tensor) -> float:
@@ -150,33 +85,31 @@ class TestAgainstThePapers:
 
     def test_theta(self, rotary: Rotary) -> None:
         result = frequencies("theta", rotary, theta=3e7)
-        assert_same(result.inv_freq, with_base(rotary, 3e7))
+        assert_same(result.inv_freq, with_theta(rotary, 3e7))
         assert result.attention_factor == 1.0
 
     @pytest.mark.parametrize("factor", FACTORS)
     def test_ntk(self, rotary: Rotary, factor: float) -> None:
         result = frequencies("ntk", rotary, factor=factor)
         assert_same(result.inv_freq, ntk(rotary, factor))
-        assert_same(result.inv_freq, with_base(rotary, rotary.theta * factor ** (rotary.dim / (rotary.dim - 2))))
+        assert_same(result.inv_freq, with_theta(rotary, rotary.theta * factor ** (rotary.dim / (rotary.dim - 2))))
         assert result.attention_factor == 1.0
 
     @pytest.mark.parametrize("ratio", [0.25, 1.0, 1.5, 2.0, 3.75, 4.0, 9.0])
     @pytest.mark.parametrize(
-        ("params", "alpha"),
+        "params",
         [
-            ({"growth": "paper"}, lambda r: max(1.0, r)),
-            ({"growth": "hf", "factor": 4}, lambda r: 4 * max(1.0, r) - 3),
-            ({"growth": "even"}, lambda r: 1.0 if r <= 1 else next(k for k in range(2, 99, 2) if k >= r)),
-            ({"growth": "even", "initial": 3}, lambda r: 3.0 if r <= 3 else next(k for k in range(2, 99, 2) if k >= r)),
-            ({"growth": "pow2"}, lambda r: max(1.0, 2.0 ** math.ceil(math.log2(r) + 1) - 1)),
+            {"growth": "paper"},
+            {"growth": "hf", "factor": 4},
+            {"growth": "even"},
+            {"growth": "even", "initial": 3},
+            {"growth": "pow2"},
         ],
         ids=["paper", "hf", "even", "even-from-3", "pow2"],
     )
-    def test_dynamic_ntk(
-        self, rotary: Rotary, params: dict[str, Any], alpha: Callable[[float], float], ratio: float
-    ) -> None:
+    def test_dynamic_ntk(self, rotary: Rotary, params: dict[str, Any], ratio: float) -> None:
         result = frequencies("dynamic-ntk", rotary, length=int(ratio * rotary.trained_length), **params)
-        assert_same(result.inv_freq, ntk(rotary, alpha(ratio)))
+        assert_same(result.inv_freq, ntk(rotary, dynamic_ntk_alpha(ratio=ratio, **params)))
         assert result.attention_factor == 1.0
 
     @pytest.mark.parametrize("factor", FACTORS)
@@ -184,7 +117,7 @@ class TestAgainstThePapers:
     def test_by_parts(self, rotary: Rotary, factor: float, slow: float, fast: float) -> None:
         given_: dict[str, Any] = {"factor": factor, "beta_slow": slow, "beta_fast": fast}
         turns = frequencies("by-parts", rotary, ramp="turns", **given_)
-        assert_same(turns.inv_freq, by_turns(rotary, factor, slow, fast))
+        assert_same(turns.inv_freq, by_cycles(rotary, factor, slow, fast))
         whole = frequencies("by-parts", rotary, **given_)
         assert_same(whole.inv_freq, by_dimension(rotary, factor, slow, fast))
         fractional = frequencies("by-parts", rotary, truncate=False, **given_)
@@ -196,23 +129,23 @@ class TestAgainstThePapers:
         for params, expected in (
             ({}, by_dimension(rotary, factor)),
             ({"truncate": False}, by_dimension(rotary, factor, truncate=False)),
-            ({"ramp": "turns"}, by_turns(rotary, factor)),
+            ({"ramp": "turns"}, by_cycles(rotary, factor)),
         ):
             result = frequencies("yarn", rotary, factor=factor, **params)
             assert_same(result.inv_freq, expected)
-            assert result.attention_factor == pytest.approx(yarn_attention(factor), rel=EXACT)
+            assert result.attention_factor == pytest.approx(yarn_attention_factor(factor), rel=EXACT)
 
     @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.25, 3.0, 8.0])
     @pytest.mark.parametrize("ramp", ["dimension", "turns"])
     def test_dynamic_yarn(self, rotary: Rotary, ramp: str, ratio: float) -> None:
         result = frequencies("dynamic-yarn", rotary, length=int(ratio * rotary.trained_length), ramp=ramp)
         s = max(1.0, ratio)
-        assert_same(result.inv_freq, by_turns(rotary, s) if ramp == "turns" else by_dimension(rotary, s))
-        assert result.attention_factor == pytest.approx(yarn_attention(s), rel=EXACT)
+        assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "turns" else by_dimension(rotary, s))
+        assert result.attention_factor == pytest.approx(yarn_attention_factor(s), rel=EXACT)
 
     def test_longrope(self, rotary: Rotary) -> None:
-        short, long = ascending(rotary, 2), ascending(rotary, 40)
-        warmth = math.sqrt(1 + math.log(16) / math.log(rotary.trained_length))
+        short, long = rising_divisors(rotary, 2), rising_divisors(rotary, 40)
+        expected = longrope_attention_factor(rotary, 16)
         for length, divisors in (
             (None, short),
             (1, short),
@@ -222,7 +155,7 @@ class TestAgainstThePapers:
         ):
             result = frequencies("longrope", rotary, length=length, short_factor=short, long_factor=long, factor=16)
             assert_same(result.inv_freq, divided(rotary, divisors))
-            assert result.attention_factor == pytest.approx(warmth, rel=EXACT)  # the same on both sides of L0
+            assert result.attention_factor == pytest.approx(expected, rel=EXACT)  # the same on both sides of L0
         unscaled = frequencies("longrope", rotary, short_factor=short, long_factor=long, factor=1)
         assert unscaled.attention_factor == 1.0
         explicit = frequencies(
@@ -234,26 +167,26 @@ class TestAgainstThePapers:
     @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (2.0, 7.5)])
     def test_llama3(self, rotary: Rotary, factor: float, low: float, high: float) -> None:
         result = frequencies("llama3", rotary, factor=factor, low_freq_factor=low, high_freq_factor=high)
-        assert_same(result.inv_freq, meta_llama3(rotary, factor, low, high))
+        assert_same(result.inv_freq, llama3(rotary, factor, low, high))
         assert result.attention_factor == 1.0
 
     def test_factors(self, rotary: Rotary) -> None:
-        result = frequencies("factors", rotary, factors=ascending(rotary, 7), attention_factor=1.1)
-        assert_same(result.inv_freq, divided(rotary, ascending(rotary, 7)))
+        result = frequencies("factors", rotary, factors=rising_divisors(rotary, 7), attention_factor=1.1)
+        assert_same(result.inv_freq, divided(rotary, rising_divisors(rotary, 7)))
         assert result.attention_factor == 1.1
-        assert frequencies("factors", rotary, factors=ascending(rotary, 7)).attention_factor == 1.0
+        assert frequencies("factors", rotary, factors=rising_divisors(rotary, 7)).attention_factor == 1.0
 
 
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({}, yarn_attention(40)),
+        ({}, yarn_attention_factor(40)),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        ({"mscale": 0.707, "mscale_all_dim": 1.0}, yarn_attention(40, 0.707) / yarn_attention(40)),
-        ({"mscale": 1.0, "mscale_all_dim": 0.5}, yarn_attention(40) / yarn_attention(40, 0.5)),
-        ({"mscale": 0.707}, yarn_attention(40)),  # one alone says nothing
-        ({"mscale_all_dim": 0.707}, yarn_attention(40)),
-        ({"mscale": 0.0, "mscale_all_dim": 0.0}, yarn_attention(40)),
+        ({"mscale": 0.707, "mscale_all_dim": 1.0}, yarn_attention_factor(40, 0.707) / yarn_attention_factor(40)),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, yarn_attention_factor(40) / yarn_attention_factor(40, 0.5)),
+        ({"mscale": 0.707}, yarn_attention_factor(40)),  # one alone says nothing
+        ({"mscale_all_dim": 0.707}, yarn_attention_factor(40)),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, yarn_attention_factor(40)),
         ({"attention_factor": 1.7}, 1.7),
         ({"attention_factor": 1.7, "mscale": 0.707, "mscale_all_dim": 1.0}, 1.7),  # the explicit value wins
     ],
@@ -274,7 +207,7 @@ def test_a_ramp_narrower_than_one_dim_is_a_step() -> None:
 
 
 def test_ntk_by_hand() -> None:
-    assert_same(frequencies("ntk", LLAMA2, factor=8).inv_freq, with_base(LLAMA2, 82684.6), rtol=1e-6)
+    assert_same(frequencies("ntk", LLAMA2, factor=8).inv_freq, with_theta(LLAMA2, 82684.6), rtol=1e-6)
 
 
 def test_yarn_by_hand() -> None:
@@ -459,8 +392,8 @@ class TestAgainstTransformers:
         for rotary, factor, native in self.grid(dim, theta):
             trained = rotary.trained_length
             lists: dict[str, Any] = {
-                "short_factor": ascending(rotary, 1.5),
-                "long_factor": ascending(rotary, 1.1 * factor),
+                "short_factor": rising_divisors(rotary, 1.5),
+                "long_factor": rising_divisors(rotary, 1.1 * factor),
             }
             native |= {"rope_type": "longrope", "original_max_position_embeddings": trained} | lists
             for length in (None, trained, trained + 1, 4 * trained):
@@ -509,7 +442,7 @@ def test_proportional_with_another_base(method: RopeMethod) -> None:
 
 def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
     proportional = Rotary(64, 1e4, 4096, rotated_pairs=8)
-    for name, method in examples(proportional):
+    for name, method in example_methods(proportional):
         if name not in ("default", "linear", "ntk", "theta"):
             assert method.native(proportional) is None, name
     for growth in ("paper", "even", "pow2"):
@@ -528,58 +461,10 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
 GEOMETRY = Rotary(dim=64, theta=1e4, trained_length=512)
 
 
-def example(cls: type[RopeMethod], rotary: Rotary, **given_: Any) -> RopeMethod:
-    """An instance whose required parameters are filled in by their type, so that a new method needs no entry here."""
-    hints = get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for item in fields(cls):
-        if item.default is not MISSING:
-            continue
-        if item.name == "theta":
-            values[item.name] = 10 * rotary.theta
-        elif hints[item.name] is float:
-            values[item.name] = 4.0
-        elif hints[item.name] == tuple[float, ...]:
-            values[item.name] = tuple(ascending(rotary, 4.0 + len(values)))  # two lists of one method differ
-        else:
-            raise AssertionError(f"no example value for {cls.name}.{item.name}: {hints[item.name]}")
-    try:
-        return cls(**values | given_)
-    except MethodError:  # one of several optional ones is needed
-        return cls(**values | {"factor": 4.0} | given_)
-
-
-def variants(rotary: Rotary) -> list[RopeMethod]:
-    ones = (1.0,) * (rotary.dim // 2)
-    return [
-        *(DynamicNTK(growth=growth) for growth in ("paper", "even", "pow2")),
-        DynamicNTK(growth="hf", factor=4),
-        DynamicNTK(growth="even", initial=2, sticky=True),
-        ByParts(factor=3, ramp="turns"),
-        ByParts(factor=3, truncate=False, beta_fast=20, beta_slow=2),
-        Yarn(factor=6, ramp="turns"),
-        Yarn(factor=6, ramp="turns", attention_factor=1.2),
-        Yarn(factor=40, mscale=0.707, mscale_all_dim=1.0),
-        Yarn(factor=40, mscale=0.707),
-        Yarn(factor=6, attention_factor=1.2),
-        Yarn(factor=6, truncate=False),
-        DynamicYarn(ramp="turns"),
-        DynamicYarn(truncate=False),
-        LongRoPE(short_factor=ones, long_factor=ones, factor=1),
-        LongRoPE(short_factor=ones, long_factor=ones, attention_factor=1.1),
-        Factors(factors=ones, attention_factor=0.9),
-    ]
-
-
-def examples(rotary: Rotary) -> list[tuple[str, RopeMethod]]:
-    generic = [example(cls, rotary) for cls in list_methods().values()]
-    return [(method.name, method) for method in (*generic, *variants(rotary))]
-
-
 over_methods = pytest.mark.parametrize(
     "method",
-    [method for _, method in examples(GEOMETRY)],
-    ids=[json.dumps(m.to_dict())[:60] for _, m in examples(GEOMETRY)],
+    [method for _, method in example_methods(GEOMETRY)],
+    ids=[json.dumps(m.to_dict())[:60] for _, m in example_methods(GEOMETRY)],
 )
 
 
@@ -716,7 +601,7 @@ with_factor = [
 
 @pytest.mark.parametrize("name", with_factor)
 def test_factor_one_is_the_identity(name: str) -> None:
-    inv_freq, attention_factor = example(list_methods()[name], GEOMETRY, factor=1.0).frequencies(GEOMETRY)
+    inv_freq, attention_factor = example_method(list_methods()[name], GEOMETRY, factor=1.0).frequencies(GEOMETRY)
     assert_same(inv_freq, plain(GEOMETRY))
     assert attention_factor == 1.0
 
@@ -741,7 +626,9 @@ def test_within_the_trained_length_nothing_is_scaled(method: RopeMethod) -> None
 
 
 def test_longrope_native_serves_both_lists() -> None:
-    method = LongRoPE(short_factor=tuple(ascending(GEOMETRY, 2)), long_factor=tuple(ascending(GEOMETRY, 30)), factor=8)
+    method = LongRoPE(
+        short_factor=tuple(rising_divisors(GEOMETRY, 2)), long_factor=tuple(rising_divisors(GEOMETRY, 30)), factor=8
+    )
     parameters = method.native(GEOMETRY)
     assert parameters is not None
     for length in (512, 513):
@@ -846,8 +733,8 @@ def test_refused(method: str, params: dict[str, Any], said: list[str]) -> None:
         ({"theta": math.inf}, "inf"),
         ({"trained_length": 0}, "0"),
         ({"trained_length": math.nan}, "nan"),
-        ({"turning": 33}, "33"),
-        ({"turning": -1}, "-1"),
+        ({"rotated_pairs": 33}, "33"),
+        ({"rotated_pairs": -1}, "-1"),
     ],
 )
 def test_impossible_geometry_is_refused(values: dict[str, Any], said: str) -> None:
@@ -862,7 +749,7 @@ def test_ntk_needs_four_dims(name: str) -> None:
     with pytest.raises(MethodError, match="got 2"):
         frequencies(name, Rotary(2, 1e4, 512), **params)
     with pytest.raises(MethodError, match="got 2"):
-        frequencies(example(list_methods()[name], GEOMETRY), Rotary(2, 1e4, 512))
+        frequencies(example_method(list_methods()[name], GEOMETRY), Rotary(2, 1e4, 512))
 
 
 @pytest.mark.parametrize(
@@ -978,7 +865,7 @@ def test_by_parts_stays_between_plain_and_linear(
 @given(trained=some_lengths, shorter=st.integers(1, 1 << 20), longer=st.integers(1, 1 << 20), data=st.data())
 def test_a_longer_input_never_turns_faster(trained: int, shorter: int, longer: int, data: st.DataObject) -> None:
     rotary = Rotary(64, 1e4, trained)
-    dependent = [method for _, method in examples(rotary) if method.length_dependent]
+    dependent = [method for _, method in example_methods(rotary) if method.length_dependent]
     method = data.draw(st.sampled_from(dependent))
     shorter, longer = sorted((shorter, longer))
     slow, fast = (method.frequencies(rotary, length).inv_freq for length in (longer, shorter))

@@ -1,0 +1,37 @@
+"""What all test modules share: settings of hypothesis, the slow tier, fixtures.
+
+Slow tests are those marked `slow` and, of tests over model families, those of families outside FAST_FAMILIES.
+`make test-fast` leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.models import FAMILIES, ROTATING
+
+FAST_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
+"""One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
+
+hypothesis.settings.register_profile("tests", deadline=None, database=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        family = params.get("name", params.get("model_type"))
+        if isinstance(family, str) and family in {*FAMILIES, *ROTATING} - FAST_FAMILIES:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """A compiler that has compiled nothing, before the test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

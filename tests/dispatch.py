@@ -1,0 +1,90 @@
+"""Counters of what operators do, by intercepting every one of them.
+
+>>> with LargestTensor() as largest:
+...     torch.zeros(4, 5) + 1
+>>> largest.elements
+20
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Count the operations that make the host wait for a value on the device.
+
+    Args:
+        refuse: raise AssertionError at the first one, which shows where it was.
+    """
+
+    WAITING = frozenset(
+        ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2")
+    )
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refuse = refuse
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in self.WAITING:
+            self.count += 1
+            if self.refuse:
+                raise AssertionError(f"{func.__name__} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Note the elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+class MemoryAndWork(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Count what operations on meta tensors take: most bytes alive at a time, launches, products in flash attention.
+
+    Args:
+        *alive: tensors whose bytes are counted from the start.
+    """
+
+    def __init__(self, *alive: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}
+        self.most = self.launches = self.products = 0
+        for tensor in alive:
+            self.hold(tensor)
+
+    def hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        name = storage._cdata
+        if name not in self.sizes:
+            self.sizes[name] = storage.nbytes()
+            self.most = max(self.most, sum(self.sizes.values()))
+            weakref.finalize(storage, self.sizes.pop, name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == "meta":
+                self.hold(leaf)
+        self.launches += not func.is_view
+        if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
+            query, key, value, *more = args
+            causal = any(more[1:2])  # half of the square
+            self.products += query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]) >> causal
+        return result

@@ -1,0 +1,322 @@
+"""Independent definitions: what the papers and the protocols say, in plain Python and float64.
+
+Nothing here imports the package. A method or a geometry comes in as an object with the attributes named in `Geometry`
+and `SavedMethod`; what comes out is compared with what the package computes.
+
+    >>> from types import SimpleNamespace
+    >>> ntk(SimpleNamespace(dim=4, theta=100.0, trained_length=64), alpha=4.0)
+    [1.0, 0.025]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Pairing = Literal["half", "interleaved"]
+
+
+class Geometry(Protocol):
+    """Rotated dims per head, base, and trained length in tokens."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def theta(self) -> float: ...
+    @property
+    def trained_length(self) -> int: ...
+
+
+class SavedMethod(Protocol):
+    """A remapping method with all its parameters filled in, read through its saved form."""
+
+    @property
+    def max_distance(self) -> int | None: ...
+    @property
+    def log_n(self) -> bool: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+# --- frequencies --------------------------------------------------------------------------------------------------
+
+
+def plain(rotary: Geometry) -> list[float]:
+    """RoFormer, eq. 15: theta_i = b^(-2i/d)."""
+    return with_theta(rotary, rotary.theta)
+
+
+def with_theta(rotary: Geometry, theta: float) -> list[float]:
+    """The same with another base."""
+    return [theta ** (-2 * i / rotary.dim) for i in range(rotary.dim // 2)]
+
+
+def ntk(rotary: Geometry, alpha: float) -> list[float]:
+    """The equivalent per-dim form theta_i c^(-i), c = alpha^(2/(d-2)), rather than the changed base."""
+    c = alpha ** (2 / (rotary.dim - 2))
+    return [value * c**-i for i, value in enumerate(plain(rotary))]
+
+
+def dynamic_ntk_alpha(growth: str, ratio: float, factor: float = 1.0, initial: float = 1.0) -> float:
+    """alpha of each growth rule of dynamic NTK, for ratio = length / trained length."""
+    if growth == "paper":  # YaRN paper, sec. 3.3
+        return max(1.0, ratio)
+    if growth == "hf":  # transformers' "dynamic"
+        return factor * max(1.0, ratio) - (factor - 1)
+    if growth == "even":
+        return initial if ratio <= initial else next(k for k in itertools.count(2, 2) if k >= ratio)
+    if growth == "pow2":  # Qwen
+        return max(1.0, 2.0 ** math.ceil(math.log2(ratio) + 1) - 1)
+    raise KeyError(growth)
+
+
+def by_cycles(rotary: Geometry, s: float, slow: float = 1, fast: float = 32) -> list[float]:
+    """YaRN paper, Def. 2: (1 - gamma) theta_i / s + gamma theta_i, gamma a ramp in r_i = L0 / wavelength_i."""
+    mixed = []
+    for value in plain(rotary):
+        wavelength = 2 * math.pi / value
+        r = rotary.trained_length / wavelength
+        gamma = 0.0 if r < slow else 1.0 if r > fast else (r - slow) / (fast - slow)
+        mixed.append((1 - gamma) * value / s + gamma * value)
+    return mixed
+
+
+def by_dimension(rotary: Geometry, s: float, slow: float = 1, fast: float = 32, truncate: bool = True) -> list[float]:
+    """The YaRN authors' code: a ramp in the dim index, between the dims with `fast` and `slow` cycles."""
+
+    def dim_with(cycles: float) -> float:
+        # theta_i L0 = 2 pi cycles, solved for i
+        return rotary.dim / 2 * math.log(rotary.trained_length / (2 * math.pi * cycles), rotary.theta)
+
+    low, high = dim_with(fast), dim_with(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low = low if low > 0 else 0
+    high = high if high < rotary.dim - 1 else rotary.dim - 1
+    if low == high:
+        high += 0.001
+    mixed = []
+    for i, value in enumerate(plain(rotary)):
+        interpolated = min(max((i - low) / (high - low), 0.0), 1.0)
+        mixed.append(interpolated * value / s + (1 - interpolated) * value)
+    return mixed
+
+
+def llama3(rotary: Geometry, s: float, low: float = 1, high: float = 4) -> list[float]:
+    """Llama 3.1's published code, which compares wavelengths."""
+    scaled = []
+    for value in plain(rotary):
+        wavelength = 2 * math.pi / value
+        if wavelength < rotary.trained_length / high:
+            scaled.append(value)
+        elif wavelength > rotary.trained_length / low:
+            scaled.append(value / s)
+        else:
+            smooth = (rotary.trained_length / wavelength - low) / (high - low)
+            scaled.append((1 - smooth) * value / s + smooth * value)
+    return scaled
+
+
+def divided(rotary: Geometry, divisors: Sequence[float]) -> list[float]:
+    """Each frequency divided by its own number, as in longrope."""
+    return [value / divisor for value, divisor in zip(plain(rotary), divisors, strict=True)]
+
+
+def yarn_attention_factor(s: float, m: float = 1.0) -> float:
+    """YaRN paper, eq. 22, with DeepSeek's mscale m."""
+    return 0.1 * m * math.log(s) + 1
+
+
+def longrope_attention_factor(rotary: Geometry, s: float) -> float:
+    """LongRoPE paper, sec. 3.3, as in Phi-3: sqrt(1 + ln s / ln L0)."""
+    return math.sqrt(1 + math.log(s) / math.log(rotary.trained_length))
+
+
+def rising_divisors(rotary: Geometry, top: float) -> list[float]:
+    """Per-dim divisors from 1 to `top`, as a search would give."""
+    pairs = rotary.dim // 2
+    return [1 + (top - 1) * (i / (pairs - 1)) ** 2 for i in range(pairs)]
+
+
+# --- rotation -----------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, angles: Tensor, pairing: Pairing) -> Tensor:
+    """Rotate pairs of the last dimension, float64 inside: x (..., head_dim), angles (..., rotated dims / 2)."""
+    dim = 2 * angles.shape[-1]
+    members = (
+        (slice(0, dim, 2), slice(1, dim, 2)) if pairing == "interleaved" else (slice(dim // 2), slice(dim // 2, dim))
+    )
+    cos, sin, out = angles.double().cos(), angles.double().sin(), x.double().clone()
+    first, second = (x[..., member].double() for member in members)
+    out[..., members[0]] = first * cos - second * sin
+    out[..., members[1]] = second * cos + first * sin
+    return out.to(x.dtype)
+
+
+def rotate_to(x: Tensor, positions: Tensor, dim: int, theta: float, pairing: Pairing = "half") -> Tensor:
+    """RoPE on the first `dim` dims: x (..., tokens, head_dim), positions (..., tokens)."""
+    inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return rotate(x, positions.double()[..., None] * inv_freq, pairing)
+
+
+# --- remapping methods: relative positions and attention ----------------------------------------------------------
+
+
+def stored_position(method: SavedMethod, n: int) -> float:
+    """The position with which the key of token n is rotated in the cache."""
+    saved = method.to_dict()
+    match saved["method"]:
+        case "rerope":
+            return 0.0
+        case "leaky-rerope":
+            return n / float(saved["k"])
+        case "self-extend":
+            return float(n // saved["group"])
+        case "dca":
+            return float(n % saved["chunk"])
+    raise KeyError(saved["method"])
+
+
+def distance(method: SavedMethod, m: int, n: int) -> float:
+    """The relative position at which query m sees key n <= m, straight from the papers."""
+    saved = method.to_dict()
+    w = saved["window"]
+    if saved["method"] != "dca" and m - n < w:
+        return float(m - n)
+    match saved["method"]:
+        case "rerope":
+            return float(w)
+        case "leaky-rerope":
+            return float(w + (m - n - w) / saved["k"])
+        case "self-extend":
+            g = saved["group"]
+            return float(m // g - n // g + w - w // g)
+        case "dca":
+            s, c = saved["chunk"], saved["chunk"] + w
+            if m // s == n // s:
+                return float(m % s - n % s)
+            if m // s - n // s == 1:
+                return float(min(m % s + s, c - 1) - n % s)
+            return float(c - 1 - n % s)
+    raise KeyError(saved["method"])
+
+
+def naive_attention(
+    method: SavedMethod | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dim: int,
+    theta: float,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    distance: Callable[[Any, int, int], float] = distance,
+) -> Tensor:
+    """Attention of one row, pair by pair, every score at once; float64.
+
+    Args:
+        method: the remapping method; None: plain RoPE.
+        q: (heads, tokens, head_dim), not rotated.
+        k: (kv_heads, keys, head_dim), not rotated; the queries are the last of the keys.
+        v: (kv_heads, keys, value_dim).
+        dim: rotated dims, by half pairing.
+        theta: base of the frequencies.
+        window: of sliding attention: keys that a query sees, itself included.
+        cap: softcap of the scores.
+        sinks: one score a head (heads,).
+        distance: where the method has a definition of its own.
+    """
+    tokens, count = q.shape[-2], k.shape[-2]
+    groups = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
+    for i in range(tokens):
+        m = count - tokens + i
+        seen = range(max(0, m - window + 1) if window else 0, m + 1)
+        distances = [distance(method, m, n) if method else float(m - n) for n in seen]
+        query = rotate_to(q[:, i : i + 1].expand(-1, len(seen), -1), torch.tensor(distances), dim, theta)
+        scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
+        if method is not None and method.log_n:
+            assert method.max_distance is not None
+            scores *= max(1.0, math.log(m + 1) / math.log(method.max_distance))
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=-1)
+        weights = scores.softmax(-1)[:, : len(seen)]
+        out[:, i] = (weights[..., None] * v[:, list(seen)]).sum(-2)
+    return out
+
+
+# --- protocols of perplexity, from their descriptions -------------------------------------------------------------
+
+
+def nats(model: Any, ids: Tensor, scored: range) -> float:
+    """Negative log likelihood of ids[i], i in `scored`, from float64 logits, one probability at a time."""
+    with torch.no_grad():
+        probabilities = model(ids[None], use_cache=False).logits[0].double().softmax(-1)
+    return -math.fsum(math.log(probabilities[i - 1, ids[i]].item()) for i in scored)
+
+
+Losses = list[tuple[float, int]]
+
+
+class NaiveProtocol(Protocol):
+    """One document's ids read at length n, where `longest` is the longest length: (nats, tokens) of each span."""
+
+    def __call__(self, model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses: ...
+
+
+def naive_matched(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    ends = range(longest, len(ids) + 1, longest)
+    return [(nats(model, ids[end - n : end], range(n - targets, n)), targets) for end in ends]
+
+
+def naive_sliding(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    if len(ids) < longest:
+        return []
+    starts = range(0, len(ids) - n + 1, stride)
+    return [(nats(model, ids[a : a + n], range(n - stride, n)), stride) for a in starts]
+
+
+def naive_truncate(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    return [(nats(model, ids[:n], range(1, n)), n - 1)] if len(ids) >= longest else []
+
+
+def naive_stream(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    return [(nats(model, ids[a : a + n], range(1, n)), n - 1) for a in range(0, len(ids) - n + 1, stride)]
+
+
+def naive_blocks(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    losses = []
+    for first in range(0, len(ids), n):  # without a prefix token the very first token is not scored
+        last = min(first + n, len(ids))
+        begin = max(0, last - n - 1)
+        scored = range(max(first, 1) - begin, last - begin)
+        losses.append((nats(model, ids[begin:last], scored), len(scored)))
+    return losses
+
+
+def naive_position(model: Any, ids: Tensor, n: int, longest: int, *, targets: int, stride: int) -> Losses:
+    """Lengths double from one to the next: the shortest is scored from its second token, the others by halves."""
+    if len(ids) < longest:
+        return []
+    after = {16: 1, 32: 16, 64: 32}[n]
+    return [(nats(model, ids[:longest], range(after, n)), n - after)]
+
+
+NAIVE_PROTOCOLS: dict[str, NaiveProtocol] = {
+    "matched": naive_matched,
+    "sliding": naive_sliding,
+    "truncate": naive_truncate,
+    "stream": naive_stream,
+    "blocks": naive_blocks,
+    "position": naive_position,
+}
