@@ -84,19 +84,19 @@ def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
     """One run in this process: one way of reading the longest length, or all lengths."""
     from rope_ext_hf.eval.measuring import perplexity
     from rope_ext_hf.eval.plan import Tokens
-    from rope_ext_hf.eval.scorer import Reader
+    from rope_ext_hf.eval.scorer import TokenScorer
 
     length = max(lengths)
     model = build(device, dtype, length)
     ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1))
-    reader = Reader(model)
+    scorer = TokenScorer(model)
     with torch.inference_mode():
         model(ids[None, :64].to(device))  # first-use allocations of the kernels
         held = torch.cuda.memory_allocated() if device.startswith("cuda") else resident()
         started = time.perf_counter()
         with Peak(device) as peak:
             if way == "chunks":
-                loss = reader.losses(ids, 1).mean().item()
+                loss = scorer.losses(ids, 1).mean().item()
             elif way == "ordinary":
                 batch = ids[None].to(device)
                 loss = model(batch, labels=batch, use_cache=False).loss.item()
@@ -107,7 +107,7 @@ def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
         seconds = time.perf_counter() - started
     cache = 2 * LAYERS * KV_HEADS * HEAD_DIM * length * ids.new_empty(0, dtype=model.dtype).element_size()
     above = peak.highest - held - (0 if way == "ordinary" else cache)
-    return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": reader.chunked}
+    return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": scorer.chunked}
 
 
 def run(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any] | None:

@@ -1,27 +1,39 @@
-"""Measurements of how far a model reads.
+"""How well a model reads at long context lengths: perplexity, retrieval, lm-evaluation-harness.
 
-from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
+    from rope_ext_hf.eval import passkey, perplexity, sweep
+    from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
+
+The names are imported at first use: the command line reads the registry of protocols without loading torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.eval.results import Result
-from rope_ext_hf.eval.retrieval import passkey
-from rope_ext_hf.eval.sweeps import sweep
 
 if TYPE_CHECKING:
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
+    from rope_ext_hf.eval.measuring import perplexity
+    from rope_ext_hf.eval.results import Result
+    from rope_ext_hf.eval.retrieval import passkey
+    from rope_ext_hf.eval.sweeps import sweep
 
 __all__ = ["Result", "RopeHFLM", "passkey", "perplexity", "sweep"]
 
+_MODULES = {
+    "Result": "results",
+    "RopeHFLM": "lm_eval_adapter",
+    "passkey": "retrieval",
+    "perplexity": "measuring",
+    "sweep": "sweeps",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "RopeHFLM":  # lm-eval takes seconds to import, and is optional
-        from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"rope_ext_hf.eval.{_MODULES[name]}"), name)
 
-        return RopeHFLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

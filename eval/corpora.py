@@ -222,12 +222,12 @@ def _kind(file: Path) -> str:
 
 def _read(file: Path, name: str, column: str | None) -> Iterator[Document]:
     opener = _OPENERS.get(file.suffix.lower(), Path.open)
-    reader = _TABLES.get(_kind(file), _prose)
+    scorer = _TABLES.get(_kind(file), _prose)
     last = ""
     try:
         with opener(file, "rb") as stream:
-            for where, text in reader(stream, str(file), column):
-                yield Document.of(name + where, text)
+            for where, text in scorer(stream, str(file), column):
+                yield Document.from_content(name + where, text)
                 last = f" after {file}{where}"
     except CorpusError:
         raise
@@ -366,10 +366,10 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         if seed is not None:
             found = found.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for where, text in _texts(enumerate(found, 1), f"hf:{name}", options.get("column")):
-            yield Document.of(name + where, text)
+            yield Document.from_content(name + where, text)
     except CorpusError:
         raise
-    except Exception as error:  # not found, not reachable, no such config, a remote file's reader: all kinds
+    except Exception as error:  # not found, not reachable, no such config, a remote file's scorer: all kinds
         raise CorpusError(f"the Hub dataset {name!r} cannot be read: {_why(error)}") from error
 
 

@@ -20,7 +20,7 @@ class Document:
     """Token ids, where the text was tokenised before; it is empty then."""
 
     @classmethod
-    def of(cls, name: str, content: Content) -> Document:
+    def from_content(cls, name: str, content: Content) -> Document:
         return cls(name, content) if isinstance(content, str) else cls(name, "", content)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,20 +14,20 @@ from torch import Tensor
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.preflight import narrow_layers
-from rope_ext_hf.eval.protocols import PROTOCOLS, Plan, Window, check_lengths
-from rope_ext_hf.eval.results import DocumentLoss, Effort, Setting
-from rope_ext_hf.eval.scorer import Reader
+from rope_ext_hf.eval.preflight import sliding_window_warning
+from rope_ext_hf.eval.protocols import Protocol, ProtocolOptions, Span, check_lengths, resolve_protocol
+from rope_ext_hf.eval.results import Setting
+from rope_ext_hf.hub import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "Reading",
+    "EvalPlan",
     "Tokens",
     "check_vocabulary",
+    "make_plan",
     "own_tokenizer",
-    "plan_reading",
     "prefix_token",
     "prepare",
     "tokenize",
@@ -77,32 +76,36 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 
 def _shares(total: int, count: int) -> tuple[int, ...]:
-    """Where each of so many parts ends, all of them being of equal size."""
+    """Where each of `count` parts of equal size ends."""
     return tuple(round(total * (i + 1) / count) for i in range(count))
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a measurement reads, worked out before it starts; the same for every method.
+class EvalPlan:
+    """What a perplexity evaluation reads, the same for every method; pure data.
 
     Attributes:
-        windows: per document with anything to read, its windows in reading order.
+        protocol: the protocol that made the spans.
         lengths: ascending context lengths.
-        prefix: the token that stands first in each window (before the document, under `blocks`), or None.
+        options: options of the protocol.
+        prefix: the token id that stands first in each span (before the document, where the protocol has it so), or
+            None.
+        documents: every document with anything to read, and its spans in reading order.
         left_out: documents too short for the lengths.
     """
 
-    protocol: str
+    protocol: Protocol
     lengths: tuple[int, ...]
-    plan: Plan
+    options: ProtocolOptions
     prefix: int | None
-    windows: tuple[tuple[Tokens, tuple[Window, ...]], ...]
+    documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
     left_out: int
 
     @property
     def setting(self) -> Setting:
-        """The part of it that a result records."""
-        return Setting(self.protocol, self.plan.targets, self.plan.stride, self.prefix is not None, self.left_out)
+        """The part of the plan that a result records."""
+        options = self.options
+        return Setting(self.protocol.name, options.targets, options.stride, self.prefix is not None, self.left_out)
 
     @property
     def tokens(self) -> int:
@@ -111,59 +114,26 @@ class Reading:
 
     @property
     def passes(self) -> list[int]:
-        """The size of each window that goes through the model, in tokens."""
-        return [w.stop - w.start for _, windows in self.windows for w in _distinct(windows)]
+        """Tokens of each pass through the model."""
+        return [stop - start for _, spans in self.documents for _, start, stop in _passes(spans)]
 
     @property
     def scored(self) -> int:
-        """Tokens that are scored, once per length they count for."""
-        return sum(w.score_to - w.score_from for _, windows in self.windows for w in windows)
+        """Scored tokens; a token that counts for two lengths counts twice."""
+        return sum(span.score_to - span.score_from for _, spans in self.documents for span in spans)
 
-    def measure(
-        self, reader: Reader, progress: Callable[[int], None] | None = None
-    ) -> Iterator[tuple[int, DocumentLoss, Effort]]:
-        """Read everything; yields (context length, one document's loss, what it took) as soon as each is complete."""
-        for document, windows in self.windows:
-            yield from self.measure_document(reader, document, windows, progress)
-
-    def measure_document(
-        self,
-        reader: Reader,
-        document: Tokens,
-        windows: Sequence[Window],
-        progress: Callable[[int], None] | None = None,
-    ) -> Iterator[tuple[int, DocumentLoss, Effort]]:
-        """The part of `measure` that reads one document; lengths that share their passes share what those took."""
-        reader.spent()
-        for context, same_context in groupby(windows, key=lambda window: window.context):
-            found: dict[int, DocumentLoss] = {}
-            for (start, stop), spans in groupby(same_context, key=lambda window: (window.start, window.stop)):
-                scored = list(spans)
-                first = min(window.score_from for window in scored)
-                ids, shift = self._ids(document, start, stop)
-                losses = reader.losses(ids, first - shift, length=context).to(torch.float64)
-                for span in scored:
-                    nats = losses[span.score_from - first : span.score_to - first].sum().item()
-                    size = document.bytes_between(span.score_from, span.score_to)
-                    before = found.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
-                    found[span.length] = before.plus(nats, span.score_to - span.score_from, size)
-                if progress is not None:
-                    progress(stop - start)
-            effort = reader.spent()
-            yield from ((length, loss, effort) for length, loss in found.items())
-
-    def _ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
-        """A window's ids and the document position of the first of them."""
+    def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
+        """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
         ids = document.ids[max(start, 0) : stop].clone()
         if start < 0:
             assert self.prefix is not None
             return torch.cat([ids.new_tensor([self.prefix]), ids]), -1
-        if self.prefix is not None and self.protocol != "blocks":
+        if self.prefix is not None and self.protocol.prefix == "span":
             ids[0] = self.prefix
         return ids, start
 
 
-def plan_reading(
+def make_plan(
     documents: Sequence[Tokens],
     *,
     lengths: Sequence[int],
@@ -172,78 +142,88 @@ def plan_reading(
     stride: int = 256,
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
-    max_windows: int | None = None,
+    max_spans: int | None = None,
     left_out: int = 0,
-) -> Reading:
-    """Work out what `perplexity` reads; the arguments are its, and `left_out` documents were too short before.
+) -> EvalPlan:
+    """Cut tokenised documents into spans.
+
+    Args:
+        documents: tokenised documents.
+        lengths, protocol, targets, stride, tokenizer, bos, max_spans: as `perplexity` takes them.
+        left_out: documents that were too short before.
 
     Raises:
         CorpusError, MethodError: as `perplexity` does.
     """
-    if protocol not in PROTOCOLS:
-        near = difflib.get_close_matches(protocol, PROTOCOLS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise MethodError(f"unknown protocol {protocol!r}.{hint} Known protocols: {', '.join(PROTOCOLS)}")
-    try:
-        ordered, scored = check_lengths(lengths, targets)
-    except ValueError as error:
-        raise MethodError(str(error)) from error
-    if stride < 1:
-        raise MethodError(f"stride must be at least 1 token, got {stride}")
-    plan = Plan(scored, stride)
-    prefix = prefix_token(tokenizer, bos, protocol)
-    found: list[tuple[Tokens, list[Window]]] = []
+    chosen = resolve_protocol(protocol)
+    ordered, scored = check_lengths(lengths, targets)
+    for name, value in (("stride", stride), ("max_spans", max_spans)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
+    options = ProtocolOptions(scored, stride)
+    prefix = prefix_token(tokenizer, bos, chosen.prefix)
+    cut: list[tuple[Tokens, list[Span]]] = []
     for document in documents:
-        windows = list(PROTOCOLS[protocol](len(document.ids), ordered, plan))
+        spans = list(chosen.spans(len(document.ids), ordered, options))
         if prefix is None:  # nothing stands before the first token, so it cannot be scored
-            windows = [w if w.start >= 0 else w._replace(start=0, score_from=max(1, w.score_from)) for w in windows]
-        found.append((document, [w for w in windows if w.score_from < w.score_to]))
-    if max_windows is not None:
-        found = _thinned(found, ordered, max_windows)
-    read = tuple((document, tuple(sorted(windows, key=_order))) for document, windows in found if windows)
-    measured = {window.length for _, windows in read for window in windows}
+            spans = [s if s.start >= 0 else s._replace(start=0, score_from=max(1, s.score_from)) for s in spans]
+        cut.append((document, [span for span in spans if span.score_from < span.score_to]))
+    if max_spans is not None:
+        cut = _subsample(cut, ordered, max_spans)
+    kept = tuple((document, tuple(sorted(spans, key=_reading_order))) for document, spans in cut if spans)
+    measured = {span.length for _, spans in kept for span in spans}
     if missing := [length for length in ordered if length not in measured]:
         longest = max((len(document.ids) for document in documents), default=0)
         raise CorpusError(
             f"no document has {missing[-1]} tokens, the longest length asked for; "
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
         )
-    return Reading(protocol, tuple(ordered), plan, prefix, read, left_out + len(documents) - len(read))
+    return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out + len(documents) - len(kept))
 
 
-def _order(window: Window) -> tuple[int, int, int, int]:
-    return window.context, window.start, window.stop, window.score_from
+def _reading_order(span: Span) -> tuple[int, int, int, int]:
+    return span.context, span.start, span.stop, span.score_from
 
 
-def _distinct(windows: Sequence[Window]) -> list[Window]:
-    """One window per pass: spans of one pass come one after the other."""
-    return [
-        next(group) for _, group in groupby(windows, key=lambda window: (window.context, window.start, window.stop))
-    ]
+def _passes(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """(context, start, stop) of each pass; spans that share a pass come one after the other."""
+    return [key for key, _ in groupby(spans, key=lambda span: (span.context, span.start, span.stop))]
 
 
-def _thinned(
-    found: Sequence[tuple[Tokens, list[Window]]], lengths: Sequence[int], most: int
-) -> list[tuple[Tokens, list[Window]]]:
-    """At most so many windows per length, taken evenly over the corpus; under `matched` the same ones at each."""
-    kept: list[tuple[Tokens, list[Window]]] = [(document, []) for document, _ in found]
+def _subsample(
+    cut: Sequence[tuple[Tokens, list[Span]]], lengths: Sequence[int], most: int
+) -> list[tuple[Tokens, list[Span]]]:
+    """At most `most` spans per length, taken evenly over the corpus; under `matched` the same ones at each length."""
+    kept: list[tuple[Tokens, list[Span]]] = [(document, []) for document, _ in cut]
     for length in lengths:
-        flat = [(i, window) for i, (_, windows) in enumerate(found) for window in windows if window.length == length]
+        flat = [(i, span) for i, (_, spans) in enumerate(cut) for span in spans if span.length == length]
         count = min(most, len(flat))
         for n in range(count):
-            i, window = flat[(2 * n + 1) * len(flat) // (2 * count)]
-            kept[i][1].append(window)
+            i, span = flat[(2 * n + 1) * len(flat) // (2 * count)]
+            kept[i][1].append(span)
     return kept
 
 
-def prefix_token(tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, protocol: str) -> int | None:
-    """The token windows begin with: as asked for, else as the tokenizer does; under `blocks` as lm-eval does."""
+def prefix_token(
+    tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, prefix: Literal["span", "document"] = "span"
+) -> int | None:
+    """The token id that an input begins with, or None.
+
+    Args:
+        tokenizer: None: no prefix.
+        bos: True: the BOS token, False: none. None: BOS where the tokenizer adds one itself; before a "document", BOS
+            or else EOS, as lm-eval does.
+        prefix: the rule of the protocol.
+
+    Raises:
+        MethodError: bos=True without a tokenizer, or with one that has no BOS token.
+    """
     if bos is False or (bos is None and tokenizer is None):
         return None
     if tokenizer is None:
         raise MethodError("bos=True needs a tokenizer")
     token: int | None = tokenizer.bos_token_id
-    if bos is None and protocol == "blocks":
+    if bos is None and prefix == "document":
         return token if token is not None else tokenizer.eos_token_id
     if bos is None:
         return token if token is not None and list(tokenizer("a")["input_ids"])[:1] == [token] else None
@@ -258,9 +238,17 @@ def prepare(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
-    **plan: Any,
-) -> Reading:
-    """Load, tokenise, check and plan: everything `perplexity` does before the model reads. The arguments are its."""
+    **options: Any,
+) -> EvalPlan:
+    """Load, tokenise, check and plan: everything `perplexity` does before the model reads.
+
+    Args:
+        model: may be on the meta device; no weights are read.
+        corpus, tokenizer, bos, **options: as `perplexity` takes them.
+
+    Raises:
+        CorpusError, MethodError: as `perplexity` does.
+    """
     given = load(corpus) if isinstance(corpus, str) else list(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):
@@ -269,14 +257,14 @@ def prepare(
     if raw and tokenizer is not None:
         documents += tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
-    reading = plan_reading(documents, tokenizer=tokenizer, bos=bos, left_out=getattr(given, "left_out", 0), **plan)
-    if (narrow := narrow_layers(model, max(reading.passes))) is not None:
-        warnings.warn(narrow, stacklevel=3)
-    return reading
+    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=getattr(given, "left_out", 0), **options)
+    if (warning := sliding_window_warning(model, max(plan.passes))) is not None:
+        warnings.warn(warning, stacklevel=3)
+    return plan
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
-    """Raise CorpusError where a document holds a token the model has no embedding for."""
+    """Raise CorpusError where a document holds a token that the model has no embedding for."""
     largest = max((int(document.ids.max()) for document in documents if len(document.ids)), default=0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if largest >= vocabulary:
@@ -284,10 +272,14 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    from transformers import AutoTokenizer
+    """The tokenizer beside the model's weights; None where the model has no name and none is needed.
 
+    Raises:
+        CheckpointError: no tokenizer there.
+        CorpusError: a tokenizer is needed and the model has no name.
+    """
     if model.name_or_path:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
+        return load_tokenizer(model.name_or_path)
     if needed:
         raise CorpusError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
     return None

@@ -1,9 +1,9 @@
-"""What a measurement will need in memory and time, worked out from the config before any weights are read.
+"""Estimates of the memory and time of a measurement, made from the config before any weights are read.
 
->>> needs(model_on_meta, longest=32768, dtype=torch.bfloat16).total
->>> operations(model_on_meta, passes=[32768] * 100, scored=1_000_000) / speed(device, torch.bfloat16)
+>>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
+>>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
 
-Also what keeps a longer context from being read at all: layers with a sliding window.
+Also a warning about layers whose sliding window is shorter than the context.
 """
 
 from __future__ import annotations
@@ -22,19 +22,32 @@ from rope_ext_hf.patches.config import sliding_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Needs", "available", "budgets", "check_memory", "narrow_layers", "needs", "operations", "speed"]
+__all__ = [
+    "MemoryEstimate",
+    "available",
+    "budgets",
+    "check_memory",
+    "estimate_flops",
+    "estimate_memory",
+    "measure_flops",
+    "sliding_window_warning",
+]
 
-MOST = {"cpu": 300 * 2**20}  # bytes to compute with; beyond this, larger chunks were no faster on a CPU
-MOST_ON_A_GPU = 2 * 2**30
-SHARE = 16  # of the free memory, one part is computed with: room stays for weights of other processes and the cache
-REACHED = 0.5  # of the speed of a large matrix product, what reading text was seen to reach
+WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
+GPU_WORKING_BYTES = 2 * 2**30
+WORKING_SHARE = 16  # activations get 1/16 of the free memory: the cache and other processes need room too
+EFFICIENCY = 0.5  # of the speed of a large matrix product, as measured when reading text
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes: of the weights, of the keys and values of one window, of what is computed with; and what is put elsewhere.
+class MemoryEstimate:
+    """Memory of a measurement, in bytes.
 
-    `offloaded` is what keys and values take in main memory, where they are kept there.
+    Attributes:
+        weights: the weights.
+        cache: keys and values on the device, of one span.
+        working: activations and logits.
+        offloaded: keys and values in main memory, where they are offloaded.
     """
 
     weights: int
@@ -61,24 +74,24 @@ def available(device: torch.device) -> int:
 
 def budgets(device: torch.device) -> tuple[int, int]:
     """Bytes for the activations of one chunk of tokens in the decoder, and for as many logits as are made at once."""
-    working = min(MOST.get(device.type, MOST_ON_A_GPU), available(device) // SHARE)
+    working = min(WORKING_BYTES.get(device.type, GPU_WORKING_BYTES), available(device) // WORKING_SHARE)
     return working * 2 // 3, working // 3
 
 
-def needs(
+def estimate_memory(
     model: PreTrainedModel,
     longest: int,
     dtype: torch.dtype | None = None,
     *,
     device: torch.device | None = None,
     offload_cache: bool = False,
-) -> Needs:
-    """Memory for windows of `longest` tokens.
+) -> MemoryEstimate:
+    """Estimate the memory of reading spans of up to `longest` tokens.
 
     Args:
         model: on any device, the meta device included.
-        dtype: what the weights will be loaded in; default: what the model has.
-        device: where it will run; default: the CPU.
+        dtype: the dtype that the weights will be loaded in; default: the model's.
+        device: the device it will run on; default: the CPU.
         offload_cache: keys and values wait in main memory, those of one layer at a time on the device.
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
@@ -89,8 +102,8 @@ def needs(
     if offload_cache:
         layer = cache // config.num_hidden_layers
         pinned = 1 << (layer // 2 - 1).bit_length()  # keys, or values: torch pins a power of two of bytes
-        return Needs(weights, layer, working, 2 * pinned * config.num_hidden_layers)
-    return Needs(weights, cache, working)
+        return MemoryEstimate(weights, layer, working, 2 * pinned * config.num_hidden_layers)
+    return MemoryEstimate(weights, cache, working)
 
 
 def check_memory(
@@ -101,19 +114,19 @@ def check_memory(
     *,
     spread: bool = False,
     offload_cache: bool = False,
-) -> Needs:
-    """What `needs` says, if that is there.
+) -> MemoryEstimate:
+    """Return the estimated memory if the devices have that much free.
 
     Args:
-        spread: over all devices, as a device map does.
+        spread: count the memory of all devices, as a device map uses it.
 
     Raises:
-        CheckpointError: it is not; the message has the figures and says what would fit.
+        CheckpointError: too little memory; the message has the figures and what would fit.
         MethodError: keys and values can only be offloaded from a GPU.
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory as they are; leave out --offload-cache")
-    needed = needs(model, longest, dtype, device=device, offload_cache=offload_cache)
+    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache)
     main = available(torch.device("cpu"))
     gpus = [available(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     every = sum(gpus) + main
@@ -124,22 +137,22 @@ def check_memory(
     if not spread and device.type == "cuda" and needed.total <= every:
         offers.append("--device-map auto (over all GPUs and main memory)")
     if not offload_cache and device.type == "cuda":
-        offloaded = needs(model, longest, dtype, device=device, offload_cache=True)
+        offloaded = estimate_memory(model, longest, dtype, device=device, offload_cache=True)
         if offloaded.total <= free and offloaded.offloaded <= main:
             offers.append("--offload-cache (keys and values in main memory)")
     if dtype == torch.float32:
         offers.append("--dtype bfloat16 (half of it)")
     room = free - needed.weights - needed.working
     if (fitting := room * longest // max(1, needed.cache) // 256 * 256) > 0:
-        offers.append(f"shorter windows: up to {min(fitting, longest):,} tokens fit")
+        offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(
-        f"windows of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "
+        f"spans of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "
         f"{free / 1e9:.1f} GB free. Instead: {'; '.join(offers) or 'a machine with more memory'}"
     )
 
 
-def operations(model: PreTrainedModel, passes: Iterable[int], scored: int) -> float:
-    """Floating-point operations of reading windows of so many tokens, `scored` of them through the head.
+def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -> float:
+    """Estimate the floating-point operations of passes of these sizes, `scored` tokens of them through the head.
 
     Two per weight and token (of experts, the share that a token is routed to), four per head dim and query-key pair.
     """
@@ -161,8 +174,8 @@ def operations(model: PreTrainedModel, passes: Iterable[int], scored: int) -> fl
     return float(2 * body * sum(lengths) + attention + 2 * embedding * scored)
 
 
-def speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Floating-point operations per second that reading may reach here, from a matrix product timed for a moment."""
+def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Floating-point operations per second to expect on a device: half the speed of a large matrix product."""
     size = 1024 if device.type == "cpu" else 4096
     one = torch.ones(size, size, device=device, dtype=dtype)
 
@@ -175,18 +188,18 @@ def speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> flo
 
     once = min(run(1) for _ in range(3))
     count = max(1, round(seconds / max(once, 1e-6)))
-    return REACHED * count * 2 * size**3 / run(count)
+    return EFFICIENCY * count * 2 * size**3 / run(count)
 
 
-def narrow_layers(model: PreTrainedModel, longest: int) -> str | None:
-    """What to say where windows are longer than some layers see; None where they are not."""
+def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
+    """A warning where spans are longer than the sliding window of some layers, else None."""
     config = model.config.get_text_config()
     window, sliding = sliding_layers(config)
     if not sliding or window is None or window >= longest:
         return None
     return (
         f"{sliding} of {config.num_hidden_layers} layers attend to the last {window:,} tokens only; "
-        f"windows of {longest:,} tokens are longer"
+        f"spans of {longest:,} tokens are longer"
     )
 
 

@@ -1,26 +1,43 @@
-"""Which tokens are read and which of them are scored: protocols as pure generators, tested against literal values.
+"""Evaluation protocols: which tokens are read in one pass, and which of them are scored.
 
-    >>> list(matched(8, [4, 8], Plan(targets=2)))
-    [Window(length=4, start=4, stop=8, score_from=6, score_to=8, context=4),
-     Window(length=8, start=0, stop=8, score_from=6, score_to=8, context=8)]
+    >>> list(resolve_protocol("matched").spans(8, [4, 8], ProtocolOptions(targets=2)))
+    [Span(length=4, start=4, stop=8, score_from=6, score_to=8, context=4),
+     Span(length=8, start=0, stop=8, score_from=6, score_to=8, context=8)]
 
-A protocol gets the number of tokens of a document, the context lengths (ascending) and a `Plan`; it knows nothing of
-models or text. Position -1 stands for the prefix token (BOS) before a document.
+A protocol is a pure generator of spans. Its arguments are the number of tokens of a document, the context lengths
+(ascending) and `ProtocolOptions`. Position -1 stands for the prefix token (BOS) before a document. To add a protocol,
+write the generator and decorate it with `register_protocol`: the command line, its help, tables, reports and the
+contract tests read the registry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-__all__ = ["PROTOCOLS", "Plan", "Window", "check_lengths"]
+from rope_ext_hf.errors import MethodError, did_you_mean
+
+__all__ = [
+    "PROTOCOLS",
+    "Protocol",
+    "ProtocolOptions",
+    "Span",
+    "check_lengths",
+    "protocol_help",
+    "register_protocol",
+    "resolve_protocol",
+]
 
 
-class Window(NamedTuple):
-    """Tokens start..stop of a document are read in one pass; of them, score_from..score_to are scored.
+class Span(NamedTuple):
+    """Tokens read in one pass, and the part of them that is scored.
 
-    `length` is the context length the score counts for, `context` the one length-dependent methods are held at.
+    Attributes:
+        length: the context length that the score counts for.
+        start, stop: the tokens of the document that are read in one pass.
+        score_from, score_to: the tokens of the document that are scored.
+        context: the length at which length-dependent methods are held.
     """
 
     length: int
@@ -32,83 +49,169 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What protocols take beside the lengths: `targets` (matched) and `stride` (sliding, stream), in tokens."""
+class ProtocolOptions:
+    """Options of the protocols, in tokens: `targets` scored per span, `stride` between the starts of spans."""
 
     targets: int
     stride: int = 256
 
 
-Protocol = Callable[[int, Sequence[int], Plan], Iterator[Window]]
+Spans = Callable[[int, Sequence[int], ProtocolOptions], Iterator[Span]]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A named way to read a document at several context lengths.
+
+    Attributes:
+        name: the name in Python and on the command line.
+        spans: (tokens of a document, ascending lengths, options) -> spans.
+        description: one line for help texts and tables.
+        prefix: where the BOS token stands: "span", in place of the first token of every span; "document", once before
+            the first token of a document.
+        uses_targets: `options.targets` matters.
+        uses_stride: `options.stride` matters.
+        same_targets: the scored tokens are the same at every length.
+    """
+
+    name: str
+    spans: Spans
+    description: str
+    prefix: Literal["span", "document"] = "span"
+    uses_targets: bool = False
+    uses_stride: bool = False
+    same_targets: bool = False
+
+
+PROTOCOLS: dict[str, Protocol] = {}
+"""Every protocol by name; `register_protocol` adds to it."""
+
+
+def register_protocol(
+    name: str,
+    *,
+    prefix: Literal["span", "document"] = "span",
+    uses_targets: bool = False,
+    uses_stride: bool = False,
+    same_targets: bool = False,
+) -> Callable[[Spans], Spans]:
+    """Register a generator of spans as a protocol; the first line of its docstring is the protocol's description.
+
+    Args:
+        name: the name in Python and on the command line.
+        prefix, uses_targets, uses_stride, same_targets: see `Protocol`.
+
+    Raises:
+        ValueError: the name is taken, or the generator has no docstring.
+    """
+
+    def register(spans: Spans) -> Spans:
+        if name in PROTOCOLS:
+            raise ValueError(f"a protocol {name!r} is registered already; choose another name")
+        if not (spans.__doc__ or "").strip():
+            raise ValueError(f"protocol {name!r} has no docstring; its first line is shown in help texts")
+        description = (spans.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        PROTOCOLS[name] = Protocol(name, spans, description, prefix, uses_targets, uses_stride, same_targets)
+        return spans
+
+    return register
+
+
+def resolve_protocol(name: str) -> Protocol:
+    """The protocol of this name.
+
+    Raises:
+        MethodError: no such protocol.
+    """
+    if name not in PROTOCOLS:
+        known = ", ".join(PROTOCOLS)
+        raise MethodError(f"unknown protocol {name!r}.{did_you_mean(name, PROTOCOLS)} Known protocols: {known}")
+    return PROTOCOLS[name]
+
+
+def protocol_help() -> str:
+    """Every protocol with its description, for the help text of an option."""
+    return "; ".join(f"{protocol.name}: {protocol.description}" for protocol in PROTOCOLS.values())
 
 
 def check_lengths(lengths: Sequence[int], targets: int | None) -> tuple[list[int], int]:
-    """Ascending lengths and the number of target tokens, by default half the shortest length.
+    """Return the lengths in ascending order and the number of targets, by default half the shortest length.
 
     Raises:
-        ValueError: no lengths, one below 2, or more targets than the shortest length can hold with a token before them.
+        MethodError: no lengths, one below 2 or not a whole number, or as many targets as the shortest length.
     """
-    ordered = sorted(set(lengths))
+    whole = all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
+    ordered = sorted(set(lengths)) if whole else []
     if not ordered or ordered[0] < 2:
-        raise ValueError(f"lengths must be one or more numbers of at least 2 tokens, got {list(lengths)}")
+        raise MethodError(f"lengths must be one or more whole numbers of at least 2 tokens, got {list(lengths)!r}")
     scored = ordered[0] // 2 if targets is None else targets
-    if not 1 <= scored < ordered[0]:
-        raise ValueError(f"targets must be between 1 and {ordered[0] - 1} (below the shortest length), got {scored}")
+    if not isinstance(scored, int) or not 1 <= scored < ordered[0]:
+        raise MethodError(f"targets must be between 1 and {ordered[0] - 1} (below the shortest length), got {scored!r}")
     return ordered, scored
 
 
-def matched(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window]:
-    """The same targets at every length: the last `targets` tokens of each longest-length stretch of a document.
+@register_protocol("matched", uses_targets=True, same_targets=True)
+def matched(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """The same targets at every length, each length with its own amount of context.
 
-    At length N they are read after N - targets tokens of context, so that lengths differ by the context alone.
-    Stretches do not overlap; what is left at the end of the document is not used, and a document shorter than the
-    longest length yields nothing.
+    A document is cut into disjoint runs of the longest length; the last `targets` tokens of each run are scored. At
+    length N they are read after N - targets tokens of context. The remainder of a document is not used, and a document
+    shorter than the longest length yields nothing.
     """
     longest = lengths[-1]
     for stop in range(longest, tokens + 1, longest):
         for length in lengths:
-            yield Window(length, stop - length, stop, stop - plan.targets, stop, length)
+            yield Span(length, stop - length, stop, stop - options.targets, stop, length)
 
 
-def sliding(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window]:
-    """Windows of N tokens, `stride` apart, the last `stride` tokens of each scored (PI paper, arXiv 2306.15595, 3.2).
+@register_protocol("sliding", uses_stride=True)
+def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """Spans of N tokens, `stride` apart, the last `stride` tokens of each scored (PI paper, arXiv 2306.15595, 3.2).
 
-    The first N - stride tokens of a document are never scored. Documents shorter than the longest length are left out.
+    The first N - stride tokens of a document are never scored. A stride of N or more scores all but the first token of
+    a span, which has no token before it. Documents shorter than the longest length are left out.
     """
     for length in lengths if tokens >= lengths[-1] else ():
-        for stop in range(length, tokens + 1, plan.stride):
-            yield Window(length, stop - length, stop, max(stop - length + 1, stop - plan.stride), stop, length)
+        for stop in range(length, tokens + 1, options.stride):
+            start = stop - length
+            yield Span(length, start, stop, max(start + 1, stop - options.stride), stop, length)
 
 
-def truncate(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window]:
-    """The first N tokens of each document in one pass, all scored (the code of the YaRN paper).
+@register_protocol("truncate")
+def truncate(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """The first N tokens of each document in one pass, all scored (YaRN's code with --truncate).
 
-    Documents shorter than the longest length are left out at every length, as that code's --dataset-min-tokens does.
+    Documents shorter than the longest length are left out at every length, as --dataset-min-tokens does there. This is
+    not YaRN's GovReport evaluation: its eval.sh reads documents of at least 16,384 tokens in spans of 32,768, scores
+    the first span whole and weighs every span alike, whatever its number of tokens; here every token weighs alike.
     """
     for length in lengths if tokens >= lengths[-1] else ():
-        yield Window(length, 0, length, 1, length, length)
+        yield Span(length, 0, length, 1, length, length)
 
 
-def stream(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window]:
-    """Windows of N tokens, `stride` apart, all tokens scored (LongLoRA, ChunkLlama); meant for joined documents."""
+@register_protocol("stream", uses_stride=True)
+def stream(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """Spans of N tokens, `stride` apart, all tokens scored (LongLoRA, ChunkLlama); meant for joined documents."""
     for length in lengths:
-        for start in range(0, tokens - length + 1, plan.stride):
-            yield Window(length, start, start + length, start + 1, start + length, length)
+        for start in range(0, tokens - length + 1, options.stride):
+            yield Span(length, start, start + length, start + 1, start + length, length)
 
 
-def blocks(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window]:
-    """Every token once: disjoint runs of N targets, each read after one token of context (lm-evaluation-harness).
+@register_protocol("blocks", prefix="document")
+def blocks(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """Every token scored once, in disjoint runs of N targets after one token of context (lm-evaluation-harness).
 
-    The first run begins after the prefix token; the last, if shorter, is given earlier tokens up to N of input.
+    The first run begins after the prefix token; the last one, if shorter, gets earlier tokens up to N of input.
     """
     for length in lengths:
         for first in range(0, tokens, length):
             stop = min(first + length, tokens)
-            yield Window(length, max(-1, stop - length - 1), stop, first, stop, length)
+            yield Span(length, max(-1, stop - length - 1), stop, first, stop, length)
 
 
-def position(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window]:
-    """One pass over the first longest-length tokens; the loss of positions between two lengths counts for the upper.
+@register_protocol("position")
+def position(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+    """One pass over the longest length; the loss of positions between two lengths counts for the upper one.
 
     The whole length curve of a static method from a single forward: the entry at N is the mean loss at positions from
     the next shorter length up to N. Documents shorter than the longest length are left out.
@@ -116,10 +219,4 @@ def position(tokens: int, lengths: Sequence[int], plan: Plan) -> Iterator[Window
     longest = lengths[-1]
     if tokens >= longest:
         for before, length in zip((1, *lengths), lengths, strict=False):
-            yield Window(length, 0, longest, before, length, longest)
-
-
-PROTOCOLS: dict[str, Protocol] = {
-    function.__name__: function for function in (matched, sliding, truncate, stream, blocks, position)
-}
-"""Every protocol by name."""
+            yield Span(length, 0, longest, before, length, longest)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rope_ext_hf.eval.plots import curves
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.sweeps import Run
-from rope_ext_hf.eval.tables import best_of_lengths, by_method, perplexity_text, scored, speed
+from rope_ext_hf.eval.tables import best_of_lengths, by_method, perplexity_text, scored, throughput_text
 
 __all__ = ["write_report"]
 
@@ -67,15 +67,15 @@ def write_report(run: Run) -> Path:
         summary=html.escape(
             f"{run.settings['parameters']:,} parameters in {run.settings['dtype']}, trained at "
             f"{run.trained_length:,} tokens. {len(run.settings['documents'])} documents. "
-            f"Read on {run.settings['device']} at {speed(run.results)}. {versions}."
+            f"Read on {run.settings['device']} at {throughput_text(run.results)}. {versions}."
         ),
         figures="\n".join(_figure(path) for path in pictures),
         table=_table(run),
         caption=html.escape(
             (f"{scored(run.results[0])}. " if run.results else "Nothing is finished yet. ")
-            + "Below each perplexity: bits per byte, and the 95% interval of the perplexity over documents. Cost: how "
-            "much higher the loss is at the trained length than that of the model as loaded, in nats per token, with "
-            "its interval paired by document."
+            + "Below each perplexity: bits per byte, and the 95% interval of the perplexity over documents. Loss "
+            "increase: loss at the trained length minus that of the model as loaded, in nats per token, with its "
+            "interval paired by document."
         ),
         provenance=html.escape(json.dumps(run.settings, indent=1)),
     )
@@ -97,10 +97,13 @@ def _table(run: Run) -> str:
     for name, row in by_method(run.results).items():
         found = {result.length: result for result in row}
         cells = "".join(_cell(found.get(n), best[n]) for n in lengths)
-        cost = run.cost(row[0].method)
-        paid = "" if cost is None else f"{cost[0]:+.3f}<br><small>{cost[1]:+.3f} to {cost[2]:+.3f}</small>"
-        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}<td>{paid}</td></tr>")
-    return f"<table><tr><th>method</th>{head}<th>cost at<br>{run.trained_length:,}</th></tr>{''.join(rows)}</table>"
+        increase = run.loss_increase(row[0].method)
+        shown = (
+            "" if increase is None else f"{increase[0]:+.3f}<br><small>{increase[1]:+.3f} to {increase[2]:+.3f}</small>"
+        )
+        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}<td>{shown}</td></tr>")
+    head += f"<th>loss increase at<br>{run.trained_length:,}</th>"
+    return f"<table><tr><th>method</th>{head}</tr>{''.join(rows)}</table>"
 
 
 def _cell(result: Result | None, best: float) -> str:

@@ -1,4 +1,4 @@
-"""What a measurement says, with everything needed to repeat or doubt it."""
+"""Evaluation results with their provenance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
+    "Cost",
     "DocumentLoss",
-    "Effort",
     "Result",
     "Setting",
     "bootstrap",
@@ -26,18 +26,15 @@ __all__ = [
 ]
 
 
-class Effort(NamedTuple):
-    """What some reading took: tokens that went through the model, seconds, and the most GPU memory held, in bytes."""
+class Cost(NamedTuple):
+    """What a measurement cost: tokens that went through the model, seconds, and peak GPU memory in bytes."""
 
     tokens: int = 0
     seconds: float = 0.0
     peak: int = 0
 
-    def plus(self, other: Effort) -> Effort:
-        return Effort(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
-
-
-NOTHING = Effort()
+    def plus(self, other: Cost) -> Cost:
+        return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
 
 
 class DocumentLoss(NamedTuple):
@@ -47,10 +44,10 @@ class DocumentLoss(NamedTuple):
     nats: float
     tokens: int
     bytes: int
-    windows: int
+    spans: int
 
     def plus(self, nats: float, tokens: int, size: int) -> DocumentLoss:
-        return DocumentLoss(self.name, self.nats + nats, self.tokens + tokens, self.bytes + size, self.windows + 1)
+        return DocumentLoss(self.name, self.nats + nats, self.tokens + tokens, self.bytes + size, self.spans + 1)
 
 
 def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
@@ -84,7 +81,7 @@ def difference(one: Result, other: Result, draws: int = 2000, seed: int = 0) -> 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `rope_ext_hf.eval.windows`; `left_out` documents were too short."""
+    """How the text of a result was read, see `rope_ext_hf.eval.protocols`; `left_out` documents were too short."""
 
     protocol: str
     targets: int
@@ -101,11 +98,11 @@ class Result:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
         setting: how the text was read.
         length: context length in tokens.
-        loss: nats per token. NaN or infinite if any window's loss was; `nonfinite` names the documents.
+        loss: nats per token. NaN or infinite if the loss of any span was; `nonfinite` names the documents.
         low, high: its 95% interval, by resampling documents (equal to the loss where there is one document).
         perplexity, bits_per_token, bits_per_byte: the same loss in other units.
         documents: the sums it was made of.
-        tokens_per_second: how fast windows of this length went through the model; None where nothing was timed.
+        tokens_per_second: how fast spans of this length went through the model; None where nothing was timed.
         gpu_bytes: the most memory held on a GPU meanwhile; None without one. Neither counts when results are compared.
     """
 
@@ -119,20 +116,20 @@ class Result:
     bits_per_token: float
     bits_per_byte: float
     tokens: int
-    windows: int
+    spans: int
     nonfinite: tuple[str, ...]
     documents: tuple[DocumentLoss, ...]
     tokens_per_second: float | None = field(default=None, compare=False)
     gpu_bytes: int | None = field(default=None, compare=False)
 
     @classmethod
-    def of(
+    def from_documents(
         cls,
         method: dict[str, Any] | None,
         setting: Setting,
         length: int,
         documents: Sequence[DocumentLoss],
-        effort: Effort = NOTHING,
+        cost: Cost | None = None,
     ) -> Result:
         """The result of one length, from every document's loss; the same whatever order the documents come in."""
         documents = sorted(documents)
@@ -151,11 +148,11 @@ class Result:
             bits_per_token=loss / math.log(2),
             bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
             tokens=tokens,
-            windows=sum(document.windows for document in documents),
+            spans=sum(document.spans for document in documents),
             nonfinite=tuple(document.name for document in documents if not math.isfinite(document.nats)),
             documents=tuple(documents),
-            tokens_per_second=effort.tokens / effort.seconds if effort.seconds else None,
-            gpu_bytes=effort.peak or None,
+            tokens_per_second=cost.tokens / cost.seconds if cost and cost.seconds else None,
+            gpu_bytes=(cost and cost.peak) or None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,7 +193,7 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, source: dict[str, Any], results: Sequence[Result]) -> None:
-    """Provenance and results in one file; a non-finite number is written as null, which every JSON reader takes."""
+    """Provenance and results in one file; a non-finite number is written as null, which every JSON scorer takes."""
 
     content = {"provenance": source, "results": [_finite(result.to_dict()) for result in results]}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

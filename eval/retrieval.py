@@ -2,7 +2,7 @@
 
     from rope_ext_hf.eval.retrieval import passkey
     for found in passkey(model, lengths=[1024, 4096], task="needle"):
-        print(found.length, found.depth, found.exact, found.first)
+        print(found.length, found.depth, found.exact_match, found.top1)
 
 A prompt states a five-digit number somewhere in a long text and asks for it at the end. Two things are measured:
 whether greedy decoding would answer with that number, and how likely the model finds it among other numbers. The
@@ -30,9 +30,9 @@ from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
-from rope_ext_hf.eval.preflight import narrow_layers
+from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import label
-from rope_ext_hf.eval.scorer import Reader
+from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ class Retrieval:
         depth: share of the haystack that stands before the secret.
         trials: prompts, each with its own secret.
         distractors: other numbers that the right one is ranked among.
-        exact: share of trials in which greedy decoding gives the right number.
+        exact_match: share of trials in which greedy decoding gives the right number.
         rank: mean rank of the right number by likelihood, 1 is best; among equals, the middle.
-        first: share of trials in which it ranks first.
-        chance: what `first` is by luck.
+        top1: share of trials in which it ranks first.
+        chance: what `top1` is by luck.
     """
 
     method: dict[str, Any] | None
@@ -105,9 +105,9 @@ class Retrieval:
     depth: float
     trials: int
     distractors: int
-    exact: float
+    exact_match: float
     rank: float
-    first: float
+    top1: float
     chance: float
 
     @property
@@ -168,7 +168,7 @@ def make_trials(
 
 def _trial(task: Task, tokenizer: PreTrainedTokenizerBase, distractors: int, rng: random.Random) -> Trial:
     secret, *others = rng.sample(SECRETS, min(len(SECRETS), 100 * (distractors + 1)))
-    prefix = prefix_token(tokenizer, None, "matched")
+    prefix = prefix_token(tokenizer, None)
     question = _encode(tokenizer, task.question)
     # A tokenizer may merge the end of the question with the answer: what both have in common is the prompt.
     asked = [_encode(tokenizer, task.question + task.answer.format(secret=secret))]
@@ -258,15 +258,15 @@ def passkey(
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
 
-    if (narrow := narrow_layers(model, max(lengths))) is not None:
+    if (narrow := sliding_window_warning(model, max(lengths))) is not None:
         warnings.warn(narrow, stacklevel=2)
-    reader, method = Reader(model, chunk=chunk, offload_cache=offload_cache), patched_method(model)
+    scorer, method = TokenScorer(model, chunk=chunk, offload_cache=offload_cache), patched_method(model)
     found: list[Retrieval] = []
     for length in sorted(set(lengths)):
         for depth in sorted(set(depths)):
             scores: list[tuple[bool, float]] = []
             for trial in made:
-                losses, likeliest = reader.candidates(trial.prompt(hay, length, depth), trial.answers, length=length)
+                losses, likeliest = scorer.candidates(trial.prompt(hay, length, depth), trial.answers, length=length)
                 scores.append((torch.equal(likeliest[0], trial.answers[0]), _rank(losses.double().sum(-1))))
                 if progress is not None:
                     progress(length)
@@ -278,9 +278,9 @@ def passkey(
                     depth=float(depth),
                     trials=trials,
                     distractors=distractors,
-                    exact=fmean(exact for exact, _ in scores),
+                    exact_match=fmean(exact for exact, _ in scores),
                     rank=fmean(rank for _, rank in scores),
-                    first=fmean(rank == 1 for _, rank in scores),
+                    top1=fmean(rank == 1 for _, rank in scores),
                     chance=1 / (distractors + 1),
                 )
             )
@@ -339,7 +339,7 @@ def table(results: Sequence[Retrieval], trained_length: int) -> Table:
 def _cell(result: Retrieval | None) -> str:
     if result is None:
         return ""
-    text = f"{result.first:.0%} {result.rank:4.1f} {result.exact:4.0%}"
+    text = f"{result.top1:.0%} {result.rank:4.1f} {result.exact_match:4.0%}"
     return f"[green]{text}[/green]" if result.found else text
 
 
@@ -373,15 +373,17 @@ def heat_map(results: Sequence[Retrieval], path: Path, title: str) -> None:
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, rows) in zip(grid, panels.items(), strict=True):
         cells = [[rows.get(depth, {}).get(length) for length in lengths] for depth in depths]
-        values = [[math.nan if cell is None else cell.first for cell in row] for row in cells]
+        values = [[math.nan if cell is None else cell.top1 for cell in row] for row in cells]
         # from luck upwards, so that luck has no colour
         image = axes.imshow(values, cmap="YlGn", vmin=one.chance, vmax=1.0, aspect="auto")
         for y, row in enumerate(cells):
             for x, cell in enumerate(row):
                 if cell is not None:
-                    ink = "white" if cell.first > 0.7 else "#222222" if cell.found else "#777777"
-                    axes.text(x, y - 0.12, f"{cell.first:.0%}", ha="center", va="center", fontsize=9, color=ink)
-                    axes.text(x, y + 0.25, f"{cell.exact:.0%} exact", ha="center", va="center", fontsize=6, color=ink)
+                    ink = "white" if cell.top1 > 0.7 else "#222222" if cell.found else "#777777"
+                    axes.text(x, y - 0.12, f"{cell.top1:.0%}", ha="center", va="center", fontsize=9, color=ink)
+                    axes.text(
+                        x, y + 0.25, f"{cell.exact_match:.0%} exact", ha="center", va="center", fontsize=6, color=ink
+                    )
         axes.set_title(name, fontsize=10)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)

@@ -26,10 +26,10 @@ from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 
-__all__ = ["decay", "draw", "never_turning", "similarity", "similarity_as_seen", "unseen"]
+__all__ = ["decay", "draw", "pairs_without_full_cycle", "similarity", "similarity_as_seen", "unseen_angles"]
 
 
-def never_turning(inv_freq: Tensor, length: int) -> int:
+def pairs_without_full_cycle(inv_freq: Tensor, length: int) -> int:
     """How many pairs complete no turn within `length` tokens: wavelength 2 pi / inv_freq above it, infinite included.
 
     inv_freq: (pairs,) radians per token.
@@ -37,7 +37,7 @@ def never_turning(inv_freq: Tensor, length: int) -> int:
     return int((TWO_PI / inv_freq.double() > length).sum())
 
 
-def unseen(rotary: Rotary, inv_freq: Tensor, position: int) -> Tensor:
+def unseen_angles(rotary: Rotary, inv_freq: Tensor, position: int) -> Tensor:
     """Which pairs have been, by `position`, at angles that training never showed; (pairs,) bool.
 
     Training shows a pair the angles from 0 to L0 theta_i, and all of them once that is a full turn.
@@ -203,8 +203,8 @@ def _curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> l
 def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_Curve]) -> None:
     """The colours of all panels, and what is counted in the upper two."""
     texts = [
-        f"{curve.name}{curve.note}: {never_turning(curve.inv_freq, rotary.trained_length)} slow pairs, "
-        f"{int(unseen(rotary, curve.inv_freq, curve.farthest).sum())} at unseen angles"
+        f"{curve.name}{curve.note}: {pairs_without_full_cycle(curve.inv_freq, rotary.trained_length)} slow pairs, "
+        f"{int(unseen_angles(rotary, curve.inv_freq, curve.farthest).sum())} at unseen angles"
         for curve in curves
     ]
     panel.legend(lines[: len(curves)], texts, loc="center", ncols=2, fontsize=7.5, frameon=False, handlelength=3.5)
@@ -240,7 +240,7 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
     mirror.set_ylabel("inverse frequency (radians per token)", fontsize=8)
     mirror.tick_params(which="both", labelsize=7.5)
     mirror.spines["top"].set_visible(False)
-    slow = never_turning(curves[0].inv_freq, rotary.trained_length)
+    slow = pairs_without_full_cycle(curves[0].inv_freq, rotary.trained_length)
     title = f"Wavelengths. Shaded: slow pairs, no full turn in training ({slow} of {pairs} in plain RoPE)"
     _finish(axes, title, _PAIRS, "wavelength (tokens)")
 

@@ -1,7 +1,7 @@
 """Reading long text in fixed memory: what every measurement runs on.
 
-    reader = Reader(model)
-    nats = reader.losses(ids, first=1024)      # one number per token from the 1024th on
+    scorer = TokenScorer(model)
+    nats = scorer.losses(ids, first=1024)      # one number per token from the 1024th on
 
 The decoder reads a window in chunks that add their keys and values to a cache allocated once; attention of a chunk is
 to the past, without a mask, plus causal within the chunk, merged by their log-sum-exp, so that no mask is built and no
@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from rope_ext_hf.attention.rules import ForwardContext, LocalAttention
 from rope_ext_hf.eval.preflight import budgets
-from rope_ext_hf.eval.results import Effort
+from rope_ext_hf.eval.results import Cost
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
 from rope_ext_hf.patches.attention_interface import UNSUPPORTED_KWARGS, use_attention
@@ -34,16 +34,16 @@ from rope_ext_hf.patches.slots import find_slots, patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "Reader", "UnreadableError", "chunked_attention"]
+__all__ = ["ATTENTION", "TokenScorer", "UnsupportedAttentionError", "chunked_attention"]
 
 ATTENTION = "rope_ext_hf.chunks"
 
 
-class UnreadableError(Exception):
+class UnsupportedAttentionError(Exception):
     """This model's attention wants something that chunked reading does not have."""
 
 
-class Reader:
+class TokenScorer:
     """Per-token losses of a causal language model.
 
     Args:
@@ -73,7 +73,7 @@ class Reader:
         self.chunk = chunk or _power_of_two(of_chunk // (4 * width * widest))
         self.head_bytes = head_bytes or of_head
         self.offload_cache = offload_cache
-        self.effort = Effort()
+        self.cost = Cost()
         self.devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         self.head = model.get_output_embeddings()
@@ -98,7 +98,7 @@ class Reader:
         """
         device = self.model.get_input_embeddings().weight.device
         ids = ids.to(device)
-        with self._watched(len(ids)), _length(self.model, length or len(ids)):
+        with self._timed(len(ids)), _length(self.model, length or len(ids)):
             if self._reads_whole():
                 return self._whole(ids, first).cpu()
             return torch.cat(list(self._by_chunks(ids, first))).cpu()
@@ -124,7 +124,7 @@ class Reader:
         whole = self._reads_whole()
         losses: list[Tensor] = []
         likeliest: list[Tensor] = []
-        with self._watched(known + count * len(answers)), _length(self.model, length or known + count):
+        with self._timed(known + count * len(answers)), _length(self.model, length or known + count):
             for index, answer in enumerate(answers):
                 ids = torch.cat([prompt, answer])
                 if whole:
@@ -141,20 +141,20 @@ class Reader:
                 losses.append(_nll([logits], answer.to(logits.device)).cpu())
         return torch.stack(losses), torch.stack(likeliest)
 
-    def spent(self) -> Effort:
+    def take_cost(self) -> Cost:
         """What reading took since this was last asked."""
-        effort, self.effort = self.effort, Effort()
-        return effort
+        cost, self.cost = self.cost, Cost()
+        return cost
 
     @contextmanager
-    def _watched(self, tokens: int) -> Iterator[None]:
-        """Add what happens inside to `effort`; it ends with results on the CPU, so the device has finished then."""
+    def _timed(self, tokens: int) -> Iterator[None]:
+        """Add what happens inside to `cost`; it ends with results on the CPU, so the device has finished then."""
         for device in self.devices:
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
         yield
         peak = max((torch.cuda.max_memory_allocated(device) for device in self.devices), default=0)
-        self.effort = self.effort.plus(Effort(tokens, time.perf_counter() - started, peak))
+        self.cost = self.cost.plus(Cost(tokens, time.perf_counter() - started, peak))
 
     def _reads_whole(self) -> bool:
         return not self.chunked or (self.follows_the_input and not patched_slots(self.model))
@@ -235,7 +235,7 @@ class Reader:
             with torch.inference_mode(), _length(self.model, len(ids)):
                 whole = self.model(ids[None], use_cache=False).logits[0, :-1].float()
                 parts = torch.cat([self._logits(hidden) for _, hidden in self._hidden(ids)])
-        except (UnreadableError, TypeError, ValueError, AttributeError, RuntimeError, KeyError):
+        except (UnsupportedAttentionError, TypeError, ValueError, AttributeError, RuntimeError, KeyError):
             return False
         finally:
             self.chunk, self.cache = chunk, None
@@ -379,11 +379,11 @@ def chunked_attention(
         (batch, tokens, heads, head_dim), None for the weights.
 
     Raises:
-        UnreadableError: masks, position biases or other additions to the scores.
+        UnsupportedAttentionError: masks, position biases or other additions to the scores.
     """
     unknown = [name for name in UNSUPPORTED_KWARGS if given.get(name) is not None]
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
-        raise UnreadableError(", ".join(unknown) or "a mask, or attention that is not causal")
+        raise UnsupportedAttentionError(", ".join(unknown) or "a mask, or attention that is not causal")
     positions = torch.arange(key.shape[-2], device=query.device)[None]
     call = ForwardContext(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
     given["dropout"] = 0.0  # whatever mode the model is in

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.eval.plan import Reading, prepare
-from rope_ext_hf.eval.results import DocumentLoss, Effort, Result, Setting, difference, label, provenance
-from rope_ext_hf.eval.scorer import Reader
+from rope_ext_hf.eval.measuring import score_document
+from rope_ext_hf.eval.plan import EvalPlan, prepare
+from rope_ext_hf.eval.results import Cost, DocumentLoss, Result, Setting, difference, label, provenance
+from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, resolve_method
 from rope_ext_hf.patches.geometry import bind, geometry
@@ -45,7 +46,15 @@ DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-
 
 _COLUMNS = (
     *("method", "length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token", "bits_per_byte"),
-    *("tokens", "windows", "documents", "cost_at_trained_length_nats", "tokens_per_second", "gpu_bytes", "parameters"),
+    *(
+        "tokens",
+        "spans",
+        "documents",
+        "loss_increase_at_trained_length_nats",
+        "tokens_per_second",
+        "gpu_bytes",
+        "parameters",
+    ),
 )
 
 
@@ -65,7 +74,7 @@ class Run:
     settings: dict[str, Any]
     results: list[Result]
 
-    def cost(self, method: dict[str, Any] | None) -> tuple[float, float, float] | None:
+    def loss_increase(self, method: dict[str, Any] | None) -> tuple[float, float, float] | None:
         """What a method loses at the trained length: nats per token above the model as loaded, with a 95% interval."""
         at = {str(r.method): r for r in self.results if r.length == self.trained_length}
         plain, found = at.get("None"), at.get(str(method))
@@ -78,9 +87,9 @@ class Run:
             out = csv.writer(file)
             out.writerow(_COLUMNS)
             for r in self.results:
-                cost = self.cost(r.method)
+                increase = self.loss_increase(r.method)
                 row = [label(r.method), r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token]
-                row += [r.bits_per_byte, r.tokens, r.windows, len(r.documents), cost[0] if cost else ""]
+                row += [r.bits_per_byte, r.tokens, r.spans, len(r.documents), increase[0] if increase else ""]
                 out.writerow([*row, r.tokens_per_second, r.gpu_bytes, json.dumps(r.method)])
         return path
 
@@ -108,7 +117,7 @@ class SweepPlan:
     """What a sweep will do: methods (None: as loaded), what each reads, and what to call the text."""
 
     methods: tuple[RopeMethod | None, ...]
-    reading: Reading
+    plan: EvalPlan
     data: str
 
 
@@ -159,7 +168,7 @@ def sweep(
         out: the folder in which runs are kept, each in one of its own.
         data: what to call the corpus in the report; default: `corpus`, if that is a name.
         chunk, offload_cache: as `perplexity` takes them.
-        progress: called with the method's label and the tokens read, after each window.
+        progress: called with the method's label and the tokens read, after each pass.
 
     Raises:
         CheckpointError: another process is writing this run.
@@ -196,44 +205,44 @@ def run_sweep(
     Raises:
         CheckpointError: another process is writing this run.
     """
-    reading = plan.reading
+    reading = plan.plan
     settings = _settings(model, reading, plan.data, geometry(model))
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{_digest(settings)}"
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder, rank):
+    with _exclusive(folder, rank):
         _write_atomically(folder / "run.json", json.dumps(settings, indent=1) + "\n", rank)
         done = _done(folder)
-        mine = [(i, item) for i, item in enumerate(reading.windows) if i % world == rank]
+        mine = [(i, item) for i, item in enumerate(reading.documents) if i % world == rank]
         keys = [json.dumps(method.to_dict() if method else None) for method in plan.methods]
-        units = [(key, i, n) for key in keys for i, item in mine for n in _labels(item)]
+        units = [(key, i, n) for key in keys for i, item in mine for n in _lengths_of(item)]
         if started is not None:
             started(folder, sum(unit in done for unit in units), len(units))
-        reader = Reader(model, chunk=chunk, offload_cache=offload_cache)
+        scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
         if chunk is None:
-            _agree_on_chunks(folder, reader)
+            _agree_on_chunks(folder, scorer)
         with _journal(folder / f"losses.{rank}.jsonl") as write:
             for method in plan.methods:
                 saved = method.to_dict() if method else None
                 key = json.dumps(saved)
                 with patched(model, method) if method else nullcontext():
                     report = None if progress is None else partial(progress, label(saved))
-                    for index, (document, windows) in mine:
-                        left = [w for w in windows if (key, index, w.length) not in done]
-                        for length, loss, effort in reading.measure_document(reader, document, left, report):
+                    for index, (document, spans) in mine:
+                        left = [span for span in spans if (key, index, span.length) not in done]
+                        for length, loss, cost in score_document(scorer, reading, document, left, report):
                             record = {"method": saved, "document": index, "length": length}
-                            write(record | {"loss": list(loss), "effort": list(effort)})
+                            write(record | {"loss": list(loss), "cost": list(cost)})
     if wait is not None:
         wait()
     return read_run(folder, [m.to_dict() if m else None for m in plan.methods])
 
 
-def _agree_on_chunks(folder: Path, reader: Reader) -> None:
+def _agree_on_chunks(folder: Path, scorer: TokenScorer) -> None:
     """All processes of a run, and those that take it up again, read in the same chunks, and so to the same last digit.
 
     The sizes come from the free memory of whichever process is first.
     """
     path, mine = folder / "chunks.json", folder / f"chunks.{os.getpid()}.unfinished"
-    mine.write_text(json.dumps([reader.chunk, reader.head_bytes]), encoding="utf-8")
+    mine.write_text(json.dumps([scorer.chunk, scorer.head_bytes]), encoding="utf-8")
     try:
         os.link(mine, path)
     except FileExistsError:
@@ -242,7 +251,7 @@ def _agree_on_chunks(folder: Path, reader: Reader) -> None:
         if not path.exists():
             mine.replace(path)
     mine.unlink(missing_ok=True)
-    reader.chunk, reader.head_bytes = json.loads(path.read_text(encoding="utf-8"))
+    scorer.chunk, scorer.head_bytes = json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None = None) -> Run:
@@ -260,14 +269,14 @@ def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None =
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{str(folder)!r} is not the folder of a sweep: {error}") from error
     found: dict[tuple[str, int], dict[int, DocumentLoss]] = {}
-    efforts: dict[tuple[str, int], Effort] = {}
+    costs: dict[tuple[str, int], Cost] = {}
     for record in records:
         key = (json.dumps(record["method"]), record["length"])
         found.setdefault(key, {})[record["document"]] = DocumentLoss(*record["loss"])
-        efforts[key] = efforts.get(key, Effort()).plus(Effort(*record["effort"]))
+        costs[key] = costs.get(key, Cost()).plus(Cost(*record["cost"]))
     keys = [json.dumps(method) for method in order] if order is not None else list(dict.fromkeys(k for k, _ in found))
     results = [
-        Result.of(json.loads(key), setting, length, list(losses.values()), efforts[key, length])
+        Result.from_documents(json.loads(key), setting, length, list(losses.values()), costs[key, length])
         for key in keys
         for length in sorted(per_length)
         if len(losses := found.get((key, length), {})) == per_length[length]
@@ -275,25 +284,25 @@ def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None =
     return Run(folder, settings["trained_length"], settings, results)
 
 
-def _labels(item: Any) -> list[int]:
+def _lengths_of(item: Any) -> list[int]:
     """The lengths one document counts for."""
-    return sorted({window.length for window in item[1]})
+    return sorted({span.length for span in item[1]})
 
 
-def _settings(model: PreTrainedModel, plan: Reading, data: str, rotary: Rotary) -> dict[str, Any]:
+def _settings(model: PreTrainedModel, plan: EvalPlan, data: str, rotary: Rotary) -> dict[str, Any]:
     """Everything the numbers depend on."""
     text = hashlib.sha256()
-    for document, windows in plan.windows:
+    for document, spans in plan.documents:
         text.update(document.ids.numpy().tobytes())
-        text.update(repr(windows).encode())
-    labels = [length for item in plan.windows for length in _labels(item)]
+        text.update(repr(spans).encode())
+    labels = [length for item in plan.documents for length in _lengths_of(item)]
     return provenance(model, data) | {
         "weights": _fingerprint(model),
         "text": text.hexdigest(),
         "trained_length": rotary.trained_length,
         "lengths": list(plan.lengths),
         "setting": asdict(plan.setting),
-        "documents": [document.name for document, _ in plan.windows],
+        "documents": [document.name for document, _ in plan.documents],
         "per_length": {str(length): labels.count(length) for length in plan.lengths},
         "tokens": plan.tokens,
     }
@@ -314,7 +323,7 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _alone(folder: Path, rank: int) -> Iterator[None]:
+def _exclusive(folder: Path, rank: int) -> Iterator[None]:
     """The operating system lets go of the lock when its process ends, however it ends."""
     lock = FileLock(folder / f"run.{rank}.lock")
     try:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from rope_ext_hf.eval.protocols import resolve_protocol
 from rope_ext_hf.eval.results import Result, label
 
-__all__ = ["best_of_lengths", "by_method", "perplexity_text", "scored", "speed", "table"]
+__all__ = ["best_of_lengths", "by_method", "perplexity_text", "scored", "table", "throughput_text"]
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -34,16 +35,16 @@ def scored(result: Result) -> str:
     """What was scored, in words."""
     setting = result.setting
     left_out = f"; {setting.left_out} documents too short" if setting.left_out else ""
-    if setting.protocol == "matched":
+    if resolve_protocol(setting.protocol).same_targets:
         return (
             f"protocol matched: the same {result.tokens:,} tokens scored at every length, "
-            f"the last {setting.targets} of {result.windows} windows{left_out}"
+            f"the last {setting.targets} of {result.spans} spans{left_out}"
         )
-    tokens = f"{result.tokens:,} tokens in {result.windows} windows at {result.length:,}"
+    tokens = f"{result.tokens:,} tokens in {result.spans} spans at {result.length:,}"
     return f"protocol {setting.protocol}: {tokens}{left_out}"
 
 
-def speed(results: Sequence[Result]) -> str:
+def throughput_text(results: Sequence[Result]) -> str:
     """How fast text was read, from the slowest to the fastest, and the GPU memory that took."""
     rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
     if not rates:
@@ -60,11 +61,13 @@ def perplexity_text(value: float) -> str:
 
 
 def table(
-    results: Sequence[Result], trained_length: int, costs: Mapping[str, tuple[float, float, float] | None] | None = None
+    results: Sequence[Result],
+    trained_length: int,
+    increases: Mapping[str, tuple[float, float, float] | None] | None = None,
 ) -> Table:
     """One row per method, one column per context length: perplexity and (bits per byte), the best of a column marked.
 
-    `costs`, by label, adds a column: how much higher the loss is at the trained length, in nats per token.
+    `increases`, by label, adds a column: how much higher the loss is at the trained length, in nats per token.
     """
     lengths = sorted({result.length for result in results})
     best = best_of_lengths(results)
@@ -77,14 +80,14 @@ def table(
     view.add_column("method", overflow="fold")
     for length in lengths:
         view.add_column(f"{length:,}\n{length / trained_length:g}x", justify="right", overflow="fold")
-    if costs is not None:
-        view.add_column(f"cost at\n{trained_length:,}", justify="right", overflow="fold")
+    if increases is not None:
+        view.add_column(f"loss increase at\n{trained_length:,}", justify="right", overflow="fold")
     for name, row in by_method(results).items():
         found = {result.length: result for result in row}
         cells = [_cell(found.get(length), best[length]) for length in lengths]
-        if costs is not None:
-            cost = costs.get(name)
-            cells.append("" if cost is None else f"{cost[0]:+.3f}")
+        if increases is not None:
+            increase = increases.get(name)
+            cells.append("" if increase is None else f"{increase[0]:+.3f}")
         view.add_row(name, *cells)
     return view
 

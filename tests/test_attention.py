@@ -348,13 +348,13 @@ def test_autocast(method: str) -> None:
 
 @each_method
 def test_reading_in_chunks_gives_the_losses_of_one_forward(method: str) -> None:
-    from rope_ext_hf.eval.scorer import Reader
+    from rope_ext_hf.eval.scorer import TokenScorer
 
     model, ids = rope.patch(build("gemma2"), method), tokens(200)[0]
-    reader = Reader(model, chunk=32)
-    assert reader.chunked
+    scorer = TokenScorer(model, chunk=32)
+    assert scorer.chunked
     wanted = nn.functional.cross_entropy(logits(model, ids[None])[0, 99:-1], ids[100:], reduction="none")
-    torch.testing.assert_close(reader.losses(ids, first=100), wanted, atol=ATOL, rtol=0)
+    torch.testing.assert_close(scorer.losses(ids, first=100), wanted, atol=ATOL, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

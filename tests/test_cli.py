@@ -188,7 +188,7 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(saving, "from_pretrained", read)
-    options = ["--trials", "2"] if command == "passkey" else ["--max-windows", "4"]
+    options = ["--trials", "2"] if command == "passkey" else ["--max-spans", "4"]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
     needs, reads, last = err.strip().splitlines()
@@ -209,7 +209,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "def": 1, "class": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
-    common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-windows", "1", "--out", str(tmp_path)]
+    common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-spans", "1", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "rope_ext_hf", *common], capture_output=True, text=True, check=True)
     said = "warning  3 of 3 layers attend to the last 64 tokens only; windows of 256 tokens are longer"
     assert said in done.stderr.splitlines()
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_ends_with_exit_code_1(tmp_path: Path) -> None
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = math.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    code, out, err = run("ppl", str(folder), "--lengths", "256", "--max-windows", "2", "--out", str(tmp_path / "out"))
+    code, out, err = run("ppl", str(folder), "--lengths", "256", "--max-spans", "2", "--out", str(tmp_path / "out"))
     assert code == 1
     assert "not finite" in out
     assert "the loss is not finite: as loaded at 256 in" in err

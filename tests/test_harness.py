@@ -20,7 +20,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM, evaluate
-from rope_ext_hf.eval.scorer import Reader
+from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.reference import path
 from tests.models import build
@@ -103,14 +103,14 @@ def written(lm: RopeHFLM, prompts: list[str], room: int = 24) -> list[str]:
 
 
 def ours(model: Any, tokenizer: Any, context: str, continuation: str, length: int | None = None) -> float:
-    """The same by our own reader, which knows nothing of lm-eval; `length`: held, else the input's own."""
+    """The same by our own scorer, which knows nothing of lm-eval; `length`: held, else the input's own."""
     stripped = context.rstrip()  # lm-eval counts white space at the end of the context to the continuation
     before, after = ([*text.encode()] for text in (stripped, context[len(stripped) :] + continuation))
     ids = torch.tensor([byte + 3 for byte in before + after])  # what ByT5 calls them
     if not before:
         ids = torch.cat([torch.tensor([tokenizer.eos_token_id]), ids])
     window = ids[-(rope.describe(model).extended_length or 1024) - 1 :]
-    losses = Reader(model).losses(window, len(window) - len(after), length=length or len(window) - 1)
+    losses = TokenScorer(model).losses(window, len(window) - len(after), length=length or len(window) - 1)
     return -float(losses.double().sum())
 
 

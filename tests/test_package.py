@@ -147,7 +147,7 @@ def test_readme_commands_run(tmp_path: Path) -> None:
         if command[0] == "make":
             assert set(command[1:]) <= targets, command
         elif command[0] == "rope-ext" and "MODEL" not in command:
-            quick = {"demo": ["--windows", "2"], "ppl": ["--max-windows", "2"], "sweep": ["--max-windows", "2"]}.get(
+            quick = {"demo": ["--spans", "2"], "ppl": ["--max-spans", "2"], "sweep": ["--max-spans", "2"]}.get(
                 command[1], []
             )
             subprocess.run(

@@ -16,7 +16,7 @@ from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.results import DocumentLoss, bootstrap
-from rope_ext_hf.eval.scorer import Reader
+from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.reference import path
 from tests.dispatch import LargestTensor
 from tests.models import FAMILIES, build, from_config
@@ -90,11 +90,11 @@ def test_reading_in_chunks_changes_nothing(name: str) -> None:
         logits = model(ids[None], use_cache=False).logits[0]
     expected = torch.nn.functional.cross_entropy(logits[4:-1].float(), ids[5:], reduction="none")
     implementation = model.config._attn_implementation
-    reader = Reader(model, chunk=37)
-    torch.testing.assert_close(reader.losses(ids, 5), expected, atol=2e-5, rtol=0)
-    torch.testing.assert_close(reader.losses(ids[:60], 5), expected[:55], atol=2e-5, rtol=0)  # the cache used again
+    scorer = TokenScorer(model, chunk=37)
+    torch.testing.assert_close(scorer.losses(ids, 5), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(scorer.losses(ids[:60], 5), expected[:55], atol=2e-5, rtol=0)  # the cache used again
     assert model.config._attn_implementation == implementation
-    assert reader.chunked or name == "llama4"  # chunked attention
+    assert scorer.chunked or name == "llama4"  # chunked attention
 
 
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
@@ -104,7 +104,7 @@ def test_chunks_change_nothing_under_a_length_dependent_method(method: str) -> N
     with torch.no_grad(), rope.fixed_length(model, 300):
         logits = model(ids[None], use_cache=False).logits[0]
     expected = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
-    losses = Reader(model, chunk=64).losses(ids, 1)
+    losses = TokenScorer(model, chunk=64).losses(ids, 1)
     torch.testing.assert_close(losses, expected, atol=2e-5, rtol=0)
     assert losses.mean().item() == pytest.approx(expected.mean().item(), abs=1e-5)
 
@@ -115,24 +115,24 @@ def test_bfloat16_in_chunks_is_near_one_shot() -> None:
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.bfloat16).eval()
     rope.patch(model, "yarn", factor=4)
     (document,) = tokenize(load("stdlib", max_documents=1), AutoTokenizer.from_pretrained(path()))
-    reader = Reader(model, chunk=100)
-    assert reader.chunked
+    scorer = TokenScorer(model, chunk=100)
+    assert scorer.chunked
     gaps = []
     for window in torch.split(document.ids[: 16 * 1024], 1024):
         with torch.no_grad():
             whole = torch.nn.functional.cross_entropy(model(window[None]).logits[0, :-1].float(), window[1:])
-        gaps.append(reader.losses(window, 1).mean().item() - whole.item())
+        gaps.append(scorer.losses(window, 1).mean().item() - whole.item())
     assert abs(fmean(gaps)) < 1e-3
 
 
 def test_offloaded_keys_and_values_change_nothing() -> None:
     model = build("llama")
     ids = tokens("a", 150, 1).ids
-    reader = Reader(model, chunk=37, offload_cache=True)
-    torch.testing.assert_close(reader.losses(ids, 5), Reader(model, chunk=37).losses(ids, 5), atol=0, rtol=0)
-    assert reader.chunked
-    assert reader.cache is not None
-    assert all(layer.offload and layer.keys.device.type == "cpu" for layer in reader.cache.layers)
+    scorer = TokenScorer(model, chunk=37, offload_cache=True)
+    torch.testing.assert_close(scorer.losses(ids, 5), TokenScorer(model, chunk=37).losses(ids, 5), atol=0, rtol=0)
+    assert scorer.chunked
+    assert scorer.cache is not None
+    assert all(layer.offload and layer.keys.device.type == "cpu" for layer in scorer.cache.layers)
     document = tokens("a", 150, 1)
     found = perplexity(model, [document], lengths=[64], bos=False, offload_cache=True)
     assert found == perplexity(model, [document], lengths=[64], bos=False)
@@ -149,9 +149,9 @@ def test_a_head_taken_apart_along_the_vocabulary(bias: bool) -> None:
         logits = model(ids[None], use_cache=False).logits[0].double()
     expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none").float()
     for size in (1, 10**9):
-        reader = Reader(model, chunk=64, head_bytes=size)
-        assert reader.chunked
-        torch.testing.assert_close(reader.losses(ids, 1), expected, atol=2e-5, rtol=0)
+        scorer = TokenScorer(model, chunk=64, head_bytes=size)
+        assert scorer.chunked
+        torch.testing.assert_close(scorer.losses(ids, 1), expected, atol=2e-5, rtol=0)
 
 
 def test_a_head_that_is_more_than_a_layer_runs_whole() -> None:
@@ -162,19 +162,19 @@ def test_a_head_that_is_more_than_a_layer_runs_whole() -> None:
         logits = 2 * model(ids[None], use_cache=False).logits[0]
     expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
     model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
-    reader = Reader(model, chunk=37, head_bytes=4000)
-    assert reader.chunked
-    torch.testing.assert_close(reader.losses(ids, 1), expected, atol=4e-5, rtol=0)
+    scorer = TokenScorer(model, chunk=37, head_bytes=4000)
+    assert scorer.chunked
+    torch.testing.assert_close(scorer.losses(ids, 1), expected, atol=4e-5, rtol=0)
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
-    """No tensor the reader makes is as large as (length, vocabulary)."""
+    """No tensor the scorer makes is as large as (length, vocabulary)."""
     model = build("llama", vocab_size=5000)
     ids = tokens("a", 512, 1).ids
-    reader = Reader(model, chunk=64, head_bytes=64 * 1024 * 4)
+    scorer = TokenScorer(model, chunk=64, head_bytes=64 * 1024 * 4)
     with LargestTensor() as seen:
-        reader.losses(ids, 1)
-    assert reader.chunked
+        scorer.losses(ids, 1)
+    assert scorer.chunked
     assert 64 * 1024 <= seen.elements < 512 * 5000 / 4
 
 
@@ -183,7 +183,7 @@ def test_a_head_that_cannot_be_run_apart_is_measured_through_the_whole_model() -
     model.config.logit_scale = 2.0  # a key the model's own forward does not read: run apart, logits would be doubled
     document = tokens("a", 64, 5)
     (result,) = perplexity(model, [document], lengths=[64], targets=7, bos=False)
-    assert not Reader(model).chunked
+    assert not TokenScorer(model).chunked
     assert result.loss == pytest.approx(nats(model, document.ids, range(57, 64)) / 7, abs=1e-5)
 
 
@@ -250,8 +250,8 @@ def test_bos_takes_the_place_of_the_first_token() -> None:
 
 def test_fewer_windows_are_taken_evenly() -> None:
     model = build("llama")
-    (result,) = perplexity(model, [tokens(n, 160, 1) for n in "abc"], lengths=[16], max_windows=3, bos=False)
-    assert [(document.name, document.windows) for document in result.documents] == [("a", 1), ("b", 1), ("c", 1)]
+    (result,) = perplexity(model, [tokens(n, 160, 1) for n in "abc"], lengths=[16], max_spans=3, bos=False)
+    assert [(document.name, document.spans) for document in result.documents] == [("a", 1), ("b", 1), ("c", 1)]
 
 
 def test_refusals() -> None:
@@ -264,7 +264,7 @@ def test_refusals() -> None:
         perplexity(model, [Tokens("a", torch.full((64,), 400), tuple(range(64)))], lengths=[64], bos=False)
     with pytest.raises(rope.MethodError, match=r"unknown protocol 'slidng'. Did you mean 'sliding'"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="slidng", bos=False)
-    with pytest.raises(rope.MethodError, match="stride must be at least 1"):
+    with pytest.raises(rope.MethodError, match="stride must be a whole number of at least 1"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="sliding", stride=0, bos=False)
     with pytest.raises(rope.MethodError, match="targets must be"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[64], targets=64, bos=False)

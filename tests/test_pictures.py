@@ -17,7 +17,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.rope_plots import decay, draw, never_turning, similarity, similarity_as_seen, unseen
+from rope_ext_hf.eval.rope_plots import (
+    decay,
+    draw,
+    pairs_without_full_cycle,
+    similarity,
+    similarity_as_seen,
+    unseen_angles,
+)
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK
 from rope_ext_hf.methods.registry import list_methods
@@ -141,28 +148,30 @@ def test_never_turning_by_hand(theta: float, length: int, count: int) -> None:
     # 2 pi b^(2i/d) > L  <=>  i > d ln(L / 2 pi) / (2 ln b)
     boundary = 128 * math.log(length / (2 * math.pi)) / (2 * math.log(theta))
     assert count == sum(i > boundary for i in range(64))
-    assert never_turning(Rotary(128, theta, length).inv_freq(), length) == count
+    assert pairs_without_full_cycle(Rotary(128, theta, length).inv_freq(), length) == count
 
 
 def test_pairs_that_do_not_turn_at_all_are_counted() -> None:
-    assert never_turning(PROPORTIONAL.inv_freq(), 512) == 3 + 1  # wavelengths 6.3, 20, 63, 199, 628, then infinite
-    assert never_turning(PROPORTIONAL.inv_freq(), 10**9) == 3
+    assert (
+        pairs_without_full_cycle(PROPORTIONAL.inv_freq(), 512) == 3 + 1
+    )  # wavelengths 6.3, 20, 63, 199, 628, then infinite
+    assert pairs_without_full_cycle(PROPORTIONAL.inv_freq(), 10**9) == 3
 
 
 def test_unseen_angles() -> None:
     plain = LLAMA2.inv_freq()
     slow = torch.arange(64) >= 64 - 18
-    assert not unseen(LLAMA2, plain, 4096).any()
-    assert torch.equal(unseen(LLAMA2, plain, 4097), slow)
+    assert not unseen_angles(LLAMA2, plain, 4096).any()
+    assert torch.equal(unseen_angles(LLAMA2, plain, 4097), slow)
     for method in (Linear(factor=8.0), ByParts(factor=8.0, ramp="turns"), Llama3(factor=8.0)):
         inv_freq = method.frequencies(LLAMA2).inv_freq
-        assert not unseen(LLAMA2, inv_freq, 32768).any()
-        assert torch.equal(unseen(LLAMA2, inv_freq, 32769), slow)
+        assert not unseen_angles(LLAMA2, inv_freq, 32768).any()
+        assert torch.equal(unseen_angles(LLAMA2, inv_freq, 32769), slow)
     # NTK divides its last pair alone by the whole factor
     assert torch.equal(
-        unseen(LLAMA2, NTK(factor=8.0).frequencies(LLAMA2).inv_freq, 32768), slow & (torch.arange(64) < 63)
+        unseen_angles(LLAMA2, NTK(factor=8.0).frequencies(LLAMA2).inv_freq, 32768), slow & (torch.arange(64) < 63)
     )
-    assert unseen(PROPORTIONAL, PROPORTIONAL.inv_freq(), 10**9).tolist() == [False] * 4 + [True] + [False] * 3
+    assert unseen_angles(PROPORTIONAL, PROPORTIONAL.inv_freq(), 10**9).tolist() == [False] * 4 + [True] + [False] * 3
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------

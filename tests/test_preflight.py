@@ -11,8 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity, preflight
 from rope_ext_hf.eval.plan import Tokens
-from rope_ext_hf.eval.preflight import Needs, budgets, check_memory, narrow_layers, needs, operations, speed
-from rope_ext_hf.eval.scorer import Reader
+from rope_ext_hf.eval.preflight import (
+    MemoryEstimate,
+    budgets,
+    check_memory,
+    estimate_flops,
+    estimate_memory,
+    measure_flops,
+    sliding_window_warning,
+)
+from rope_ext_hf.eval.scorer import TokenScorer
 from tests.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,11 +47,11 @@ def test_keys_and_values_are_what_a_cache_holds(name: str) -> None:
     with torch.no_grad():
         cache = model(torch.arange(3, 35)[None], use_cache=True).past_key_values
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
-    found = needs(model, 32)
+    found = estimate_memory(model, 32)
     assert found.cache == held
     assert found.weights == sum(p.numel() * 4 for p in model.parameters())
-    assert needs(model, 32, torch.bfloat16).cache == held // 2
-    offloaded = needs(model, 32, offload_cache=True)
+    assert estimate_memory(model, 32, torch.bfloat16).cache == held // 2
+    offloaded = estimate_memory(model, 32, offload_cache=True)
     assert offloaded.cache == held // len(cache.layers)
     assert held <= offloaded.offloaded <= 2 * held
 
@@ -59,11 +67,13 @@ def test_operations_are_those_counted_by_torch(name: str) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     every_pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * length**2
     # eager attention works out all pairs, reading with a fused kernel half of them
-    assert operations(model, [length], length) == pytest.approx(counter.get_total_flops() - every_pair / 2, rel=0.02)
+    assert estimate_flops(model, [length], length) == pytest.approx(
+        counter.get_total_flops() - every_pair / 2, rel=0.02
+    )
 
 
 def test_of_the_experts_only_those_chosen_count() -> None:
-    one, all_of_them = (operations(build("mixtral", num_experts_per_tok=n), [64], 64) for n in (1, 4))
+    one, all_of_them = (estimate_flops(build("mixtral", num_experts_per_tok=n), [64], 64) for n in (1, 4))
     model = build("mixtral", num_experts_per_tok=1)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert model.config.num_local_experts == 4
@@ -71,21 +81,21 @@ def test_of_the_experts_only_those_chosen_count() -> None:
 
 
 def test_speed_is_measured() -> None:
-    assert 1e7 < speed(CPU, torch.float32, seconds=0.01) < 1e16
+    assert 1e7 < measure_flops(CPU, torch.float32, seconds=0.01) < 1e16
 
 
 def test_what_does_not_fit_is_refused_with_what_would(memory: dict[str, int]) -> None:
     model = on_meta("llama", num_hidden_layers=8)
-    per_token = needs(model, 1, torch.float32).cache
+    per_token = estimate_memory(model, 1, torch.float32).cache
     longest = 200 * GB // per_token
-    with pytest.raises(rope.CheckpointError, match=rf"windows of {longest:,} tokens need 20\d\.\d GB") as refused:
+    with pytest.raises(rope.CheckpointError, match=rf"spans of {longest:,} tokens need 20\d\.\d GB") as refused:
         check_memory(model, longest, torch.float32, GPU)
     said = str(refused.value)
     assert "cuda:0 has 100.0 GB free" in said
     assert "--device-map auto" in said  # two GPUs and the main memory have 300 GB
     assert "--offload-cache" not in said  # the main memory has only 100
     assert "--dtype bfloat16" in said
-    assert "shorter windows: up to" in said
+    assert "shorter lengths: up to" in said
     memory["cpu"] = 1000 * GB
     with pytest.raises(rope.CheckpointError, match="--offload-cache"):
         check_memory(model, longest, torch.float32, GPU)
@@ -120,25 +130,25 @@ def test_offloading_from_a_cpu_is_refused() -> None:
 
 def test_chunks_are_sized_by_the_free_memory(memory: dict[str, int]) -> None:
     large = build("llama", vocab_size=5000)
-    plenty = Reader(large)
+    plenty = TokenScorer(large)
     assert sum(budgets(CPU)) <= 400_000_000  # more is no faster
     assert sum(budgets(GPU)) > sum(budgets(CPU))
     memory["cpu"] = 10_000_000
-    scarce = Reader(large)
+    scarce = TokenScorer(large)
     assert scarce.head_bytes < plenty.head_bytes
     assert scarce.chunk < plenty.chunk
-    assert (Reader(large, chunk=48).chunk, Reader(large, head_bytes=4000).head_bytes) == (48, 4000)
+    assert (TokenScorer(large, chunk=48).chunk, TokenScorer(large, head_bytes=4000).head_bytes) == (48, 4000)
 
 
 def test_layers_that_see_less_than_a_window() -> None:
-    assert narrow_layers(build("llama"), 1 << 20) is None
+    assert sliding_window_warning(build("llama"), 1 << 20) is None
     mistral = build("mistral", sliding_window=24)
-    assert narrow_layers(mistral, 24) is None
-    said = "2 of 2 layers attend to the last 24 tokens only; windows of 64 tokens are longer"
-    assert narrow_layers(mistral, 64) == said
+    assert sliding_window_warning(mistral, 24) is None
+    said = "2 of 2 layers attend to the last 24 tokens only; spans of 64 tokens are longer"
+    assert sliding_window_warning(mistral, 64) == said
     gemma = build("gemma2", sliding_window=24)
-    assert (narrow_layers(gemma, 64) or "").startswith("1 of 2 layers")
-    assert narrow_layers(build("qwen2", sliding_window=24), 64) is None  # switched off in its config
+    assert (sliding_window_warning(gemma, 64) or "").startswith("1 of 2 layers")
+    assert sliding_window_warning(build("qwen2", sliding_window=24), 64) is None  # switched off in its config
 
 
 @contextmanager
@@ -162,5 +172,5 @@ def test_measurements_warn_of_narrow_layers() -> None:
 
 
 def test_needs_in_words() -> None:
-    assert str(Needs(1 * GB, 2 * GB, 500_000_000)) == "3.5 GB: 1.0 weights, 2.0 keys and values, 0.5 computing"
-    assert str(Needs(1 * GB, 0, 0, 8 * GB)).endswith("and 8.0 GB of main memory")
+    assert str(MemoryEstimate(1 * GB, 2 * GB, 500_000_000)) == "3.5 GB: 1.0 weights, 2.0 keys and values, 0.5 computing"
+    assert str(MemoryEstimate(1 * GB, 0, 0, 8 * GB)).endswith("and 8.0 GB of main memory")

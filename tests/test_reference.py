@@ -27,7 +27,7 @@ def bits_per_byte(method: str | None, factor: float | None = None) -> dict[int, 
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
     if method is not None:
         rope.patch(model, method, factor=factor)
-    return {r.length: r.bits_per_byte for r in perplexity(model, "stdlib", lengths=LENGTHS, max_windows=16)}
+    return {r.length: r.bits_per_byte for r in perplexity(model, "stdlib", lengths=LENGTHS, max_spans=16)}
 
 
 def test_plain_rope_reads_at_its_trained_length_and_fails_beyond() -> None:

@@ -153,9 +153,9 @@ def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Calla
                 prompt = trial.prompt(hay, result.length, result.depth)
                 with fixed_length(model, result.length):  # the prompt alone is shorter than the context
                     expected.append(naive(model, prompt, trial.answers))
-            assert result.exact == statistics.fmean(exact for exact, _ in expected)
+            assert result.exact_match == statistics.fmean(exact for exact, _ in expected)
             assert result.rank == pytest.approx(statistics.fmean(rank for _, rank in expected))
-            assert result.first == statistics.fmean(rank == 1 for _, rank in expected)
+            assert result.top1 == statistics.fmean(rank == 1 for _, rank in expected)
             assert (result.method or {}).get("method") == method
     assert len({result.rank for result in results}) > 1  # not the same number everywhere
 
@@ -180,12 +180,12 @@ def test_a_model_that_looks_it_up_finds_every_secret() -> None:
     model = Copier(build_config("llama", vocab_size=259)).eval()
     found = passkey(model, lengths=[300, 400], depths=[0, 0.5, 1], trials=5, tokenizer=byte_tokenizer())
     assert len(found) == 6
-    assert all((r.exact, r.rank, r.first, r.found) == (1.0, 1.0, 1.0, True) for r in found)
+    assert all((r.exact_match, r.rank, r.top1, r.found) == (1.0, 1.0, 1.0, True) for r in found)
     assert {r.chance for r in found} == {0.05}
     assert {r.chance_rank for r in found} == {10.5}
     # and not where the number it reads is another one
     worse = passkey(model, lengths=[120], depths=[0], trials=3, tokenizer=byte_tokenizer(), task="code", haystack=HAY)
-    assert worse[0].exact == 0.0  # "Y == 0x" stands nowhere before
+    assert worse[0].exact_match == 0.0  # "Y == 0x" stands nowhere before
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan])
@@ -196,7 +196,7 @@ def test_a_model_that_tells_nothing_apart_has_the_middle_rank(value: float) -> N
         model, lengths=[100], depths=[0.5], trials=2, distractors=9, tokenizer=byte_tokenizer(), task="code",
         haystack=HAY,
     )  # fmt: skip
-    assert (result.exact, result.rank, result.first, result.found) == (0.0, 5.5, 0.0, False)
+    assert (result.exact_match, result.rank, result.top1, result.found) == (0.0, 5.5, 0.0, False)
 
 
 def test_refusals() -> None:
@@ -258,5 +258,5 @@ def test_the_bundled_model_finds_the_secret_within_its_trained_length_and_not_be
     module = load("stdlib")[:1]  # of several: tokenising them all takes longer than reading
     near, far = passkey(model, lengths=[256, 1024], depths=[0.5], trials=5, task="code", haystack=module)
     assert near.found
-    assert near.first >= 0.5
+    assert near.top1 >= 0.5
     assert not far.found

@@ -57,11 +57,11 @@ def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     expected = perplexity(model, corpus(), lengths=LENGTHS, bos=False)
     assert [r for r in found.results if r.method == Yarn(factor=4.0).to_dict()] == expected
     plain = perplexity(build("llama"), corpus(), lengths=LENGTHS, bos=False)
-    cost = found.cost(Yarn(factor=4.0).to_dict())
+    cost = found.loss_increase(Yarn(factor=4.0).to_dict())
     assert cost is not None
     assert cost[0] == pytest.approx(expected[0].loss - plain[0].loss)  # 64 is the trained length
     assert cost[1] <= cost[0] <= cost[2]
-    assert found.cost(None) is None
+    assert found.loss_increase(None) is None
 
 
 def test_the_trained_length_is_added(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_what_it_took_is_recorded(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert all(r.tokens_per_second and r.tokens_per_second > 0 for r in found.results)
     assert all(r.gpu_bytes is None for r in found.results) or torch.cuda.is_available()
-    efforts = [record["effort"] for record in lines(found)]
-    assert sum(tokens for tokens, _, _ in efforts) == 6 * found.settings["tokens"]  # of 5 methods and none
+    costs = [record["cost"] for record in lines(found)]
+    assert sum(tokens for tokens, _, _ in costs) == 6 * found.settings["tokens"]  # of 5 methods and none
     assert "tokens per second" in write_report(found).read_text(encoding="utf-8")
     with found.write_csv().open(encoding="utf-8") as file:
         assert all(float(row["tokens_per_second"]) > 0 for row in csv.DictReader(file))
@@ -158,7 +158,7 @@ def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) ->
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
     command = [sys.executable, "-m", "rope_ext_hf", "sweep", "reference", "--methods", "ntk,yarn", "--factors", "4"]
-    command += ["--lengths", "256,512", "--max-windows", "12", "--dtype", "float32", "--out"]
+    command += ["--lengths", "256,512", "--max-spans", "12", "--dtype", "float32", "--out"]
     whole = tmp_path / "whole"
     subprocess.run([*command, str(whole)], check=True, capture_output=True)
     (expected,) = whole.iterdir()
@@ -183,7 +183,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:
     command = ["-m", "rope_ext_hf.eval", "sweep", "reference", "--methods", "ntk", "--factors", "4"]
-    command += ["--lengths", "256,512", "--max-windows", "8", "--dtype", "float32", "--out"]
+    command += ["--lengths", "256,512", "--max-spans", "8", "--dtype", "float32", "--out"]
     subprocess.run([sys.executable, *command, str(tmp_path / "one")], check=True, capture_output=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # the number is part of the settings
@@ -219,18 +219,18 @@ def losses(*nats: float) -> list[DocumentLoss]:
 
 def test_difference_is_paired() -> None:
     setting = Setting("matched", 5, 256, False, 0)
-    one = Result.of(None, setting, 64, losses(*(10 + 5 * i + 1 for i in range(9))))
-    two = Result.of(None, setting, 64, losses(*(10 + 5 * i for i in range(9))))
+    one = Result.from_documents(None, setting, 64, losses(*(10 + 5 * i + 1 for i in range(9))))
+    two = Result.from_documents(None, setting, 64, losses(*(10 + 5 * i for i in range(9))))
     assert difference(one, two) == pytest.approx((0.1, 0.1, 0.1))  # however far the documents are apart
     assert one.high - one.low > 0.5
     with pytest.raises(ValueError, match="same scored tokens"):
-        difference(one, Result.of(None, setting, 64, losses(1.0)))
+        difference(one, Result.from_documents(None, setting, 64, losses(1.0)))
 
 
 def test_results_do_not_depend_on_the_order_of_documents() -> None:
     setting = Setting("matched", 5, 256, False, 0)
     found = losses(*(math.pi * 10**i for i in range(-8, 8)))
-    assert Result.of(None, setting, 64, found) == Result.of(None, setting, 64, found[::-1])
+    assert Result.from_documents(None, setting, 64, found) == Result.from_documents(None, setting, 64, found[::-1])
 
 
 def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:

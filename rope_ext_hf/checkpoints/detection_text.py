@@ -62,7 +62,7 @@ def _by_text(weights: _Weights, text: str, tokenizer: PreTrainedTokenizerBase | 
     windows = ids[: len(ids) // length * length].view(-1, length)[:WINDOWS]
     if len(windows) < 2:
         raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
-    first = prefix_token(tokenizer, None, "matched")
+    first = prefix_token(tokenizer, None)
     if first is not None:
         windows = torch.cat([windows.new_full((len(windows), 1), first), windows], 1)
     with _evaluating(model), torch.no_grad():

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError
+from rope_ext_hf.eval.protocols import protocol_help
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.plan import Reading
+    from rope_ext_hf.eval.plan import EvalPlan
     from rope_ext_hf.eval.results import Result
     from rope_ext_hf.methods.base import RopeMethod
 
@@ -64,11 +65,11 @@ Data = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Folder for the results.")]
-MaxWindows = Annotated[int | None, typer.Option(min=1, help="At most this many windows per length, spread evenly.")]
-Targets = Annotated[str | None, typer.Option(help="Tokens scored per window; default half the shortest length.")]
-Protocol = Annotated[str, typer.Option(help="matched, sliding, truncate, stream, blocks or position.")]
-Stride = Annotated[int, typer.Option(help="Tokens between windows under sliding and stream.")]
-Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before each window; default: the tokenizer's.")]
+MaxSpans = Annotated[int | None, typer.Option(min=1, help="At most this many spans per length, spread evenly.")]
+Targets = Annotated[str | None, typer.Option(help="Tokens scored per span; default half the shortest length.")]
+Protocol = Annotated[str, typer.Option(help=f"{protocol_help()}.")]
+Stride = Annotated[int, typer.Option(help="Tokens between the starts of spans, under a protocol with a stride.")]
+Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="BOS before each span; default: the tokenizer's.")]
 Chunk = Annotated[int | None, typer.Option(min=16, help="Tokens per pass of the decoder; default: by free memory.")]
 OffloadCache = Annotated[bool, typer.Option("--offload-cache", help="Keys and values in main memory, not on the GPU.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw wavelengths, angles, similarity and decay into this PNG.")]
@@ -222,13 +223,13 @@ def _preflight(
         passes: the size of every window that goes through the model, in tokens.
         scored: tokens that go through its head.
     """
-    from rope_ext_hf.eval.preflight import check_memory, operations, speed
+    from rope_ext_hf.eval.preflight import check_memory, estimate_flops, measure_flops
 
     place, kind = _device(device), _dtype(dtype)
     if kind == "auto":
         kind = getattr(empty.config, "dtype", None) or empty.dtype
     needed = check_memory(empty, max(passes), kind, place, spread=device_map is not None, offload_cache=offload_cache)
-    seconds = repeats * operations(empty, passes, scored) / speed(place, kind) / processes
+    seconds = repeats * estimate_flops(empty, passes, scored) / measure_flops(place, kind) / processes
     if show:
         typer.echo(f"needs    {needed}", err=True)
         typer.echo(
@@ -460,7 +461,7 @@ def ppl(
     protocol: Protocol = "matched",
     targets: Targets = None,
     stride: Stride = 256,
-    max_windows: MaxWindows = None,
+    max_spans: MaxSpans = None,
     bos: Bos = None,
     chunk: Chunk = None,
     dtype: Dtype = "auto",
@@ -474,7 +475,7 @@ def ppl(
 ) -> None:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
-    Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-windows 16`
+    Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
     with _errors():
         from rope_ext_hf.eval.plan import prepare
@@ -493,7 +494,7 @@ def ppl(
             targets=scored,
             stride=stride,
             bos=bos,
-            max_windows=max_windows,
+            max_spans=max_spans,
         )
         _make_folder(out)
         _preflight(empty, reading.passes, reading.scored, len(chosen), dtype, device, device_map, offload_cache)
@@ -753,7 +754,7 @@ def lm_eval(
 @app.command()
 def demo(
     out: Out = Path("rope-ext-results"),
-    windows: Annotated[int, typer.Option(min=1, help="Windows per length; more is slower and steadier.")] = 32,
+    spans: Annotated[int, typer.Option(min=1, help="Spans per length; more is slower and steadier.")] = 32,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
@@ -781,7 +782,7 @@ def demo(
             DualChunk(),
         ]
         lengths = [trained, 2 * trained, 4 * trained, 8 * trained]
-        reading = prepare(model, "stdlib", lengths=lengths, max_windows=windows)
+        reading = prepare(model, "stdlib", lengths=lengths, max_spans=spans)
         _make_folder(out)
         _measure(model, chosen, reading, "stdlib", out, as_json)
 
@@ -798,7 +799,7 @@ def sweep(
     protocol: Protocol = "matched",
     targets: Targets = None,
     stride: Stride = 256,
-    max_windows: MaxWindows = None,
+    max_spans: MaxSpans = None,
     bos: Bos = None,
     chunk: Chunk = None,
     dtype: Dtype = "auto",
@@ -813,7 +814,7 @@ def sweep(
 ) -> None:
     """Methods x factors x lengths, resumable: the same command goes on where it was stopped; ends with a report.
 
-    Example: `rope-ext sweep reference --methods ntk,yarn --factors 4,8 --lengths 256,1024,2048 --max-windows 16`
+    Example: `rope-ext sweep reference --methods ntk,yarn --factors 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
     with _errors():
         from rope_ext_hf.eval.sweeps import plan_sweep, run_sweep
@@ -838,11 +839,11 @@ def sweep(
             protocol=protocol,
             targets=scored,
             stride=stride,
-            max_windows=max_windows,
+            max_spans=max_spans,
             bos=bos,
         )
         _make_folder(out)
-        reading, count = plan.reading, len(plan.methods)
+        reading, count = plan.plan, len(plan.methods)
         _preflight(
             empty,
             reading.passes,
@@ -909,7 +910,7 @@ def _show_run(run: Any, as_json: bool) -> None:
 
     from rope_ext_hf.eval.report import write_report
     from rope_ext_hf.eval.results import label, write_json
-    from rope_ext_hf.eval.tables import speed, table
+    from rope_ext_hf.eval.tables import table, throughput_text
 
     write_json(run.folder / "results.json", run.settings, run.results)
     rows, page = run.write_csv(), write_report(run)
@@ -917,9 +918,9 @@ def _show_run(run: Any, as_json: bool) -> None:
         typer.echo((run.folder / "results.json").read_text(encoding="utf-8"))
     else:
         if run.results:
-            costs = {label(result.method): run.cost(result.method) for result in run.results}
+            costs = {label(result.method): run.loss_increase(result.method) for result in run.results}
             Console().print(table(run.results, run.trained_length, costs))
-            typer.echo(f"speed    {speed(run.results)}")
+            typer.echo(f"speed    {throughput_text(run.results)}")
         typer.echo(f"results  {rows}\nreport   {page}")
 
 
@@ -979,7 +980,7 @@ def _stop_if_not_finite(results: Sequence[Result]) -> None:
 def _measure(
     model: PreTrainedModel,
     chosen: Sequence[RopeMethod | None],
-    reading: Reading,
+    plan: EvalPlan,
     data: str,
     out: Path,
     as_json: bool,
@@ -989,21 +990,21 @@ def _measure(
     """Run every method, show progress, write and print the results."""
     from rich.console import Console
 
-    from rope_ext_hf.eval.measuring import collect
+    from rope_ext_hf.eval.measuring import aggregate, score_plan
     from rope_ext_hf.eval.plots import curves
     from rope_ext_hf.eval.results import label, provenance, write_json
-    from rope_ext_hf.eval.scorer import Reader
-    from rope_ext_hf.eval.tables import speed, table
+    from rope_ext_hf.eval.scorer import TokenScorer
+    from rope_ext_hf.eval.tables import table, throughput_text
     from rope_ext_hf.patches.patching import patched
 
-    reader = Reader(model, chunk=chunk, offload_cache=offload_cache)
+    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
     results: list[Result] = []
     with _progress("as loaded") as advance:
-        advance.total(len(chosen) * reading.tokens)
+        advance.total(len(chosen) * plan.tokens)
         for method in chosen:
             saved = method.to_dict() if method else None
             with patched(model, method) if method else nullcontext():
-                results += collect(saved, reading, reading.measure(reader, partial(advance, label(saved))))
+                results += aggregate(saved, plan, score_plan(scorer, plan, partial(advance, label(saved))))
 
     trained = _rotary(model).trained_length
     write_json(out / "results.json", provenance(model, data), results)
@@ -1016,7 +1017,7 @@ def _measure(
         typer.echo((out / "results.json").read_text(encoding="utf-8"))
     else:
         Console().print(table(results, trained))
-        typer.echo(f"speed    {speed(results)}")
+        typer.echo(f"speed    {throughput_text(results)}")
         typer.echo(f"results  {out / 'results.json'}")
         typer.echo(f"picture  {picture or _NO_PICTURE}")
     _stop_if_not_finite(results)

@@ -4,20 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rope_ext_hf.eval.protocols import PROTOCOLS, Plan, Window, check_lengths
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.eval.protocols import PROTOCOLS, ProtocolOptions, Span, check_lengths
 
-# name -> (tokens, lengths, plan, the windows by hand)
+# name -> (tokens, lengths, plan, the spans by hand)
 GOLDEN = {
     "matched": (
         17,
         [4, 8],
-        Plan(targets=2),
+        ProtocolOptions(targets=2),
         [(4, 4, 8, 6, 8, 4), (8, 0, 8, 6, 8, 8), (4, 12, 16, 14, 16, 4), (8, 8, 16, 14, 16, 8)],
     ),
     "sliding": (
         10,
         [4, 8],
-        Plan(targets=1, stride=2),
+        ProtocolOptions(targets=1, stride=2),
         [
             (4, 0, 4, 2, 4, 4),
             (4, 2, 6, 4, 6, 4),
@@ -27,22 +28,27 @@ GOLDEN = {
             (8, 2, 10, 8, 10, 8),
         ],
     ),
-    "truncate": (9, [4, 8], Plan(targets=1), [(4, 0, 4, 1, 4, 4), (8, 0, 8, 1, 8, 8)]),
+    "truncate": (9, [4, 8], ProtocolOptions(targets=1), [(4, 0, 4, 1, 4, 4), (8, 0, 8, 1, 8, 8)]),
     "stream": (
         9,
         [4],
-        Plan(targets=1, stride=2),
+        ProtocolOptions(targets=1, stride=2),
         [(4, 0, 4, 1, 4, 4), (4, 2, 6, 3, 6, 4), (4, 4, 8, 5, 8, 4)],
     ),
-    "blocks": (10, [4], Plan(targets=1), [(4, -1, 4, 0, 4, 4), (4, 3, 8, 4, 8, 4), (4, 5, 10, 8, 10, 4)]),
-    "position": (9, [2, 4, 8], Plan(targets=1), [(2, 0, 8, 1, 2, 8), (4, 0, 8, 2, 4, 8), (8, 0, 8, 4, 8, 8)]),
+    "blocks": (10, [4], ProtocolOptions(targets=1), [(4, -1, 4, 0, 4, 4), (4, 3, 8, 4, 8, 4), (4, 5, 10, 8, 10, 4)]),
+    "position": (
+        9,
+        [2, 4, 8],
+        ProtocolOptions(targets=1),
+        [(2, 0, 8, 1, 2, 8), (4, 0, 8, 2, 4, 8), (8, 0, 8, 4, 8, 8)],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_golden(name: str) -> None:
-    tokens, lengths, plan, windows = GOLDEN[name]
-    assert list(PROTOCOLS[name](tokens, lengths, plan)) == [Window(*window) for window in windows]
+    tokens, lengths, plan, spans = GOLDEN[name]
+    assert list(PROTOCOLS[name].spans(tokens, lengths, plan)) == [Span(*span) for span in spans]
 
 
 def test_blocks_are_those_of_lm_eval() -> None:
@@ -52,9 +58,9 @@ def test_blocks_are_those_of_lm_eval() -> None:
         ids = list(range(tokens))
         theirs = list(get_rolling_token_windows(token_list=ids, prefix_token=-1, max_seq_len=4, context_len=1))
         ours = []
-        for window in PROTOCOLS["blocks"](tokens, [4], Plan(targets=1)):
-            read = list(range(window.start, window.stop))
-            ours.append((read[:-1], ids[window.score_from : window.score_to]))
+        for span in PROTOCOLS["blocks"].spans(tokens, [4], ProtocolOptions(targets=1)):
+            read = list(range(span.start, span.stop))
+            ours.append((read[:-1], ids[span.score_from : span.score_to]))
         assert ours == [(list(given), list(wanted)) for given, wanted in theirs]
 
 
@@ -66,31 +72,31 @@ def test_windows_lie_in_the_document(
     name: str, tokens: int, lengths: list[int], stride: int, data: st.DataObject
 ) -> None:
     targets = data.draw(st.integers(1, lengths[0] - 1))
-    for window in PROTOCOLS[name](tokens, lengths, Plan(targets, stride)):
-        assert -1 <= window.start < window.score_from < window.score_to <= window.stop <= tokens
-        assert window.length in lengths
-        assert window.stop - window.start <= window.context + 1  # + 1: the last target is not read
+    for span in PROTOCOLS[name].spans(tokens, lengths, ProtocolOptions(targets, stride)):
+        assert -1 <= span.start < span.score_from < span.score_to <= span.stop <= tokens
+        assert span.length in lengths
+        assert span.stop - span.start <= span.context + 1  # + 1: the last target is not read
 
 
 @given(st.integers(0, 300), lengths_lists, st.data())
 def test_matched_scores_the_same_targets_at_every_length(tokens: int, lengths: list[int], data: st.DataObject) -> None:
     targets = data.draw(st.integers(1, lengths[0] - 1))
-    windows = list(PROTOCOLS["matched"](tokens, lengths, Plan(targets)))
-    scored = {n: [range(w.score_from, w.score_to) for w in windows if w.length == n] for n in lengths}
+    spans = list(PROTOCOLS["matched"].spans(tokens, lengths, ProtocolOptions(targets)))
+    scored = {n: [range(w.score_from, w.score_to) for w in spans if w.length == n] for n in lengths}
     assert all(spans == scored[lengths[0]] for spans in scored.values())
     assert len(scored[lengths[0]]) == tokens // lengths[-1]
-    assert all(w.score_to - w.score_from == targets and w.stop - w.start == w.length for w in windows)
+    assert all(w.score_to - w.score_from == targets and w.stop - w.start == w.length for w in spans)
 
 
 @given(st.integers(0, 300), st.integers(2, 64))
 def test_blocks_score_every_token_once(tokens: int, length: int) -> None:
-    windows = PROTOCOLS["blocks"](tokens, [length], Plan(targets=1))
-    assert [i for window in windows for i in range(window.score_from, window.score_to)] == list(range(tokens))
+    spans = PROTOCOLS["blocks"].spans(tokens, [length], ProtocolOptions(targets=1))
+    assert [i for span in spans for i in range(span.score_from, span.score_to)] == list(range(tokens))
 
 
 @pytest.mark.parametrize("name", ["matched", "sliding", "truncate", "position"])
 def test_short_documents_are_left_out_at_every_length(name: str) -> None:
-    assert list(PROTOCOLS[name](7, [4, 8], Plan(targets=2))) == []
+    assert list(PROTOCOLS[name].spans(7, [4, 8], ProtocolOptions(targets=2))) == []
 
 
 def test_lengths_are_sorted_and_targets_default_to_half_the_shortest() -> None:
@@ -99,5 +105,5 @@ def test_lengths_are_sorted_and_targets_default_to_half_the_shortest() -> None:
 
 @pytest.mark.parametrize(("lengths", "targets"), [([], None), ([1], None), ([4, 8], 4), ([4], 0), ([-4], None)])
 def test_impossible_lengths_are_refused(lengths: list[int], targets: int | None) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(MethodError, match="must be"):
         check_lengths(lengths, targets)
