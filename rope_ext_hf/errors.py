@@ -3,9 +3,9 @@
     RopeExtError
     ├── MethodError (ValueError)       unknown method, impossible parameter
     ├── UnsupportedModelError          no rotary embedding, or one that cannot be replaced
-    ├── LengthError (ValueError)       a length-dependent method met rows, or a cache, of which it cannot know enough
-    ├── CheckpointError (ValueError)   a folder that is not there, not what it says, or not to be converted
-    ├── CorpusError (ValueError)       no text, or not enough of it
+    ├── LengthError (ValueError)       row lengths or the state of a cache are unknown to a length-dependent method
+    ├── CheckpointError (ValueError)   a model folder that is missing, damaged, contradictory or not convertible
+    ├── CorpusError (ValueError)       a text that is missing, unreadable or too short
     └── FileError                      a file or folder that is missing, unsafe, damaged or cannot be written
 
 The command line prints the message on one line and exits with status 2.
@@ -26,6 +26,8 @@ __all__ = [
     "UnsupportedModelError",
     "did_you_mean",
     "one_line",
+    "printable",
+    "short",
 ]
 
 
@@ -59,11 +61,20 @@ class FileError(RopeExtError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'nearest'?`, or an empty string where no known name is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
     """An exception's message on one line, at most `most` characters of it; its class name where it has no message."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= most else f"{text[: most - 3]}...") or type(error).__name__
+    return short(" ".join(str(error).split()), most) or type(error).__name__
+
+
+def short(text: str, most: int = 80) -> str:
+    """At most so many characters of a text, with "..." where something was left out."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    r"""A text that is safe to print on a terminal: control characters other than newlines and tabs stand as \x1b."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rope_ext_hf import CheckpointError, MethodError
-from rope_ext_hf.cli.app import app, parse_length, parse_parameters
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.cli.options import parse_length, parse_parameters
 from rope_ext_hf.reference import path
 
 runner = CliRunner()
@@ -133,7 +134,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "0.5"], "at least 1, got 0.5"),
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "nan"], "must be finite"),
         (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--target-length", "1k"], "give one"),
-        (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--beta-fats", "3"], "'beta_fast'"),
+        (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--beta-fats", "3"], "'--beta-fast'"),
         (["ppl", "reference", "--lengths", "256", "--factor", "2"], "add --method"),
         (["ppl", "reference", "--lengths", "x"], "not a length"),
         (["ppl", "reference", "--lengths", "2M"], "no document has 2097152 tokens"),
@@ -143,8 +144,11 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["ppl", "./no-such-folder", "--lengths", "256"], "no such model folder"),
         (["ppl", "reference", "--lengths", "256", "--protocol", "blocs"], "Did you mean 'blocks'"),
         (["sweep", "reference", "--lengths", "256", "--processes", "2"], "2 processes were asked for, 1 are running"),
-        (["sweep", "reference", "--lengths", "256", "--factors", "2;4"], "not a list of factors"),
-        (["sweep", "reference", "--lengths", "256", "--methods", "ntk,yran"], "Did you mean 'yarn'"),
+        (
+            ["sweep", "reference", "--lengths", "256", "--factor", "2;4"],
+            "--factor takes numbers, e.g. 2,4,8",
+        ),
+        (["sweep", "reference", "--lengths", "256", "--method", "ntk,yran"], "Did you mean 'yarn'"),
         (["report", "no-such-run"], "not the folder of a sweep"),
         (["describe", "reference", "--plot", "no-such-folder/a.png"], "cannot be written"),
         (["describe", "./no-such-folder"], "no such model folder"),
@@ -166,11 +170,11 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
 
 
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rope_ext_hf import hub
     from rope_ext_hf.eval import preflight
-    from rope_ext_hf.patches import saving
 
     monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
-    monkeypatch.setattr(saving, "from_pretrained", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(hub, "from_pretrained", lambda *_: pytest.fail("weights were read"))
     code, _, err = run("ppl", "reference", "--lengths", "512k", "--dtype", "float32", "--out", str(tmp_path))
     assert code == 2
     # keys and values: 2 x 5 layers x 2 heads x 64 dims x 512k tokens x 4 bytes
@@ -182,12 +186,12 @@ def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("command", ["ppl", "sweep", "passkey"])
 def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf.patches import saving
+    from rope_ext_hf import hub
 
     def read(*_: object, **__: object) -> None:
         raise CheckpointError("weights are read now")
 
-    monkeypatch.setattr(saving, "from_pretrained", read)
+    monkeypatch.setattr(hub, "from_pretrained", read)
     options = ["--trials", "2"] if command == "passkey" else ["--max-spans", "4"]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2

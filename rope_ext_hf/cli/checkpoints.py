@@ -1,0 +1,87 @@
+"""Commands about weights on disk: `convert`, `detect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_ext_hf.cli.console import json_text, print_text, progress_bar, quiet_transformers
+from rope_ext_hf.cli.options import Json, Model, SourceOptions
+from rope_ext_hf.errors import CheckpointError, one_line
+
+__all__ = ["convert", "detect"]
+
+
+def convert(
+    source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
+    new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
+    to: Annotated[str, typer.Option(help="half, interleaved, or meta (Meta's own format).")],
+    source: SourceOptions,
+    source_pairing: Annotated[
+        str | None,
+        typer.Option("--from", help="Pairing of the weights now. Default: by the config, else by the family."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Convert weights that the config says are in that pairing already.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue after an interruption.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the new folder with the source.")] = False,
+    model_parallel: Annotated[int, typer.Option(min=1, help="Parts, with --to meta: consolidated.00.pth, ...")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Write a copy of a checkpoint in the other RoPE layout: streamed, complete or absent, lossless there and back.
+
+    Example: `rope-ext convert reference reference-interleaved --to interleaved`
+    """
+    from rope_ext_hf.checkpoints.conversion import convert_checkpoint
+
+    quiet_transformers()
+    with progress_bar(new_folder.name, unit="bytes") as bar:
+        report = convert_checkpoint(
+            source_folder,
+            new_folder,
+            to,
+            source=source_pairing,
+            force=force,
+            resume=resume,
+            verify=verify,
+            model_parallel=model_parallel,
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            progress=bar.set,
+        )
+    print_text(json_text(report.to_dict()) if as_json else str(report))
+
+
+def detect(
+    model: Model,
+    source: SourceOptions,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A text to compare the loss of under both pairings; loads the model."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say from its weights which pairing a checkpoint is in, layer by layer; or that the weights leave it open.
+
+    Example: `rope-ext detect reference`
+    """
+    from rope_ext_hf.checkpoints.detection import detect_pairing
+    from rope_ext_hf.hub import model_source
+
+    sample = None
+    if text is not None:
+        try:
+            sample = text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"the text {str(text)!r} cannot be read: {one_line(error)}") from error
+    quiet_transformers()
+    report = detect_pairing(
+        model_source(model),
+        text=sample,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+    )
+    print_text(json_text(report.to_dict()) if as_json else str(report))

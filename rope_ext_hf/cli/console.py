@@ -1,0 +1,157 @@
+"""What the command line prints: text, JSON, tables, progress, warnings and errors, safe for any terminal.
+
+Results go to standard output; progress, warnings and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rope_ext_hf.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "ProgressBar",
+    "duration",
+    "json_text",
+    "make_folder",
+    "print_error",
+    "print_note",
+    "print_table",
+    "print_text",
+    "progress_bar",
+    "quiet_transformers",
+    "short_warnings",
+]
+
+
+def print_text(text: str) -> None:
+    """Print results, control characters escaped."""
+    typer.echo(printable(text))
+
+
+def print_note(name: str, text: str) -> None:
+    """Print one line of information, under a name, on standard error."""
+    typer.echo(printable(f"{name:<9}{text}"), err=True)
+
+
+def print_error(text: str) -> None:
+    """Print an error as one line on standard error."""
+    typer.echo(f"rope-ext: {printable(' '.join(text.split()))}", err=True)
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal; in a pipe as wide as it needs to be."""
+    from rich.console import Console
+
+    console = Console()
+    Console(width=None if console.is_terminal else 240).print(table)
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON that every reader takes: a number that is not finite becomes null."""
+    return json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Inside, a warning is one line on standard error."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print_note("warning", " ".join(str(message).split()))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def quiet_transformers() -> None:
+    """Switch off transformers' own progress bars and advice, which would bury the results."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def duration(seconds: float) -> str:
+    """In words: seconds, minutes or hours."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(1, round(seconds))} s"
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for results.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the folder {str(path)!r} cannot be made: {error.strerror}") from error
+
+
+class ProgressBar:
+    """A progress bar with the name of what is being done."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar, self._task = bar, task
+
+    def advance(self, name: str, count: int) -> None:
+        """So many more are done, of what has this name."""
+        self._bar.update(self._task, advance=count, description=name)
+
+    def set_total(self, total: int) -> None:
+        """How many there are."""
+        self._bar.update(self._task, total=total)
+
+    def set(self, done: int, total: int) -> None:
+        """How many are done, of how many."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
+@contextmanager
+def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[ProgressBar]:
+    """A progress bar on standard error, where that is a terminal; it goes when the work is done.
+
+    Args:
+        unit: "tokens" or "bytes".
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    counts = (
+        (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn("tokens"))
+    )
+    columns = (TextColumn("{task.description:<18}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as bar:
+        yield ProgressBar(bar, bar.add_task(name, total=None))

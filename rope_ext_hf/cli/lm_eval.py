@@ -1,0 +1,84 @@
+"""The command `lm-eval`: tasks of lm-evaluation-harness on a patched model."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_ext_hf.cli.console import json_text, make_folder, print_text, quiet_transformers
+from rope_ext_hf.cli.options import Json, LoadOptions, MethodOptions, Model, parse_length
+from rope_ext_hf.errors import MethodError, short
+
+__all__ = ["lm_eval"]
+
+
+def lm_eval(
+    model: Model,
+    tasks: Annotated[
+        str, typer.Option(metavar="NAMES", help="Names, groups or YAML files, e.g. niah_single_1,longbench_*.")
+    ],
+    methods: MethodOptions,
+    load: LoadOptions,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A folder with task definitions of your own.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Documents per task, or a share of them below 1.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Worked examples in each prompt.")] = None,
+    batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
+    max_length: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Longest input, e.g. 16k. Default: the extended length.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the results into this JSON file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run tasks of lm-evaluation-harness on the model, with a method or as loaded, up to its extended length.
+
+    RULER's essay needles and LongBench fetch their data from the Hub; niah_single_1 makes its own.
+
+    Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
+    """
+    arguments = methods.single()
+    if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
+        raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
+    length = parse_length(max_length) if max_length else None
+    try:
+        from lm_eval.utils import make_table
+
+        from rope_ext_hf.eval.lm_eval_adapter import evaluate
+    except ImportError as error:
+        raise MethodError(f"lm-eval is needed here ({error}): install the extra [eval] of this package") from error
+    from rope_ext_hf.patches.patching import patch
+
+    quiet_transformers()
+    loaded = load.model(model)
+    tokenizer = load.tokenizer(model)
+    if arguments is not None:
+        patch(loaded, **arguments)
+    with redirect_stdout(sys.stderr):  # tasks print to standard output, which is for results
+        results = evaluate(
+            loaded,
+            tokenizer,
+            tasks=tasks.split(","),
+            include_path=include_path,
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size if batch_size == "auto" else int(batch_size),
+            max_length=length,
+        )
+    text = json_text(results)
+    if out is not None:
+        make_folder(out.parent)
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print_text(text)
+        return
+    print_text(make_table(results))
+    if results.get("groups"):
+        print_text(make_table(results, "groups"))
+    print_text(f"read up to {results['max_length']:,} tokens" + (f"\nresults  {out}" if out is not None else ""))

@@ -1,0 +1,144 @@
+"""Commands about methods and models: `methods`, `describe`, `patch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rope_ext_hf.cli.console import json_text, print_note, print_table, print_text, quiet_transformers
+from rope_ext_hf.cli.options import Json, MethodOptions, Model, Plot, SourceOptions, parse_length
+from rope_ext_hf.errors import MethodError, one_line
+
+if TYPE_CHECKING:
+    from rope_ext_hf.methods.base import RopeMethod, Rotary
+
+__all__ = ["describe", "methods", "patch"]
+
+
+def methods(
+    plot: Plot = None,
+    dim: Annotated[int, typer.Option(help="For the picture: rotated dims per head.")] = 128,
+    theta: Annotated[float, typer.Option(help="For the picture: the base.")] = 10000.0,
+    trained_length: Annotated[str, typer.Option(help="For the picture: the trained length.")] = "4k",
+    factor: Annotated[float, typer.Option(help="For the picture: the methods' factor.")] = 8.0,
+    as_json: Json = False,
+) -> None:
+    """List the methods and their parameters; with --plot, draw the methods that need only a factor.
+
+    Example: `rope-ext methods --plot methods.png`
+    """
+    import dataclasses
+
+    from rope_ext_hf.methods.base import Rotary
+    from rope_ext_hf.methods.registry import list_methods
+
+    if plot is not None:
+        from rope_ext_hf.eval.results import label
+        from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
+
+        rotary = Rotary(dim, theta, parse_length(trained_length))
+        drawn = {label(method.to_dict()): method for method in expand(DEFAULT_METHODS, [factor], rotary)}
+        title = f"{dim} dims, theta {theta:g}, trained at {rotary.trained_length:,} tokens"
+        _draw(plot, rotary, drawn, round(rotary.trained_length * factor), title)
+    rows: list[dict[str, Any]] = []
+    for name, method in list_methods().items():
+        fields = dataclasses.fields(method)
+        rows.append(
+            {
+                "method": name,
+                "summary": (method.__doc__ or "").strip().splitlines()[0],
+                "parameters": {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields},
+                "required": [f.name for f in fields if f.default is dataclasses.MISSING],
+            }
+        )
+    if as_json:
+        print_text(json_text(rows))
+        return
+    from rich.table import Table
+
+    table = Table(title="RoPE methods", show_lines=True)
+    for column in ("method", "what it is", "parameters (= default)"):
+        table.add_column(column)
+    for row in rows:
+        shown = [
+            name if name in row["required"] else f"{name}={'-' if value is None else value}"
+            for name, value in row["parameters"].items()
+        ]
+        table.add_row(row["method"], row["summary"], ", ".join(shown))
+    print_table(table)
+
+
+def describe(
+    model: Model,
+    methods: MethodOptions,
+    source: SourceOptions,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Say which RoPE method a model has, or would have with --method; reads no weights.
+
+    Example: `rope-ext describe reference --method yarn --factor 8`
+    """
+    from rope_ext_hf.eval.results import label
+    from rope_ext_hf.patches.describing import describe as describe_model
+    from rope_ext_hf.patches.geometry import geometry
+    from rope_ext_hf.patches.patching import patch as patch_model
+    from rope_ext_hf.patches.patching import patched_method
+
+    arguments = methods.single()
+    quiet_transformers()
+    empty = source.empty_model(model)
+    if arguments is not None:
+        patch_model(empty, **arguments)
+    description = describe_model(empty)
+    if plot is not None:
+        method = patched_method(empty)
+        drawn = {label(method.to_dict()): method} if method else {}
+        _draw(plot, geometry(empty), drawn, description.extended_length if method else None, Path(model).name)
+    print_text(json_text(description.to_dict()) if as_json else str(description))
+
+
+def patch(
+    model: Model,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
+    methods: MethodOptions,
+    source: SourceOptions,
+    native: Annotated[
+        bool, typer.Option("--native", help="Save in transformers' own form even where that behaves otherwise.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a copy of a model folder whose config carries a method; weights are copied as they are.
+
+    Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
+    """
+    from rope_ext_hf.hub import model_folder
+    from rope_ext_hf.patches.describing import describe as describe_model
+    from rope_ext_hf.patches.patching import patch as patch_model
+    from rope_ext_hf.patches.saving import save_patched_folder
+
+    arguments = methods.single()
+    if arguments is None:
+        raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
+    quiet_transformers()
+    empty = source.empty_model(model)
+    patch_model(empty, native=native, **arguments)
+    save_patched_folder(empty, model_folder(model, revision=source.revision), out)
+    description = describe_model(empty)
+    print_text(
+        json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
+    )
+
+
+def _draw(path: Path, rotary: Rotary, drawn: dict[str, RopeMethod], extended: int | None, title: str) -> None:
+    from rope_ext_hf.eval.rope_plots import draw
+
+    try:
+        draw(path, rotary, drawn, extended_length=extended, title=title)
+    except ImportError as error:
+        raise MethodError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise MethodError(f"the picture {str(path)!r} cannot be written: {one_line(error)}") from error
+    print_note("picture", str(path))

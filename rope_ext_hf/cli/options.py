@@ -1,0 +1,357 @@
+"""The options of the command line: their names, their help, and how their text is read.
+
+A command takes groups of options as dataclasses; `expand_options` turns every field into an option of the command:
+
+    @expand_options
+    def ppl(model: Model, lengths: Lengths, methods: MethodOptions, load: LoadOptions) -> None: ...
+
+Nothing here imports torch, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.eval.protocols import protocol_help
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rope_ext_hf.methods.base import RopeMethod
+
+__all__ = [
+    "EvalOptions",
+    "Json",
+    "Lengths",
+    "LoadOptions",
+    "MethodOptions",
+    "Model",
+    "Out",
+    "Plot",
+    "SourceOptions",
+    "SpanOptions",
+    "expand_options",
+    "parse_length",
+    "parse_lengths",
+    "parse_numbers",
+    "parse_parameters",
+    "unknown_option",
+]
+
+Model = Annotated[str, typer.Argument(help="A folder, a Hub id, or 'reference': the model bundled with this package.")]
+Lengths = Annotated[str, typer.Option(metavar="LENGTHS", help="Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.png", help="Also draw wavelengths, angles, similarity and decay into this picture."),
+]
+
+MOST_TOKENS = 2**40  # a longer context has no meaning; a limit keeps numbers of 400 digits out of every computation
+MOST_NESTING = 100  # of brackets in a value
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Which version of a model is read, and whether its own code may run."""
+
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
+    ] = False
+
+    def empty_model(self, model: str) -> PreTrainedModel:
+        """The model without weights, which describing, patching and planning need no more than."""
+        from rope_ext_hf.hub import load_empty
+
+        return load_empty(model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def tokenizer(self, model: str) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        from rope_ext_hf.hub import load_tokenizer
+
+        return load_tokenizer(model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class LoadOptions(SourceOptions):
+    """How weights are loaded, and where the model runs."""
+
+    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto"
+    device_map: Annotated[
+        str | None, typer.Option(metavar="MAP", help="auto: spread a large model over all devices.")
+    ] = None
+
+    def model(self, model: str) -> PreTrainedModel:
+        """The model with its weights, ready to be measured."""
+        from rope_ext_hf.hub import load_model
+
+        return load_model(
+            model,
+            dtype=self.dtype,
+            device=self.device,
+            device_map=self.device_map,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+@dataclass(frozen=True)
+class EvalOptions(LoadOptions):
+    """How a model is loaded and how it reads."""
+
+    chunk: Annotated[
+        int | None,
+        typer.Option(min=16, help="Tokens that go through the model at a time. Default: as many as memory allows."),
+    ] = None
+    offload_cache: Annotated[
+        bool, typer.Option("--offload-cache", help="Keep keys and values in main memory instead of on the GPU.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class SpanOptions:
+    """What text is read, and which of its tokens are scored."""
+
+    data: Annotated[
+        str,
+        typer.Option(
+            help="'stdlib' (modules of Python's library that the bundled model was not trained on), a text, "
+            "JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Settings follow a question mark: "
+            "?column=..&min_bytes=..&max_documents=..&seed=..&join=true."
+        ),
+    ] = "stdlib"
+    protocol: Annotated[str, typer.Option(help=f"Which tokens are read and scored. {protocol_help()}.")] = "matched"
+    targets: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="Tokens scored per span under matched. Default: half the shortest length."),
+    ] = None
+    stride: Annotated[int, typer.Option(help="Tokens between the starts of spans, under a protocol with a stride.")] = (
+        256
+    )
+    max_spans: Annotated[
+        int | None, typer.Option(min=1, help="Read at most this many spans per length, spread evenly over the text.")
+    ] = None
+    bos: Annotated[
+        bool | None,
+        typer.Option("--bos/--no-bos", help="Begin each span with the BOS token. Default: as the tokenizer does."),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `rope_ext_hf.eval.perplexity` beside the corpus and the lengths."""
+        return {
+            "protocol": self.protocol,
+            "targets": parse_length(self.targets) if self.targets else None,
+            "stride": self.stride,
+            "max_spans": self.max_spans,
+            "bos": self.bos,
+        }
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The methods asked for. Their further parameters keep their own names (--beta-fast 16)."""
+
+    context: typer.Context
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method", "-m", metavar="NAMES", help="One name, a comma list, or the option again. See rope-ext methods."
+        ),
+    ] = None
+    factor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NUMBERS", help="How many times the trained length, e.g. 8 (or 4,8 to compare)."),
+    ] = None
+    target_length: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="The extended length in tokens, e.g. 32k. An alternative to --factor."),
+    ] = None
+
+    @property
+    def names(self) -> list[str]:
+        """The methods by name, in the order given."""
+        return split_list(self.method or [])
+
+    @property
+    def factors(self) -> list[float]:
+        """The factors in the order given."""
+        return parse_numbers("--factor", ",".join(self.factor or []), "2,4,8") if self.factor else []
+
+    @property
+    def extended_length(self) -> int | None:
+        """--target-length in tokens."""
+        return parse_length(self.target_length) if self.target_length else None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The methods' further parameters."""
+        return parse_parameters(self.context.args)
+
+    def check(self) -> None:
+        """Refuse parameters that no method was given for.
+
+        Raises:
+            MethodError: a factor, a length or another parameter without a method.
+        """
+        if not self.names and (self.parameters or self.factor or self.target_length):
+            raise MethodError("parameters without a method; add --method")
+
+    def single(self) -> dict[str, Any] | None:
+        """The arguments of `rope_ext_hf.patch` for the one method asked for, None where there is none.
+
+        Raises:
+            MethodError: several methods or factors.
+        """
+        self.check()
+        if len(self.names) > 1 or len(self.factors) > 1:
+            raise MethodError(
+                f"this command takes one method and one factor, got {', '.join([*self.names, *map(str, self.factors)])}"
+            )
+        if not self.names:
+            return None
+        factor = self.factors[0] if self.factors else None
+        return {
+            "method": self.names[0],
+            "factor": factor,
+            "target_length": self.extended_length,
+            **self.parameters,
+        }
+
+    def resolve(self, model: nn.Module) -> list[RopeMethod | None]:
+        """None for the model as loaded, then every method asked for, with every factor."""
+        from rope_ext_hf.methods.registry import resolve_method
+        from rope_ext_hf.patches.geometry import geometry
+
+        self.check()
+        rotary = geometry(model)
+        return [
+            None,
+            *(
+                resolve_method(name, rotary, factor=factor, target_length=self.extended_length, **self.parameters)
+                for name in self.names
+                for factor in self.factors or (None,)
+            ),
+        ]
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command in which every parameter that is a dataclass stands as its fields, one option each."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: group for name, group in hints.items() if dataclasses.is_dataclass(group)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            kept = parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            parameters.append(kept)
+            continue
+        group = groups[parameter.name]
+        types = get_type_hints(group, include_extras=True)
+        for field in dataclasses.fields(group):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            option = inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+            )
+            parameters.append(option)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def split_list(values: Sequence[str]) -> list[str]:
+    """The parts of comma lists, blanks around them left out."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def parse_length(text: str) -> int:
+    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens.
+
+    Raises:
+        MethodError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0
+    if not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
+        raise MethodError(f"not a length in tokens: {short(text)!r}; write 4096, 4k or 1M")
+    return int(tokens)
+
+
+def parse_lengths(text: str) -> list[int]:
+    """A comma list of lengths.
+
+    Raises:
+        MethodError: no length, or something that is none.
+    """
+    return [parse_length(part) for part in text.split(",")]
+
+
+def parse_numbers(option: str, text: str, example: str) -> list[float]:
+    """A comma list of finite numbers.
+
+    Raises:
+        MethodError: anything else; the message shows the option and an example.
+    """
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise MethodError(f"{option} takes numbers, e.g. {example}; got {short(text)!r}") from error
+    for number in numbers:
+        if not math.isfinite(number):
+            raise MethodError(f"{option} must be finite, got {number}")
+    return numbers
+
+
+def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:
+    """`["--beta-fast", "16", "--sticky"]` as `{"beta_fast": 16, "sticky": True}`; comma lists become tuples of floats.
+
+    Raises:
+        MethodError: something that is no option.
+    """
+    parameters: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        option = rest.pop(0)
+        if not option.startswith("--"):
+            raise MethodError(f"unexpected argument {short(option)!r}")
+        name, has_value, value = option[2:].partition("=")
+        if not has_value:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        parameters[name.replace("-", "_")] = _parse_value(value)
+    return parameters
+
+
+def _parse_value(text: str) -> Any:
+    if text.count("[") + text.count("{") > MOST_NESTING:
+        raise MethodError(f"a parameter is a number, a word or a comma list of numbers; got {short(text)!r}")
+    try:
+        if "," in text:
+            return tuple(float(number) for number in text.strip("[]").split(","))
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def unknown_option(option: str, known: Sequence[str]) -> str:
+    """The message for an option that a command does not have."""
+    return f"no such option: {short(option)}.{did_you_mean(option, known)}"
