@@ -6,6 +6,7 @@ Slow tests are those marked `slow` and, of tests over model families, those of f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.models import FAMILIES, ROTATING
+from tests.saved_models import Lookup, save_case
 
 FAST_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
 """One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
@@ -35,3 +37,9 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Lookup:
+    """Patched models saved in folders, each saved when it is first asked for."""
+    return functools.cache(functools.partial(save_case, tmp_path_factory.mktemp("saved")))
