@@ -167,43 +167,56 @@ def rotate_to(x: Tensor, positions: Tensor, dim: int, theta: float, pairing: Pai
 # --- remapping methods: relative positions and attention ----------------------------------------------------------
 
 
+Saved = dict[str, Any]
+
+
+def self_extend(saved: Saved, m: int, n: int) -> float:
+    """Self-Extend paper, sec. 3.2."""
+    w, g = saved["window"], saved["group"]
+    return float(m // g - n // g + w - w // g)
+
+
+def dual_chunk(saved: Saved, m: int, n: int) -> float:
+    """DCA paper, sec. 2.2, with its ceiling c = s + w."""
+    s, c = saved["chunk"], saved["chunk"] + saved["window"]
+    if m // s == n // s:
+        return float(m % s - n % s)
+    if m // s - n // s == 1:
+        return float(min(m % s + s, c - 1) - n % s)
+    return float(c - 1 - n % s)
+
+
+STORED_POSITIONS: dict[str, Callable[[Saved, int], float]] = {
+    "rerope": lambda saved, n: 0.0,
+    "leaky-rerope": lambda saved, n: n / saved["k"],
+    "self-extend": lambda saved, n: float(n // saved["group"]),
+    "dca": lambda saved, n: float(n % saved["chunk"]),
+}
+"""method -> the position with which the key of token n is rotated in the cache."""
+
+FAR_DISTANCES: dict[str, Callable[[Saved, int, int], float]] = {
+    "rerope": lambda saved, m, n: float(saved["window"]),
+    "leaky-rerope": lambda saved, m, n: saved["window"] + (m - n - saved["window"]) / saved["k"],
+    "self-extend": self_extend,
+}
+"""Methods with a window inside which distances stay: the distance beyond it."""
+
+DISTANCES: dict[str, Callable[[Saved, int, int], float]] = {"dca": dual_chunk}
+"""Methods without: the distance of any pair."""
+
+
 def stored_position(method: SavedMethod, n: int) -> float:
     """The position with which the key of token n is rotated in the cache."""
     saved = method.to_dict()
-    match saved["method"]:
-        case "rerope":
-            return 0.0
-        case "leaky-rerope":
-            return n / float(saved["k"])
-        case "self-extend":
-            return float(n // saved["group"])
-        case "dca":
-            return float(n % saved["chunk"])
-    raise KeyError(saved["method"])
+    return STORED_POSITIONS[saved["method"]](saved, n)
 
 
 def distance(method: SavedMethod, m: int, n: int) -> float:
     """The relative position at which query m sees key n <= m, straight from the papers."""
     saved = method.to_dict()
-    w = saved["window"]
-    if saved["method"] != "dca" and m - n < w:
-        return float(m - n)
-    match saved["method"]:
-        case "rerope":
-            return float(w)
-        case "leaky-rerope":
-            return float(w + (m - n - w) / saved["k"])
-        case "self-extend":
-            g = saved["group"]
-            return float(m // g - n // g + w - w // g)
-        case "dca":
-            s, c = saved["chunk"], saved["chunk"] + w
-            if m // s == n // s:
-                return float(m % s - n % s)
-            if m // s - n // s == 1:
-                return float(min(m % s + s, c - 1) - n % s)
-            return float(c - 1 - n % s)
-    raise KeyError(saved["method"])
+    if saved["method"] in DISTANCES:
+        return DISTANCES[saved["method"]](saved, m, n)
+    return float(m - n) if m - n < saved["window"] else FAR_DISTANCES[saved["method"]](saved, m, n)
 
 
 def naive_attention(
@@ -217,7 +230,6 @@ def naive_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
-    distance: Callable[[Any, int, int], float] = distance,
 ) -> Tensor:
     """Attention of one row, pair by pair, every score at once; float64.
 
@@ -231,7 +243,6 @@ def naive_attention(
         window: of sliding attention: keys that a query sees, itself included.
         cap: softcap of the scores.
         sinks: one score a head (heads,).
-        distance: where the method has a definition of its own.
     """
     tokens, count = q.shape[-2], k.shape[-2]
     groups = q.shape[0] // k.shape[0]

@@ -15,81 +15,16 @@ from torch import Tensor
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention import kernels
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import ForwardContext, LocalAttention, Rotation, RotationTable, ScoreModifiers
+from rope_ext_hf.attention.rules import ForwardContext, LocalAttention, Rotation, RotationTable
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
+from tests.contracts import THETA, assert_close, attend_and_definition
 from tests.dispatch import MemoryAndWork
-from tests.oracles import distance, naive_attention, rotate_to, stored_position
-
-THETA = 10_000.0
-
-
-def run(
-    method: RemappingMethod,
-    tokens: int,
-    count: int,
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    value_dim: int = 16,
-    dim: int = 16,
-    pads: tuple[int, ...] = (0,),
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    sliding: int | None = None,
-    gone: int = 0,
-    **more: Any,
-) -> tuple[Tensor, Tensor]:
-    """What `attend` gives and what the definition gives, for real queries; pads: keys before the first real one."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = len(pads)
-
-    def random(n_heads: int, length: int, width: int) -> Tensor:
-        return torch.randn(rows, n_heads, length, width, generator=generator, dtype=torch.float64)
-
-    q, k, v = random(heads, tokens, head_dim), random(kv_heads, count, head_dim), random(kv_heads, count, value_dim)
-    keys = torch.stack([torch.arange(count) - pad for pad in pads]).clamp(min=0)
-    stored = torch.tensor([[stored_position(method, int(n)) for n in row] for row in keys], dtype=torch.float64)[
-        :, None
-    ]
-    call = ForwardContext(
-        query_positions=keys[:, count - tokens :],
-        key_positions=keys,
-        left_padding=pads if more.pop("ordered", True) else None,
-        key_mask=torch.stack([torch.arange(count) >= pad for pad in pads]) if any(pads) else None,
-    )
-    rule: Any = method if sliding is None else LocalAttention(sliding, method)
-    inv_freq = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    extras = ScoreModifiers(softcap=more.get("cap"), sinks=more.get("sinks"))
-    found = attend(
-        rule,
-        Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
-        call,
-        rotate_to(q, stored[..., count - tokens :], dim, THETA).to(dtype),
-        rotate_to(k, stored, dim, THETA).to(dtype)[:, :, gone:],
-        v.to(dtype)[:, :, gone:],
-        head_dim**-0.5,
-        extras,
-    )
-    parts, wanted = [], []
-    for r, pad in enumerate(pads):
-        real = min(tokens, count - pad)
-        definition = None if sliding is not None else method
-        out = naive_attention(
-            definition, q[r, :, tokens - real :], k[r, :, pad:], v[r, :, pad:], dim, THETA, window=sliding, **more
-        )
-        parts.append(found[r, :, tokens - real :].double().reshape(-1))
-        wanted.append(out.reshape(-1))
-    return torch.cat(parts), torch.cat(wanted)
-
-
-def close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+from tests.oracles import distance
 
 
 @st.composite
@@ -117,10 +52,10 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
     value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attending, "MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
-        found, wanted = run(
+        found, wanted = attend_and_definition(
             method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
         )
-    close(found, wanted)
+    assert_close(found, wanted)
 
 
 EACH = [
@@ -139,16 +74,16 @@ EACH = [
 )
 @pytest.mark.parametrize("pads", [(0,), (0, 7, 90)], ids=["one row", "padded rows"])
 def test_what_families_do_to_scores(method: RemappingMethod, more: dict[str, Any], pads: tuple[int, ...]) -> None:
-    close(*run(method, 40, 150, pads=pads, **more))
-    close(*run(method, 1, 150, pads=pads, **more))
+    assert_close(*attend_and_definition(method, 40, 150, pads=pads, **more))
+    assert_close(*attend_and_definition(method, 1, 150, pads=pads, **more))
 
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_both_ways_give_the_same(method: RemappingMethod) -> None:
-    by_kernel, wanted = run(method, 100, 200)
-    by_scores, _ = run(method, 100, 200, ordered=False)
-    close(by_kernel, wanted)
-    close(by_scores, wanted)
+    by_kernel, wanted = attend_and_definition(method, 100, 200)
+    by_scores, _ = attend_and_definition(method, 100, 200, ordered=False)
+    assert_close(by_kernel, wanted)
+    assert_close(by_scores, wanted)
     assert not torch.equal(by_kernel, by_scores)
 
 
@@ -211,8 +146,11 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> None:
     for tokens, pads in ((120, (0,)), (120, (0, 7, 90)), (1, (0, 0)), (70, (0,))):
-        close(*run(method, tokens, 150, pads=pads, dtype=torch.float16), atol=0.02)
-        close(*run(method, tokens, 150, pads=pads, head_dim=20, value_dim=12, dtype=torch.float16), atol=0.02)
+        assert_close(*attend_and_definition(method, tokens, 150, pads=pads, dtype=torch.float16), atol=0.02)
+        assert_close(
+            *attend_and_definition(method, tokens, 150, pads=pads, head_dim=20, value_dim=12, dtype=torch.float16),
+            atol=0.02,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -296,8 +234,8 @@ def test_nothing_to_attend() -> None:
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_half_precision(method: RemappingMethod) -> None:
-    close(*run(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
-    close(*run(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
+    assert_close(*attend_and_definition(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
+    assert_close(*attend_and_definition(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
 
 
 @given(methods())
