@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
+from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.registry import register_method
 
 __all__ = ["NTK", "ByParts", "Default", "Factors", "Linear", "Llama3", "Theta", "Yarn", "ntk_theta"]
@@ -284,10 +284,8 @@ def _check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rota
         raise MethodError(f"{name}: every number in {key} must be above 0, got {min(divisors):g}")
 
 
-@lru_cache(maxsize=64)
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Copied once, because a copy from the host makes the host wait for the device."""
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return device_constant(numbers, torch.float64, device)
 
 
 def _check_attention_factor(name: str, attention_factor: float | None) -> None:
