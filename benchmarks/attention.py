@@ -27,7 +27,7 @@ from record import record
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import ForwardContext, Rotation, RotationTable
+from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -68,7 +68,7 @@ def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
     method = method.bind(ROTARY, Default(), ROTARY.trained_length, max(count, ROTARY.trained_length))
     rotation = Rotation(RotationTable(ROTARY.inv_freq()), KeyLayout("half", 0, DIM))
     positions = torch.arange(count, device=device)[None]
-    calls = {tokens: ForwardContext(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}
+    calls = {tokens: TokenPositions(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         call = calls[query.shape[-2]]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from rope_ext_hf.attention.rules import ForwardContext, LocalAttention
+from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Cost
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -385,6 +385,8 @@ def chunked_attention(
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedAttentionError(", ".join(unknown) or "a mask, or attention that is not causal")
     positions = torch.arange(key.shape[-2], device=query.device)[None]
-    call = ForwardContext(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
+    every = TokenPositions(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
     given["dropout"] = 0.0  # whatever mode the model is in
-    return attend_from_kwargs(LocalAttention(given.get("sliding_window")), None, call, query, key, value, None, **given)
+    return attend_from_kwargs(
+        LocalAttention(given.get("sliding_window")), None, every, query, key, value, None, **given
+    )

@@ -1,8 +1,8 @@
-"""Attention-level methods in a live model: its attention runs our function, which knows each layer and each forward.
+"""Remapping methods in a live model: its attention modules run our function, which is given each forward's context.
 
-transformers' attention interface is used as it is: a name of ours in its two tables, and the model's own configs say
-that name. What a layer does with its rotary embedding (which dims of a head turn, how they are paired, whether at all)
-is found by running a few tokens through the model, and checked there, not looked up by class names.
+transformers' attention interface is used as it is: its two tables get a name of ours, and the model's own configs say
+that name. What a layer does with its rotary embedding (which dims of a head rotate, how they are paired, whether at
+all) is found out by running a few tokens through the model (attention_probe.py), not by class names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,82 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import AttentionRule, ForwardContext, Rotation, ScoreModifiers
+from rope_ext_hf.attention.rules import AttentionRule, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, LAYER_ATTRIBUTE, register_attention
-from rope_ext_hf.patches.forward_context import Layer
+from rope_ext_hf.patches.attention_interface import (
+    ATTENTION_NAME,
+    LAYER_ATTRIBUTE,
+    PROBE_RECORDS,
+    Layer,
+    register_attention,
+)
+from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
+from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.rotary.graphs import graph_break
 
-__all__ = ["attach", "attend_from_kwargs", "detach", "register", "remapped_attention", "remapped_mask"]
+__all__ = [
+    "RemappingHooks",
+    "attach",
+    "attend_from_kwargs",
+    "detach",
+    "register",
+    "remapped_attention",
+    "remapped_mask",
+]
+
+
+class RemappingHooks(DecoderHooks):
+    """Hooks around the forward of a decoder under a remapping method."""
+
+    @graph_break  # it looks at values
+    def pre_forward(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Work out positions and padding, and pass them on to the attention functions.
+
+        Raises:
+            UnsupportedModelError: attention weights are asked for, or the attention was set to another function.
+            LengthError: positions that do not fit the cache.
+        """
+        if PROBE_RECORDS.get() is not None:
+            return None
+        config: Any = decoder.config
+        if config._attn_implementation != ATTENTION_NAME:
+            raise UnsupportedModelError(
+                f"this model is patched with a remapping method, and its attention was set to "
+                f"{config._attn_implementation!r} since: unpatch it first, or set {ATTENTION_NAME!r} again"
+            )
+        asked = kwargs.get("output_attentions")
+        if asked or (asked is None and getattr(config, "output_attentions", False)):
+            raise UnsupportedModelError(
+                "a remapping method computes attention in blocks and has no attention weights to return; call the "
+                "model without output_attentions=True, or unpatch it first and use attn_implementation='eager'"
+            )
+        context = self.begin(decoder, args, kwargs)
+        if context is None:
+            return None
+        context.token_positions = place_tokens(context)
+        passed_on: dict[str, Any] = {}
+        if _takes_any_keyword(decoder):
+            passed_on[CONTEXT_KWARG] = context
+        if context.position_ids is None or "position_ids" in kwargs:
+            passed_on["position_ids"] = context.token_positions.query_positions
+        return args, kwargs | passed_on
+
+    def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        context = self.end(decoder)
+        if context is not None and context.token_positions is not None:
+            context.token_positions.rotations.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register the attention function, which a pickled model needs in the process that loads it."""
+        self.__dict__.update(state)
+        register()
+
+
+def _takes_any_keyword(decoder: nn.Module) -> bool:
+    parameters = inspect.signature(type(decoder).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def remapped_attention(
@@ -27,7 +97,7 @@ def remapped_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **given: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a patched model, as transformers calls it.
 
@@ -36,24 +106,32 @@ def remapped_attention(
         key, value: (rows, kv_heads, past + tokens, head_dim).
 
     Returns:
-        (rows, tokens, heads, head_dim), None for the weights.
+        (rows, tokens, heads, head_dim), and None for the attention weights.
     """
     layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
-    context = None if layer is None else layer.tracker.context_for(given.get("position_ids"))
-    if layer is None or context is None:
+    if layer is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was not there, or had no weights yet, when its model was patched; patch it again"
         )
-    total = context.key_positions.shape[-1]
-    key, value = key[:, :, :total], value[:, :, :total]  # a static cache has room after them
+    # In a backward with gradient checkpoints, attention runs again when its forward has long ended.
+    context: ForwardContext | None = kwargs.pop(CONTEXT_KWARG, None) or current_context()
+    if context is None or context.token_positions is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} ran outside a forward of its decoder, so the positions of its tokens are not "
+            "known. Call the whole model; with gradient checkpointing, use a model family whose layers pass keyword "
+            "arguments on to their attention"
+        )
+    positions = context.token_positions
+    total = positions.key_positions.shape[-1]
+    key, value = key[:, :, :total], value[:, :, :total]  # a static cache has empty places after them
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
-    return attend_from_kwargs(layer.rule, layer.rotation, context, query, key, value, mask, **given)
+    return attend_from_kwargs(layer.rule, layer.rotation, positions, query, key, value, mask, **kwargs)
 
 
 def attend_from_kwargs(
     rule: AttentionRule,
     rotation: Rotation | None,
-    context: ForwardContext,
+    positions: TokenPositions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -66,14 +144,17 @@ def attend_from_kwargs(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`attend`, with the keywords that transformers gives an attention function; returns what it wants of one."""
+    """`attend` with the keywords and the result of an attention function of transformers."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(rule, rotation, context, query, key, value, scale, ScoreModifiers(softcap, s_aux, mask, dropout))
+    out = attend(rule, rotation, positions, query, key, value, scale, ScoreModifiers(softcap, s_aux, mask, dropout))
     return out.transpose(1, 2).contiguous(), None
 
 
 def remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """A mask as long as a row, where causality and a window are all there is beside it; else transformers' own."""
+    """The padding mask as it was given, where a mask has only causality and a window beside it; else transformers' own.
+
+    Causality, window and padding come from the rule and the positions, which needs no (length, length) tensor.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
     function, size = kwargs.get("mask_function"), kwargs.get("local_size")
@@ -102,11 +183,12 @@ def register() -> None:
 
 
 def attach(layers: list[tuple[nn.Module, Layer]]) -> None:
-    """Tell each attention module what `probe_layers` found."""
+    """Give each attention module what `probe_layers` found out about it."""
     for module, layer in layers:
         module.__dict__[LAYER_ATTRIBUTE] = layer
 
 
 def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
     for module in model.modules():
         module.__dict__.pop(LAYER_ATTRIBUTE, None)

@@ -1,180 +1,224 @@
-"""One forward of a decoder, as hooks and attention functions see it: tokens, past length, padding, positions."""
+"""One forward of a decoder: what it was called with, and what its hooks work out for the modules inside."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, MutableMapping
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from rope_ext_hf.attention.rules import AttentionRule, ForwardContext, Rotation
-from rope_ext_hf.errors import LengthError, UnsupportedModelError
-from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
+from rope_ext_hf.attention.rules import TokenPositions
+from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.embedding import segment_lengths
-from rope_ext_hf.rotary.graphs import graph_break
+from rope_ext_hf.rotary.forward_state import ForwardState, running
+from rope_ext_hf.rotary.kv_cache import CacheState
 
-__all__ = ["PROBE_RECORDS", "ForwardTracker", "Layer", "arguments", "new_tokens", "row_lengths", "values_of"]
+__all__ = [
+    "CONTEXT_KWARG",
+    "ForwardContext",
+    "GivenMask",
+    "arguments",
+    "current_context",
+    "place_tokens",
+    "row_lengths",
+    "takes_tokens",
+    "values_of",
+]
 
-PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_records", default=None)
-"""While a model is being probed: what its attention functions were called with (see attention_probe.py)."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What the attention function must know of a module it is called for."""
-
-    rule: AttentionRule
-    rotation: Rotation | None
-    tracker: ForwardTracker
-
-
-class ForwardTracker:
-    """Hooks around the forward of a decoder: positions and padding of the call under way, for its attention."""
-
-    def __init__(self) -> None:
-        self.current: ForwardContext | None = None
-        self._by_positions: MutableMapping[Tensor, ForwardContext] = WeakIdKeyDictionary()
-
-    @graph_break  # it looks at values
-    def pre_forward(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        config: Any = decoder.config
-        if PROBE_RECORDS.get() is not None:
-            return None
-        if config._attn_implementation != ATTENTION_NAME:
-            raise UnsupportedModelError(
-                f"this model is patched with an attention-level method, and its attention was set to "
-                f"{config._attn_implementation!r} since: unpatch it first, or set {ATTENTION_NAME!r} again"
-            )
-        call = arguments(decoder, args, kwargs)
-        given = new_tokens(call)
-        if given is None:
-            return None  # the decoder's own error says it better
-        cache, positions = call.get("past_key_values"), call.get("position_ids")
-        known = int(cache.get_seq_length()) if cache is not None else 0
-        self.current = build_context(
-            given, known, _padding(call.get("attention_mask"), known + given.shape[1]), positions
-        )
-        if positions is not None and "position_ids" not in kwargs:
-            self._by_positions[positions] = self.current
-            return None
-        named = self.current.query_positions.view_as(self.current.query_positions)  # a tensor of this call alone
-        self._by_positions[named] = self.current
-        return args, kwargs | {"position_ids": named}
-
-    def context_for(self, positions: Tensor | None) -> ForwardContext | None:
-        """The call whose attention runs: with gradient checkpointing a backward runs that of earlier ones again."""
-        if positions is None or torch.compiler.is_compiling():
-            return self.current
-        return self._by_positions.get(positions, self.current)
-
-    def post_forward(self, *_: Any) -> None:
-        """What served all layers of this forward is of no use to the next; called after an exception, too."""
-        if self.current is not None:
-            self.current.rotations.clear()
+CONTEXT_KWARG = "rope_ext_hf_context"
+"""The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
 
 
-def _padding(mask: Any, total: int) -> Tensor | None:
-    """(rows, total) bool, where a mask of that kind was given."""
-    masks = mask.values() if isinstance(mask, Mapping) else [mask]
-    found = next((m for m in masks if isinstance(m, Tensor) and m.ndim == 2), None)
-    if found is None:
-        return None
-    real = found.bool()
-    return nn.functional.pad(real, (0, max(0, total - real.shape[1])), value=True)[:, :total]
+@dataclass(eq=False, kw_only=True)
+class GivenMask(ForwardState):
+    """The mask given to a module around the decoder, which may prepare another one from it.
 
-
-def build_context(
-    new_tokens: Tensor, past_length: int, key_mask: Tensor | None, positions: Tensor | None
-) -> ForwardContext:
-    """The context of a forward, with one look at values where it takes any.
-
-    Args:
-        past_length: tokens in the cache.
-        key_mask: (rows, past_length + tokens) bool, False where padding is.
-        positions: (rows or 1, tokens) as given.
+    Attributes:
+        attention_mask: as given; None: none was.
     """
-    rows, tokens = new_tokens.shape[:2]
-    total = past_length + tokens
-    if positions is not None:
-        if positions.ndim != 2:
-            raise LengthError(f"attention-level methods need one position per token, got {tuple(positions.shape)}")
-        positions = positions.to(new_tokens.device)
 
-    def agree(keys: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Whether the positions given, if any, are those of the last keys, but for padding; a scalar bool."""
-        if positions is None:
-            return torch.ones((), dtype=torch.bool, device=new_tokens.device)
-        differs = keys[:, past_length:] != positions
-        return ~(differs if key_mask is None else differs & key_mask[:, past_length:]).any()
+    attention_mask: Any = None
 
-    keys = torch.arange(total, device=new_tokens.device)[None]
-    offsets: tuple[int, ...] | None = (0,) * rows
-    if key_mask is None and positions is None:
-        return ForwardContext(keys[:, past_length:], keys, offsets, None)
-    looks = agree(keys, None)[None]
-    if key_mask is not None:
-        counted = (key_mask.cumsum(-1) - 1).clamp(min=0)
-        begins = key_mask.int().argmax(-1)
-        unbroken = key_mask.int().diff(dim=-1).clamp(min=0).sum(-1) + key_mask[:, 0] == 1  # one run of real tokens
-        to_the_end = (begins + key_mask.sum(-1) == total) | (past_length == 0)
-        facts = [agree(counted, key_mask), key_mask.all(), (unbroken & to_the_end).all()]
-        looks = torch.cat([looks, torch.stack(facts), begins])
-    agreed, *padded = looks.tolist()
-    if padded and padded[1]:
-        key_mask = None
-    elif padded:
-        agreed, _, in_order, *begin = padded
-        keys, offsets = counted, tuple(begin) if in_order else None
-    if agreed:
-        return ForwardContext(keys[:, past_length:], keys, offsets, key_mask)
-    assert positions is not None
-    if past_length == 0:  # inputs one after the other in a row, or not from 0 on
-        return ForwardContext(positions, positions, None, key_mask)
-    keys = keys + positions[:, -1:] - keys[:, -1:]
-    if not bool(agree(keys, key_mask)):
-        raise LengthError("the positions given do not follow those of the keys in the cache")
-    if key_mask is None and not bool((keys[:, 0] > 0).any()):  # padding that only the positions tell of
-        before = (-keys[:, 0]).expand(rows)
-        return ForwardContext(
-            positions, keys.clamp(min=0), tuple(before.tolist()), None if not bool(before.any()) else keys >= 0
+
+@dataclass(eq=False, kw_only=True)
+class ForwardContext(ForwardState):
+    """One forward of a decoder, read from its arguments once.
+
+    Attributes:
+        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
+        past_length: tokens in the cache.
+        position_ids: as given, (rows or 1, tokens); None: the decoder counts from the past length on.
+        padding_mask: (rows, past + tokens), 0 where a key is padding; None: none was given.
+        prepared_mask: a mask was given of which nothing follows for the padding.
+        cache: as given; None: none was.
+        token_positions: where tokens and padding are, for attention functions (remapping methods).
+        cache_state: how the cache's keys are rotated once this forward has ended (length-dependent methods).
+        undo: what this forward has changed in its cache until it ends.
+    """
+
+    new_tokens: Tensor
+    past_length: int
+    position_ids: Tensor | None
+    padding_mask: Tensor | None
+    prepared_mask: bool
+    cache: Any
+    token_positions: TokenPositions | None = None
+    cache_state: CacheState | None = None
+    undo: ExitStack | None = None
+
+    @classmethod
+    def from_call(cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardContext | None:
+        """The context of a call; None where it has no tokens, which the decoder's own error explains."""
+        call = arguments(decoder, args, kwargs)
+        ids: Tensor | None = call.get("input_ids")
+        new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
+        if new_tokens is None:
+            return None
+        cache, mask = call.get("past_key_values"), call.get("attention_mask")
+        padding = _padding_mask(mask)
+        prepared = mask is not None and padding is None
+        if prepared:
+            prepared, padding = _mask_given_outside()
+        return cls(
+            owner=decoder,
+            new_tokens=new_tokens,
+            past_length=int(cache.get_seq_length()) if cache is not None else 0,
+            position_ids=call.get("position_ids"),
+            padding_mask=padding,
+            prepared_mask=prepared,
+            cache=cache,
         )
-    return ForwardContext(positions, keys, None, key_mask)
+
+    def close(self) -> None:
+        if self.undo is not None:
+            self.undo.close()
+            self.undo = None
+
+
+def _padding_mask(mask: Any) -> Tensor | None:
+    """The mask of shape (rows, tokens) in what was given, which may hold one per layer type."""
+    masks = mask.values() if isinstance(mask, Mapping) else (mask,)
+    for each in masks:
+        if isinstance(each, Tensor) and each.ndim == 2:
+            return each
+    return None
+
+
+def _mask_given_outside() -> tuple[bool, Tensor | None]:
+    """Whether a prepared mask comes from the user, and the padding mask that it was prepared from."""
+    for state in running():
+        if isinstance(state, ForwardContext):
+            break
+        if isinstance(state, GivenMask):
+            padding = _padding_mask(state.attention_mask)
+            if padding is not None or state.attention_mask is None:
+                return False, padding
+    return True, None
+
+
+def current_context() -> ForwardContext | None:
+    """The context of the innermost forward under way in this thread."""
+    for state in running():
+        if isinstance(state, ForwardContext):
+            return state
+    return None
+
+
+def takes_tokens(module: nn.Module) -> bool:
+    """Whether a module's forward takes ids or embeddings, as decoders do and attention does not."""
+    return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(type(module).forward).parameters)
 
 
 def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """What a decoder is called with, by name, whichever way it was given."""
+    """The arguments of a decoder's forward by name."""
     if not args:
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     return {**call, **call.get("kwargs", {})}
 
 
-def new_tokens(call: Mapping[str, Any]) -> Tensor | None:
-    """Ids or embeddings of what a decoder is to read."""
-    ids: Tensor | None = call.get("input_ids")
-    return call.get("inputs_embeds") if ids is None else ids
-
-
 def values_of(output: Any) -> list[Any]:
+    """The values of a model's output, whether it is a mapping or a tuple."""
     if isinstance(output, Mapping):
         return list(output.values())
     return list(output) if isinstance(output, tuple) else []
 
 
-def row_lengths(positions: Tensor, mask: Any, known: int) -> Tensor:
+def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:
     """Real tokens so far: (rows, tokens) of the input that each token belongs to, or (rows,) onto a cache.
 
-    What a mask leaves out is padding; positions that start anew begin another input of the same row.
+    A row may hold several inputs one after the other; positions that start anew begin the next one.
     """
-    by_position = positions.amax(-1) + 1 if known else segment_lengths(positions)
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    by_position = positions.amax(-1) + 1 if past_length else segment_lengths(positions)
+    if padding_mask is None:
         return by_position
-    count = mask.sum(-1).to(by_position.device, by_position.dtype)
-    return torch.minimum(count if known else count[:, None], by_position).clamp(min=1)
+    count = padding_mask.sum(-1).to(by_position.device, by_position.dtype)
+    return torch.minimum(count if past_length else count[:, None], by_position).clamp(min=1)
+
+
+def place_tokens(context: ForwardContext) -> TokenPositions:
+    """Positions and padding of a forward, with at most two looks at values from the host.
+
+    Raises:
+        LengthError: positions of several axes, or positions that do not continue those in the cache.
+    """
+    new_tokens, past_length, positions = context.new_tokens, context.past_length, context.position_ids
+    rows, tokens = new_tokens.shape[:2]
+    total = past_length + tokens
+    device = new_tokens.device
+    key_mask: Tensor | None = None
+    if context.padding_mask is not None:
+        given = context.padding_mask.bool().to(device)
+        key_mask = nn.functional.pad(given, (0, max(0, total - given.shape[1])), value=True)[:, :total]
+    in_order = torch.arange(total, device=device)[None]
+    if positions is None and key_mask is None:
+        return TokenPositions(in_order[:, past_length:], in_order, (0,) * rows, None)
+    if positions is not None:
+        if positions.ndim != 2:
+            raise LengthError(
+                f"remapping methods need one position per token, a tensor of shape (rows, tokens); got position_ids "
+                f"of shape {tuple(positions.shape)}"
+            )
+        positions = positions.to(device)
+
+    def agree(keys: Tensor, mask: Tensor | None) -> Tensor:
+        """Whether the positions given, if any, are those of the last keys, padding aside; a scalar bool."""
+        if positions is None:
+            return torch.ones((), dtype=torch.bool, device=device)
+        differ = keys[:, past_length:] != positions
+        return ~(differ if mask is None else differ & mask[:, past_length:]).any()
+
+    if key_mask is None:
+        keys, left_padding, agreed = in_order, (0,) * rows, bool(agree(in_order, None))
+        ordered: tuple[int, ...] | None = left_padding
+    else:
+        counted = (key_mask.cumsum(-1) - 1).clamp(min=0)
+        first_real = key_mask.int().argmax(-1)
+        one_run = key_mask.int().diff(dim=-1).clamp(min=0).sum(-1) + key_mask[:, 0] == 1
+        # Padding on the right is behind every query of a first forward, and between queries and keys of later ones.
+        to_the_end = (first_real + key_mask.sum(-1) == total) | (past_length == 0)
+        facts = [agree(in_order, None), agree(counted, key_mask), key_mask.all(), (one_run & to_the_end).all()]
+        without_mask, with_mask, all_real, is_ordered, *firsts = torch.cat([torch.stack(facts), first_real]).tolist()
+        if all_real:
+            key_mask, keys, ordered, agreed = None, in_order, (0,) * rows, bool(without_mask)
+        else:
+            keys, ordered, agreed = counted, tuple(firsts) if is_ordered else None, bool(with_mask)
+    if agreed or positions is None:
+        return TokenPositions(keys[:, past_length:], keys, ordered, key_mask)
+    if past_length == 0:  # several inputs in a row, or positions that do not begin at 0
+        return TokenPositions(positions, positions, None, key_mask)
+    keys = keys + positions[:, -1:] - keys[:, -1:]
+    if not bool(agree(keys, key_mask)):
+        raise LengthError(
+            "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each "
+            "one more than the one before"
+        )
+    if key_mask is None and not bool((keys[:, 0] > 0).any()):  # left padding, known from the positions alone
+        before = (-keys[:, 0]).expand(rows)
+        padded = keys >= 0 if bool(before.any()) else None
+        return TokenPositions(positions, keys.clamp(min=0), tuple(before.tolist()), padded)
+    return TokenPositions(positions, keys, None, key_mask)

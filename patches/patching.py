@@ -23,15 +23,15 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.attention_hooks import attach, detach, register
+from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import PLUGIN_PREFIX, RECORD, write_rope
 from rope_ext_hf.patches.describing import EVERY_LAYER, notes_of
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.forward_context import ForwardTracker
+from rope_ext_hf.patches.forward_hooks import install_forward_hooks
 from rope_ext_hf.patches.geometry import check_pairing, own_method, shared_geometry, undo_saved_patch
-from rope_ext_hf.patches.length_hooks import install_length_hooks
+from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_record import ConfigSwap, Record
 from rope_ext_hf.patches.saving import PluginSave
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
@@ -97,10 +97,9 @@ def install(
     rotary = shared_geometry(slots, own)
     method = resolve(rotary)
     layers: list[Any] = []
-    tracker = ForwardTracker()
     if isinstance(method, RemappingMethod):
         method = method.bind(rotary, *own_method(first), target_length)
-        layers = [] if _on_meta_device(model) else probe_layers(model, slots, method, rotary, tracker)
+        layers = [] if _on_meta_device(model) else probe_layers(model, slots, method, rotary)
     rope_type = write_rope(own, rotary, method, known, first.scaled_layers, target_length, native)
     if known.softmax_mscale:
         _check_softmax_scale(first, own, rope_type)
@@ -123,13 +122,10 @@ def install(
         setattr(slot.parent, slot.attribute, filling)
         if "config" in slot.module.__dict__:
             slot.module.config = slot.config  # what was replaced keeps what it was built from
-        if isinstance(method, RemappingMethod):
-            filling.hooks = [
-                slot.parent.register_forward_pre_hook(tracker.pre_forward, with_kwargs=True),
-                slot.parent.register_forward_hook(tracker.post_forward, always_call=True),
-            ]
-    if method.length_dependent:
-        install_length_hooks(model)
+    if isinstance(method, RemappingMethod):
+        install_forward_hooks(model, RemappingHooks)
+    elif method.length_dependent:
+        install_forward_hooks(model, LengthHooks)
     if rope_type.startswith(PLUGIN_PREFIX) and known.rope_types is not None:
         PluginSave.attach(model)
     return record

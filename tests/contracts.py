@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import ForwardContext, LocalAttention, Rotation, RotationTable, ScoreModifiers
+from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, ScoreModifiers, TokenPositions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies, method_from_dict
@@ -162,7 +162,7 @@ def attend_and_definition(
     stored = torch.tensor([[stored_position(method, int(n)) for n in row] for row in keys], dtype=torch.float64)[
         :, None
     ]
-    call = ForwardContext(
+    call = TokenPositions(
         query_positions=keys[:, count - tokens :],
         key_positions=keys,
         left_padding=pads if more.pop("ordered", True) else None,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention import kernels
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import ForwardContext, LocalAttention, Rotation, RotationTable
+from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
@@ -212,7 +212,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
         torch.empty(1, n, tokens, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads)
     )
     positions = torch.arange(tokens)[None]
-    call = ForwardContext(positions, positions, (0,), None)
+    call = TokenPositions(positions, positions, (0,), None)
     with torch.inference_mode():
         with MemoryAndWork(query, key, value) as plain:
             torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
@@ -228,7 +228,7 @@ def test_nothing_to_attend() -> None:
     for rows, tokens in ((0, 5), (1, 0)):
         query, key = torch.empty(rows, 4, tokens, 16), torch.empty(rows, 2, 7, 16)
         positions = torch.arange(7)[None]
-        call = ForwardContext(positions[:, 7 - tokens :], positions, (0,) * rows, None)
+        call = TokenPositions(positions[:, 7 - tokens :], positions, (0,) * rows, None)
         assert attend(LocalAttention(), None, call, query, key, key, 1.0).shape == (rows, 4, tokens, 16)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rope_ext_hf as rope
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import ForwardContext, Rotation, RotationTable
+from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Default
@@ -150,6 +150,6 @@ def test_memory_of_a_prefill_of_16k(name: str, heads: int, kv_heads: int) -> Non
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> object:
-        return attend(method, rotation, ForwardContext(positions, positions, (0,), None), query, key, value, 128**-0.5)
+        return attend(method, rotation, TokenPositions(positions, positions, (0,), None), query, key, value, 128**-0.5)
 
     assert most(ours) <= 1.5 * most(plain)

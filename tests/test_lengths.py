@@ -24,6 +24,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.families import families
+from rope_ext_hf.rotary.forward_state import running
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
 from tests.dispatch import HostReads
 from tests.models import FAMILIES, TRAINED, build, build_known, logits, tokens
@@ -112,7 +113,7 @@ def test_sliding_layers_too(rule: str) -> None:
 
 def keys_that_stay(patch: pytest.MonkeyPatch) -> None:
     """From here on no key is turned in a model patched anew: what the tests would miss if they missed that."""
-    patch.setattr("rope_ext_hf.patches.length_hooks._layouts", lambda *_: [None] * 8)
+    patch.setattr("rope_ext_hf.patches.length_hooks._key_layouts", lambda *_: [None] * 8)
 
 
 @every_rule
@@ -191,7 +192,7 @@ def test_the_cache_of_every_family_of_the_table(model_type: str, monkeypatch: py
 @pytest.mark.parametrize("model_type", sorted(AFTER_THE_ROTATION | INDEXED))
 def test_a_cache_that_cannot_follow_is_refused(model_type: str) -> None:
     model, ids = rope.patch(build_known(model_type), "dynamic-ntk"), tokens(TRAINED + 6)
-    with pytest.raises(LengthError, match=r"are not simply turned .*fixed_length\(model, prompt_length"):
+    with pytest.raises(LengthError, match=r"are not simply rotated .*fixed_length\(model, prompt_length"):
         in_parts(model, ids, [TRAINED - 2])
     with rope.fixed_length(model, TRAINED + 6):
         assert in_parts(model, ids, [TRAINED - 2]).isfinite().all()
@@ -796,8 +797,7 @@ def test_an_error_inside_leaves_nothing_behind(rule: str, monkeypatch: pytest.Mo
             with pytest.raises(RuntimeError, match="broken"):
                 model(ids[:, -1:], past_key_values=cache)
         assert not [layer for layer in cache.layers if "update" in vars(layer)]
-        tables = [m for m in model.modules() if isinstance(m, rope.RotaryEmbedding)]
-        assert all(table.row_lengths is None for table in tables)
+        assert not list(running())
         with pytest.raises(LengthError, match="something else has added keys"):
             model(ids[:, -1:], past_key_values=cache)
         cache.crop(-1)

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 __all__ = ["KERNELS", "has_kernel", "run_kernel"]
 
 
-# --- fused kernels --------------------------------------------------------------------------------------------------
-
-
 class _Fused(NamedTuple):
-    """A fused kernel for one kind of device; head_dim is padded to a multiple of `head_dim_multiple`."""
+    """The fused kernels of one kind of device.
+
+    Attributes:
+        run: (query, key, value, scale, causal) -> output and log-sum-exp.
+        supports: (query, widest head_dim) -> whether they take these tensors.
+        head_dim_multiple: head_dim is padded to a multiple of this.
+    """
 
     run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
     supports: Callable[[Tensor, int], bool]
@@ -23,14 +26,14 @@ class _Fused(NamedTuple):
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    # Where heads share keys it is right from torch 2.9 on only, which is why that is asked for.
+    # Before torch 2.9 it was wrong where heads share keys, hence the minimum version.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(query, key, value, 0.0, causal, scale=scale)
     return out, lse
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Flash attention where it runs; it takes groups of heads as they are. Else the memory-efficient kernel."""
+    """Flash attention where it runs, which takes grouped heads; else the memory-efficient kernel, which does not."""
     if _has_flash(query):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
@@ -39,11 +42,11 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bo
     groups = heads // key.shape[1]
     if groups > 1 and causal:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    elif groups > 1:  # the queries of a group are to its keys what more queries are
+    elif groups > 1:  # without a mask, queries of heads that share keys are just more queries
         query = query.reshape(rows, key.shape[1], groups * tokens, dim)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse, *_ = efficient(query, key, value, None, True, 0.0, causal, scale=scale)
-    lse = lse[..., : query.shape[-2]]  # it comes with room for a multiple of 32
+    lse = lse[..., : query.shape[-2]]  # the kernel pads it to a multiple of 32
     return out.reshape(rows, heads, tokens, -1), lse.reshape(rows, heads, tokens)
 
 
@@ -56,24 +59,34 @@ def _compute_capability(query: Tensor) -> int:
     return torch.cuda.get_device_capability(query.device)[0]
 
 
-def _cuda_takes(query: Tensor, width: int) -> bool:
-    known = query.dtype in (torch.float16, torch.float32) or (
+def _cuda_supports(query: Tensor, width: int) -> bool:
+    dtype_supported = query.dtype in (torch.float16, torch.float32) or (
         query.dtype == torch.bfloat16 and _compute_capability(query) >= 8
     )
-    return known and width <= 256
+    return dtype_supported and width <= 256
 
 
-KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(_on_cuda, _cuda_takes, 8)}
+KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(_on_cuda, _cuda_supports, 8)}
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether a fused kernel takes these tensors."""
     fused = KERNELS.get(query.device.type)
     return fused is not None and fused.supports(query, max(query.shape[-1], value.shape[-1]))
 
 
 def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: str) -> tuple[Tensor, Tensor]:
-    """A fused kernel and its log-sum-exp, (rows, heads, queries) float32; `mask` as in `TileRectangle`."""
-    if mask == "anticausal":
+    """Run a fused kernel.
+
+    Args:
+        query: (rows, heads, queries, head_dim).
+        key, value: (rows, kv_heads, keys, ...).
+        mask: "full", "causal" or "anticausal", as in `TileRectangle`.
+
+    Returns:
+        (rows, heads, queries, head_dim of value), and the log-sum-exp of the scores, (rows, heads, queries) float32.
+    """
+    if mask == "anticausal":  # causal, read backwards
         out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
         return out.flip(-2), lse.flip(-1)
     fused, width = KERNELS[query.device.type], value.shape[-1]
@@ -84,7 +97,7 @@ def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: st
 
 
 def _pad_head_dim(x: Tensor, wide: int) -> Tensor:
-    """With so many dims, which lie next to each other in memory, as kernels want."""
+    """`x` with `wide` dims per head, which lie next to each other in memory, as kernels require."""
     if x.shape[-1] < wide:
         return nn.functional.pad(x, (0, wide - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""What blockwise attention must know of a layer and of a forward."""
+"""What blockwise attention is given beside queries, keys and values: a layer's rule, positions, score modifiers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile, local_window_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
-from rope_ext_hf.rotary.phase import fixed_point
+from rope_ext_hf.rotary.phase import fixed_point_number
 
-__all__ = ["AttentionRule", "ForwardContext", "LocalAttention", "Rotation", "RotationTable", "ScoreModifiers"]
+__all__ = ["AttentionRule", "LocalAttention", "Rotation", "RotationTable", "ScoreModifiers", "TokenPositions"]
 
 
 class AttentionRule(Protocol):
-    """What `RemappingMethod` says about places and zones; the docstrings are there."""
+    """Which keys a query sees and at which relative positions; `RemappingMethod` documents each member."""
 
     @property
     def local_zone_exact(self) -> bool: ...
@@ -37,9 +38,12 @@ class AttentionRule(Protocol):
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """The rule of a layer without a method: all keys, or those of a sliding window, where they are.
+    """The rule of a layer that no method changes: causal attention at true relative positions.
 
-    `method`: whose rotation the keys come with; None: their own, or none.
+    Attributes:
+        window_size: keys a query sees, itself included; None: all before it.
+        method: the remapping method whose rotary module the layer shares, so that keys arrive rotated to its
+            `key_position`; None: they arrive at their own position, or unrotated.
     """
 
     window_size: int | None = None
@@ -77,15 +81,16 @@ class LocalAttention:
 
 
 class RotationTable:
-    """Angles of places, in fixed point: int64 units of 2^-64 turns (see `rotary.py`).
+    """Fixed-point angles of positions: int64, in units of 2^-64 cycles (see `rotary.phase`).
 
     Args:
         inv_freq: (pairs,) float64, radians per token.
     """
 
     def __init__(self, inv_freq: Tensor) -> None:
-        self.inv_freq = inv_freq
-        self._known: dict[tuple[float, torch.device], Tensor] = {}
+        # Python numbers, because a tensor kept here could be one made while tracing.
+        self.inv_freq: tuple[float, ...] = tuple(inv_freq.tolist())
+        self._phases: dict[float, tuple[int, ...]] = {}
 
     def phase_at(self, position: RemappedPosition, device: torch.device) -> Tensor:
         """(..., pairs) int64 for positions (...)."""
@@ -95,28 +100,27 @@ class RotationTable:
         return phase + self.phase_of_distance(position.offset, device) if position.offset else phase
 
     def between(self, before: RemappedPosition, after: RemappedPosition, device: torch.device) -> KeyRotation:
-        """What brings queries or keys from one place to another; positions (rows or 1, tokens)."""
+        """The rotation of queries or keys from one position to another; positions (rows or 1, tokens)."""
         return KeyRotation.from_phase(self.phase_at(after, device) - self.phase_at(before, device))
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
-        """The phase of so many tokens, (pairs,); copied to a device once."""
-        key = tokens, device
-        if key not in self._known:
-            self._known[key] = fixed_point(self.inv_freq * tokens).to(device)
-        return self._known[key]
+        """The phase of a distance in tokens, (pairs,) int64."""
+        if tokens not in self._phases:
+            self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
+        return device_constant(self._phases[tokens], torch.int64, device)
 
 
 @dataclass(frozen=True)
-class ForwardContext:
-    """One forward of the decoder, as far as attention must know.
+class TokenPositions:
+    """Positions and padding of the tokens of one forward.
 
     Attributes:
-        query_positions: (rows or 1, tokens) int64, positions of the new tokens.
-        key_positions: (rows or 1, past + tokens) int64, positions of all of them.
-        left_padding: per row, how many padded tokens come before position 0, all others following in order; None: the
-            positions are not like that.
-        key_mask: (rows, past + tokens) bool, False where a key is padding; None: nowhere.
-        rotations: what has been worked out for one layer and serves the next.
+        query_positions: (rows or 1, tokens) int64, of the new tokens.
+        key_positions: (rows or 1, past + tokens) int64, of all tokens.
+        left_padding: per row, the padded tokens before position 0, where all others follow in order; None: a row is
+            ordered in another way.
+        key_mask: (rows, past + tokens) bool, False where a key is padding; None: no key is.
+        rotations: rotations that one layer has computed and the next layers use again.
     """
 
     query_positions: Tensor
@@ -127,20 +131,21 @@ class ForwardContext:
 
 
 class Rotation(NamedTuple):
-    """How a layer turns its queries and keys."""
+    """How a layer rotates its queries and keys."""
 
     table: RotationTable
     layout: KeyLayout
 
 
 class ScoreModifiers(NamedTuple):
-    """What some families do to scores.
+    """Changes that some families make to scores.
 
     Attributes:
-        softcap: scores become softcap tanh(score / softcap).
+        softcap: scores become softcap * tanh(score / softcap).
         sinks: (heads,) scores of a key without a value.
-        mask: (rows or 1, 1, tokens, keys), bool or to be added; it then says all about what is visible.
-        dropout: of attention weights.
+        mask: (rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add; it replaces causality, padding and
+            window.
+        dropout: probability of dropping an attention weight.
     """
 
     softcap: float | None = None

@@ -29,6 +29,6 @@ def _kept(numbers: tuple[float, ...] | tuple[int, ...], dtype: torch.dtype, devi
 
 def may_keep_tensors() -> bool:
     """Whether a tensor made now may outlive the call: not under torch.compile, torch.export, tracing or a fake mode."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     return type(torch.empty(0, device="cpu")) is Tensor

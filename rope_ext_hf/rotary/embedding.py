@@ -1,30 +1,31 @@
-"""The rotary modules: `RotaryEmbedding`, which fills a slot of a model, and the standalone `NTKAwareRoPE`.
+"""`RotaryEmbedding`, the module that fills a rotary slot of a model.
 
     rope = RotaryEmbedding("yarn", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8)
     cos, sin = rope(x, position_ids)          # (batch, length, 128) each, in x's dtype
 
-Angles are kept as fixed-point fractions of a turn: a frequency is an integer number of 2^-64 turns per position, and
-position x frequency in wrapping 64-bit arithmetic is the angle modulo one turn, exact to 2^-41 turns at position 2^24.
-A float32 product is off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once
-`model.to(bfloat16)` has rounded the frequencies; integers are out of reach of such casts and need no float64, which
-some devices lack.
+Angles are kept in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x frequency
+in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32 product
+is off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)` has rounded the
+frequencies; integers are out of reach of such casts and need no float64, which some devices lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
 from rope_ext_hf.rotary.phase import angles, fixed_point
 
-__all__ = ["Layout", "RotaryEmbedding", "segment_lengths"]
+__all__ = ["Layout", "RotaryEmbedding", "override_angles", "segment_lengths"]
 
 Layout = Literal["half", "interleaved", "bare", "complex"]
 """How a model wants its angles: each twice, side by side ("half": cos has dim columns, i and i + dim/2 alike) or next
@@ -32,7 +33,10 @@ to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as co
 
 
 def segment_lengths(position_ids: Tensor) -> Tensor:
-    """How many tokens the input of each token has, (rows, tokens): positions that do not ascend begin another input."""
+    """Tokens of the input that each token belongs to, (rows, tokens).
+
+    A row may hold several inputs one after the other; positions that do not ascend begin the next one.
+    """
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
     segment = begins.cumsum(-1) - 1
     longest = torch.zeros_like(segment).scatter_reduce(-1, segment, position_ids.to(segment.dtype) + 1, "amax")
@@ -40,10 +44,10 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of any frequency-level method, with the call signature of transformers' rotary modules.
+    """cos and sin of any frequency method, with the call signature of transformers' rotary modules.
 
     Args:
-        method: a name of `rope_ext_hf.methods()` or a method object.
+        method: a name of `rope_ext_hf.list_methods()` or a method object.
         rotary: the geometry it works on.
         layout: how the angles are arranged, see `Layout`.
         cast: give cos and sin in x's dtype; False: float32 whatever x is (OLMo).
@@ -55,6 +59,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     frequency: Tensor
+    longest_seen: Tensor
     attention_factor: float
     fixed_length: int | None
 
@@ -74,9 +79,13 @@ class RotaryEmbedding(nn.Module):
         self.rotary = rotary
         self.layout = layout
         self.cast = cast
-        self.row_lengths: Tensor | None = None  # of the forward under way, from whoever knows more than its positions
-        self.longest_seen: Tensor | None = None  # sticky growth only: the longest length met, (), on the device
+        self._fixed_by: int | None = None  # the thread inside `at_length`
+        # The frequencies are kept twice. `_values`, Python integers, hold them for good; the buffer `frequency` is
+        # their copy on the device, made again whenever the module is moved, because `to_empty` does not fill buffers.
+        self._values: tuple[int, ...] = ()
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
+        if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
+            self.register_buffer("longest_seen", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False)
         self._set_length(None)
 
     @property
@@ -90,32 +99,32 @@ class RotaryEmbedding(nn.Module):
 
     @contextmanager
     def at_length(self, length: int) -> Iterator[None]:
-        """Every forward inside uses the frequencies of an input of `length` tokens."""
-        before = self.fixed_length
-        self._set_length(length)
-        try:
-            yield
-        finally:
-            self._set_length(before)
+        """Use the frequencies of an input of `length` tokens for every forward inside, in every thread.
 
-    @contextmanager
-    def override_angles(self, radians: Tensor, attention_factor: float) -> Iterator[None]:
-        """Every forward inside turns each pair by its own radians (dim // 2,) per position, whatever the length."""
-        before = self.fixed_length
-        self._values, self.attention_factor = tuple(fixed_point(radians.double()).tolist()), attention_factor
-        self.fixed_length = 1  # any: these frequencies do not follow the input
-        self._refresh_buffer()
+        Raises:
+            LengthError: another thread holds a length of this module.
+        """
+        before, holder = self.fixed_length, self._fixed_by
+        if holder not in (None, threading.get_ident()):
+            raise LengthError(
+                f"another thread holds this model at a fixed length of {before} tokens, and it cannot be held at "
+                f"{length} as well. Enter fixed_length once, around all threads that run the model"
+            )
+        self._set_length(length)
+        self._fixed_by = threading.get_ident()
         try:
             yield
         finally:
             self._set_length(before)
+            self._fixed_by = holder
 
     def reset(self) -> None:
-        """Forget the longest input met (matters to sticky growth only)."""
-        self.longest_seen = None
+        """Forget the longest input met, which matters to sticky growth only."""
+        if self.method.sticky_length:
+            self.longest_seen.zero_()
 
     def _set_length(self, length: int | None) -> None:
-        """Take the method's frequencies at `length` (None: the trained length, for static methods) as the table."""
+        """Take the method's frequencies at `length` (None: the trained length, for static methods)."""
         inv_freq, self.attention_factor = self._at(length)
         self._values = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length
@@ -126,13 +135,23 @@ class RotaryEmbedding(nn.Module):
 
     def _refresh_buffer(self) -> None:
         if self.frequency.device.type != "meta":
-            self.frequency = torch.tensor(self._values, dtype=torch.int64, device=self.frequency.device)
+            with torch.inference_mode(False):  # the buffer may outlive the inference mode it is made in
+                self.frequency = torch.tensor(self._values, dtype=torch.int64, device=self.frequency.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        # `to_empty` hands back an uninitialised buffer, and it is not in any checkpoint: the tuple is the truth.
+        longest = self._longest_before_move()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refresh_buffer()
+        if longest is not None and self.longest_seen.device.type != "meta":
+            self.longest_seen.copy_(longest)
         return self
+
+    def _longest_before_move(self) -> Tensor | None:
+        """A copy of `longest_seen` that `to_empty` does not reach; 0 where a move from the meta device fills it."""
+        if not self.method.sticky_length:
+            return None
+        seen = self.longest_seen
+        return torch.zeros((), dtype=torch.int64, device="cpu") if seen.device.type == "meta" else seen.clone()
 
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
         """Fixed-point frequencies and attention factor of inputs of these lengths, on their device.
@@ -159,10 +178,8 @@ class RotaryEmbedding(nn.Module):
         """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""
         if not self.method.sticky_length:
             return lengths
-        self.longest_seen = (
-            lengths.amax() if self.longest_seen is None else torch.maximum(lengths.amax(), self.longest_seen)
-        )
-        return self.longest_seen.expand_as(lengths)
+        self.longest_seen.copy_(torch.maximum(lengths.amax().to(self.longest_seen.device), self.longest_seen))
+        return self.longest_seen.to(lengths.device).expand_as(lengths)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
@@ -182,14 +199,7 @@ class RotaryEmbedding(nn.Module):
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
         position_ids = position_ids.to(x.device)
-        attention_factor: Tensor | float = self.attention_factor
-        if self.length_dependent:
-            lengths = self.row_lengths
-            if lengths is None:
-                lengths = self.resolve_lengths(segment_lengths(position_ids))
-            frequency, attention_factor = self.phase_per_position(lengths)
-        else:
-            frequency = self.frequency.to(x.device)
+        frequency, attention_factor = self._frequency_of_call(position_ids, x.device)
         angle = angles(position_ids, frequency)
         cos, sin = angle.cos(), angle.sin()
         if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
@@ -204,6 +214,35 @@ class RotaryEmbedding(nn.Module):
             return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
         return cos, sin
 
+    def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
+        if not self.length_dependent:
+            return self.frequency.to(device), self.attention_factor
+        state = state_of_table(self)
+        if state is not None and state.frequency is not None:
+            return state.frequency.to(device), state.attention_factor
+        if state is not None and state.row_lengths is not None:
+            return self.phase_per_position(state.row_lengths.to(device))
+        return self.phase_per_position(self.resolve_lengths(segment_lengths(position_ids)))
+
     def extra_repr(self) -> str:
         parameters = ", ".join(f"{key}={value}" for key, value in self.method.to_dict().items() if key != "method")
         return f"{self.method.name}({parameters}), {self.rotary}, layout={self.layout!r}"
+
+
+@contextmanager
+def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attention_factor: float) -> Iterator[None]:
+    """Rotate each pair by its own radians (dim // 2,) per position in these length-dependent modules, in this thread.
+
+    A length that is held or worked out elsewhere does not matter inside; the modules themselves do not change.
+    """
+    state = ForwardState(
+        owner=tables[0],
+        tables=tuple(tables),
+        frequency=fixed_point(radians.double()),
+        attention_factor=attention_factor,
+    )
+    push(state)
+    try:
+        yield
+    finally:
+        pop(state.owner)

@@ -1,15 +1,16 @@
-"""Keys in a cache, turned from the frequencies they were stored with to those of now.
+"""Re-rotate cached keys when a length-dependent method changes its frequencies.
 
-A length-dependent method has new frequencies when a row grows, and all keys that a query meets must share them. Every
-cache that was filled under such a method carries a `CacheState`: where each key stands, and the length whose
-frequencies the keys have. A forward onto the cache then goes one of two ways:
+Such a method has new frequencies when a row grows, and all keys that a query meets must share them. Every cache that
+was filled under such a method carries a `CacheState`: the position of each key, and the length whose frequencies the
+keys have. A forward onto the cache then goes one of two ways:
 
-- Rules that change in steps: when a row passes a step, its keys are turned in place, once. Nothing happens between.
-- Rules that change with every token: the keys stay as they were stored, and the layer hands out a turned copy; new keys
-  are turned back before they are stored. So rounding never accumulates, however long the decoding goes on.
+- Frequencies that change in steps: when a row passes a step, its keys are rotated in place, once. Nothing happens
+  between steps.
+- Frequencies that change with every token: the keys stay as they were stored, and the layer returns a rotated copy; new
+  keys are rotated back before they are stored. So rounding never accumulates, however long the decoding goes on.
 
-The turn of a key at position p from frequencies f to g is by the angle p (g - f), in fixed point as everywhere here,
-and it is scaled by the ratio of the attention factors.
+A key at position p is rotated from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the
+ratio of the attention factors.
 """
 
 from __future__ import annotations
@@ -41,18 +42,23 @@ __all__ = [
     "rotate_keys_on_read",
 ]
 
-ROTATE_CHUNK_TOKENS = 512  # rotated at a time, so that the float32 copies of the keys stay small
+ROTATE_CHUNK_TOKENS = 512
+"""Tokens that are rotated in place at a time, so that float32 copies of the keys stay small."""
 
-FUSED_UPCAST_DEVICES = {"cuda"}  # devices whose kernels widen what they read, without a pass of its own
+FUSED_UPCAST_DEVICES = {"cuda"}
+"""Devices whose kernels convert half precision to float32 as they read, without a pass of their own."""
 
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """Where in a cached key the rotated dims are: `dim` of them from `start` on, paired "half" or "interleaved".
+    """Which dims of a cached key are rotated, and how.
 
-    `in_values`: latent attention caches its latents as keys, and what rotates of its keys as values.
-    `negative_angle`: by the negative of the angles that the rotary module gives (NanoChat).
-    `scaled`: False where a norm after the rotation takes the attention factor away again (Llama 4).
+    Attributes:
+        pairing: "half" or "interleaved".
+        start, dim: `dim` dims from `start` on are rotated.
+        in_values: the cache holds the rotated part of the keys as its values (latent attention).
+        negative_angle: keys are rotated by the negative of the rotary module's angles (NanoChat).
+        scaled: False where a norm after the rotation removes the attention factor (Llama 4).
     """
 
     pairing: str
@@ -65,13 +71,13 @@ class KeyLayout:
 
 @dataclass
 class CacheState:
-    """What a cache holds, rows in the order of its batch.
+    """How the keys of a cache are rotated; rows in the order of its batch.
 
     Attributes:
-        method: `RopeMethod.to_dict` of the method it was filled under.
+        method: `RopeMethod.to_dict` of the method the cache was filled under.
         lengths: (rows,) int64, the length whose frequencies a row's keys have.
-        positions: (rows or 1, tokens) int64, where each key stands.
-        valid_up_to: no row's frequencies change as long as the cache has at most so many tokens.
+        positions: (rows or 1, tokens) int64, the position of each key.
+        valid_up_to: no row's frequencies change while the cache has at most this many tokens.
     """
 
     method: dict[str, Any]
@@ -82,7 +88,11 @@ class CacheState:
 
 @dataclass
 class KeyRotation:
-    """A rotation of keys by position: cos and sin, float32 (rows or 1, 1, tokens, dim // 2), factors included."""
+    """A rotation of keys by position.
+
+    Attributes:
+        cos, sin: times the attention factor, float32 (rows or 1, 1, tokens, dim // 2).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -91,10 +101,15 @@ class KeyRotation:
     def between_lengths(
         cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool = True
     ) -> KeyRotation:
-        """From the frequencies at lengths `before` to those at `after`, both (rows,); positions (rows or 1, tokens)."""
+        """The rotation from the frequencies at lengths `before` (rows,) to those at `after` (rows,).
+
+        Args:
+            positions: (rows or 1, tokens) integers.
+            scaled: keys carry the attention factor.
+        """
         old, old_factor = table.phase_per_position(before)
         new, new_factor = table.phase_per_position(after)
-        angle = angles(positions, new - old)  # wraps around like the fixed-point turns themselves
+        angle = angles(positions, new - old)  # int64 overflow drops whole cycles
         cos, sin = angle.cos(), angle.sin()
         if scaled and (isinstance(new_factor, Tensor) or isinstance(old_factor, Tensor)):
             ratio = new_factor / old_factor
@@ -103,12 +118,15 @@ class KeyRotation:
 
     @classmethod
     def from_phase(cls, phase: Tensor) -> KeyRotation:
-        """By fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
+        """The rotation by fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
         angle = phase_to_radians(phase)
         return cls(angle.cos()[:, None], angle.sin()[:, None])
 
     def last(self, count: int) -> KeyRotation:
-        """For the last `count` tokens; where there are fewer, keys that nobody attends to come after them."""
+        """The rotation of the last `count` tokens.
+
+        A static cache returns more keys than there are tokens; its empty places come last and no query sees them.
+        """
         tokens = self.cos.shape[-2]
         if count <= tokens:
             return KeyRotation(self.cos[..., tokens - count :, :], self.sin[..., tokens - count :, :])
@@ -119,18 +137,19 @@ class KeyRotation:
         return KeyRotation(self.cos.to(device), self.sin.to(device))
 
     def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
-        """Keys (rows, heads, tokens, head_dim), turned, in new memory."""
+        """Rotated keys (rows, heads, tokens, head_dim), in new memory."""
         start, pairs = layout.start, layout.dim // 2
         cos, sin = self.cos, -self.sin if layout.negative_angle else self.sin
         out = torch.empty_like(keys)
-        if layout.dim < keys.shape[-1] or keys.requires_grad:  # the gradient wants what is written into to have one
+        # Autograd records writes into a tensor that has a history.
+        if layout.dim < keys.shape[-1] or keys.requires_grad:
             out = out.copy_(keys)
         x, y = (part[..., start : start + layout.dim] for part in (keys, out))
         if layout.pairing == "half":
             first, second, to_first, to_second = x[..., :pairs], x[..., pairs:], y[..., :pairs], y[..., pairs:]
         else:
             first, second, to_first, to_second = x[..., 0::2], x[..., 1::2], y[..., 0::2], y[..., 1::2]
-        if keys.dtype == cos.dtype and not keys.requires_grad:  # without memory of its own
+        if keys.dtype == cos.dtype and not keys.requires_grad:  # no temporary tensor
             torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
             torch.mul(second, cos, out=to_second).addcmul_(first, sin)
         elif keys.device.type in FUSED_UPCAST_DEVICES and not keys.requires_grad:
@@ -144,35 +163,35 @@ class KeyRotation:
 
 
 def candidate_key_layouts(width: int, dim: int) -> Iterator[KeyLayout]:
-    """Every way to have `dim` rotated dims among the `width` of a head."""
+    """Every layout with `dim` rotated dims in a head of `width` dims."""
     starts = sorted({start for start in (0, width - dim) if start >= 0})
     for start, pairing, negative_angle in product(starts, ("half", "interleaved"), (False, True)):
         yield KeyLayout(pairing, start, dim, negative_angle=negative_angle)
 
 
 def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians: Tensor) -> KeyLayout | None:
-    """How a layer of a cache keeps what turns of its keys, by looking; None: it keeps nothing that turns.
+    """Find out which dims of its keys a cache layer keeps rotated, from three copies of it; None: it keeps none.
 
     Args:
-        unrotated, rotated, rotated_scaled: the layer after one token that was not turned, after the same token turned
-            by `radians`, and with an attention factor of 1.25 as well.
-        radians: (dim // 2,), none near a whole turn.
+        unrotated, rotated, rotated_scaled: the layer after one token that was not rotated, after the same token
+            rotated by `radians`, and the latter with an attention factor of 1.25 as well.
+        radians: (dim // 2,), none near a whole cycle.
 
     Raises:
-        ValueError: naming what else it keeps that follows the turn, or follows it in another way.
+        ValueError: naming the attributes that change with the rotation in another way.
     """
     before, after = vars(unrotated), vars(rotated)
     changed = [name for name in before if not nearly_equal(before[name], after[name])]
     if not changed:
         return None
-    turn = KeyRotation(*(f(radians.to(torch.float32))[None, None, None] for f in (torch.cos, torch.sin)))
+    rotation = KeyRotation(*(f(radians.to(torch.float32))[None, None, None] for f in (torch.cos, torch.sin)))
     dim = 2 * len(radians)
     if changed in (["keys"], ["values"]):
         name = changed[0]
         old, new = before[name], after[name]
         for possible in candidate_key_layouts(old.shape[-1], dim):
             layout = replace(possible, in_values=name == "values")
-            if nearly_equal(turn.to(old.device).apply(old, layout), new):
+            if nearly_equal(rotation.to(old.device).apply(old, layout), new):
                 part = slice(layout.start, layout.start + dim)
                 long, short = (x[..., part].float().norm() for x in (getattr(rotated_scaled, name), new))
                 return replace(layout, scaled=bool(long > 1.125 * short))
@@ -180,7 +199,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
 
 
 def nearly_equal(one: Any, other: Any) -> bool:
-    """Whether two attributes of cache layers hold the same numbers but for rounding."""
+    """Whether two tensors, or nested containers of tensors, are equal but for rounding."""
     if isinstance(one, dict):
         one, other = list(one.values()), list(other.values())
     if isinstance(one, (list, tuple)):
@@ -192,44 +211,51 @@ def nearly_equal(one: Any, other: Any) -> bool:
 
 
 Layers = Sequence[tuple[Any, KeyLayout]]
-"""Layers of a cache, each with how it keeps its keys."""
+"""Layers of a cache, each with the layout of its keys."""
 
 
-def rotate_cached_keys_(layers: Layers, turn: KeyRotation) -> None:
-    """KeyRotation the keys that plain layers hold; `turn` is for all tokens, of which a layer holds the last."""
+def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
+    """Rotate the keys in plain layers in place.
+
+    Args:
+        rotation: of all tokens; a sliding-window layer holds the last ones only.
+    """
     for layer, layout in layers:
         if not layer.is_initialized or not layer.keys.numel():
             continue
         name = "values" if layout.in_values else "keys"
         old = getattr(layer, name)
-        new, here = torch.empty_like(old), turn.last(old.shape[-2]).to(old.device)
-        for at in range(0, old.shape[-2], ROTATE_CHUNK_TOKENS):
-            part = (..., slice(at, at + ROTATE_CHUNK_TOKENS), slice(None))
-            new[part] = KeyRotation(here.cos[part], here.sin[part]).apply(old[part], layout)
+        new, own = torch.empty_like(old), rotation.last(old.shape[-2]).to(old.device)
+        for start in range(0, old.shape[-2], ROTATE_CHUNK_TOKENS):
+            part = (..., slice(start, start + ROTATE_CHUNK_TOKENS), slice(None))
+            new[part] = KeyRotation(own.cos[part], own.sin[part]).apply(old[part], layout)
         setattr(layer, name, new)
 
 
 @contextmanager
-def rotate_keys_on_read(layers: Layers, back: KeyRotation, forth: KeyRotation) -> Iterator[None]:
-    """Inside, `update` of these layers stores new keys turned `back` and returns all keys turned `forth`."""
+def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_reading: KeyRotation) -> Iterator[None]:
+    """Replace `update` of these layers: it stores new keys rotated one way and returns all keys rotated the other."""
     for layer, layout in layers:
-        layer.update = _turning(layer.update, back, forth, layout)
+        layer.update = _rotating_update(layer.update, before_storing, after_reading, layout)
     try:
         yield
     finally:
         for layer, _ in layers:
-            del layer.update  # the class's own comes to light again
+            del layer.update  # restores the class's method
 
 
-def _turning(
-    update: Callable[..., tuple[Tensor, Tensor]], back: KeyRotation, forth: KeyRotation, layout: KeyLayout
+def _rotating_update(
+    update: Callable[..., tuple[Tensor, Tensor]],
+    before_storing: KeyRotation,
+    after_reading: KeyRotation,
+    layout: KeyLayout,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    def turned(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        here, there = back.to(key_states.device), forth.to(key_states.device)
+    def rotating(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        storing, reading = (r.to(key_states.device) for r in (before_storing, after_reading))
         if layout.in_values:
-            keys, values = update(key_states, here.apply(value_states, layout), *args, **kwargs)
-            return keys, there.last(values.shape[-2]).apply(values, layout)
-        keys, values = update(here.apply(key_states, layout), value_states, *args, **kwargs)
-        return there.last(keys.shape[-2]).apply(keys, layout), values
+            keys, values = update(key_states, storing.apply(value_states, layout), *args, **kwargs)
+            return keys, reading.last(values.shape[-2]).apply(values, layout)
+        keys, values = update(storing.apply(key_states, layout), value_states, *args, **kwargs)
+        return reading.last(keys.shape[-2]).apply(keys, layout), values
 
-    return graph_break(turned)  # what stands there for one forward only is not worth a graph of its own
+    return graph_break(rotating)  # not compiled: the wrapper lives for a single forward

@@ -1,4 +1,4 @@
-"""Rotation angles in 64-bit fixed point."""
+"""Rotation angles in 64-bit fixed point: one cycle is 2^64 units, so that whole cycles vanish by overflow."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import TWO_PI
 
-__all__ = ["angles", "fixed_point", "phase_to_radians"]
+__all__ = ["angles", "fixed_point", "fixed_point_number", "phase_to_radians"]
 
 _UNITS_PER_CYCLE = 2.0**64
+_MOST_UNITS = 2**63 - 1024  # half a cycle, 2^63, does not fit into int64; this is the double below it
 
 
 def fixed_point(inv_freq: Tensor) -> Tensor:
-    """Radians per position (float64) -> int64 units of 2^-64 turns per position, whole turns dropped."""
-    turns = inv_freq / TWO_PI
-    fraction = turns - turns.round()
-    # At exactly half a turn 2^63 does not fit; 2^63 - 2^10 is the double below it.
-    return (fraction * _UNITS_PER_CYCLE).clamp(max=2.0**63 - 1024).to(torch.int64)
+    """Radians per position (float64) -> int64 units of 2^-64 cycles per position, whole cycles dropped."""
+    cycles = inv_freq / TWO_PI
+    fraction = cycles - cycles.round()
+    return (fraction * _UNITS_PER_CYCLE).clamp(max=float(_MOST_UNITS)).to(torch.int64)
+
+
+def fixed_point_number(radians: float) -> int:
+    """`fixed_point` of one number."""
+    cycles = radians / TWO_PI
+    return int(min((cycles - round(cycles)) * _UNITS_PER_CYCLE, _MOST_UNITS))
 
 
 def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
-    """Angles modulo a turn, float32 in [-pi, pi], (..., length, dim // 2), from integer positions and `fixed_point`."""
+    """Angles of integer positions (..., length), float32 in [-pi, pi], (..., length, dim // 2)."""
     return phase_to_radians(position_ids[..., None].to(torch.int64) * frequency)
 
 
 def phase_to_radians(phase: Tensor) -> Tensor:
-    """Fixed-point angles, int64 units of 2^-64 turns, as float32 in [-pi, pi]."""
+    """Fixed-point angles, int64 units of 2^-64 cycles, as float32 in [-pi, pi]."""
     return phase.to(torch.float32) * (TWO_PI / _UNITS_PER_CYCLE)

@@ -1,0 +1,116 @@
+"""The hooks around a decoder's forward: one installer, one base class, for every method that needs them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, takes_tokens
+from rope_ext_hf.patches.slots import PatchedSlot
+from rope_ext_hf.rotary.forward_state import pop, push
+
+__all__ = ["DecoderHooks", "decoder_of", "install_forward_hooks"]
+
+
+class DecoderHooks:
+    """Hooks around the forward of a decoder; a subclass works out what the modules inside need.
+
+    They hold nothing that changes with a forward, so that several threads may run one model.
+
+    Args:
+        slots: the patched slots inside the decoder.
+    """
+
+    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+        self.slots = list(slots)
+
+    def pre_forward(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a forward; may return other arguments for it."""
+        raise NotImplementedError
+
+    def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """End a forward, also after an exception in it (`output` is None then)."""
+        raise NotImplementedError
+
+    def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardContext | None:
+        """Read the arguments of a call and make them the thread's current context; None: no tokens were given."""
+        if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
+            interrupted.close()
+        context = ForwardContext.from_call(decoder, args, kwargs)
+        if context is not None:
+            push(context)
+        return context
+
+    def end(self, decoder: nn.Module) -> ForwardContext | None:
+        """End the forward and undo what it changed in others; None where none was begun."""
+        context = pop(decoder)
+        if not isinstance(context, ForwardContext):
+            return None
+        context.close()
+        return context
+
+
+class _MaskHooks:
+    """Hooks around a module outside the decoder, which may turn the mask that the user gives into another one."""
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        push(GivenMask(owner=module, attention_mask=arguments(module, args, kwargs).get("attention_mask")))
+
+    def post_forward(self, module: nn.Module, *_: Any) -> None:
+        pop(module)
+
+
+def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks]) -> None:
+    """Hook every decoder of a model that holds patched slots, and the modules around it; the slots keep the handles."""
+    modules = dict(model.named_modules())
+    slots_of: dict[str, list[PatchedSlot]] = {}
+    for path, slot in modules.items():
+        if isinstance(slot, PatchedSlot):
+            slots_of.setdefault(_decoder_path(modules, path.rpartition(".")[0]), []).append(slot)
+    for path, slots in slots_of.items():
+        hooks, masks = make_hooks(slots), _MaskHooks()
+        handles = [
+            modules[path].register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
+            modules[path].register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
+        ]
+        for outer in _modules_around(modules, path):
+            handles += [
+                outer.register_forward_pre_hook(masks.pre_forward, with_kwargs=True),
+                outer.register_forward_hook(masks.post_forward, always_call=True),
+            ]
+        slots[0].hooks += handles
+
+
+def decoder_of(model: nn.Module, module: nn.Module) -> nn.Module:
+    """The decoder that a module of a model belongs to: itself, or the next one around it that takes tokens."""
+    modules = dict(model.named_modules())
+    start = next(path for path, each in modules.items() if each is module)
+    decoder: nn.Module = modules[_decoder_path(modules, start)]
+    return decoder
+
+
+def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
+    while not takes_tokens(modules[path]):
+        if not path:
+            raise UnsupportedModelError(
+                f"no module of {type(modules['']).__name__} around its rotary embedding takes input_ids or "
+                "inputs_embeds; patch the whole model, not a part of it"
+            )
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _modules_around(modules: Mapping[str, nn.Module], path: str) -> list[nn.Module]:
+    """The modules outside the one at `path` that take a mask."""
+    around = []
+    while path:
+        path = path.rpartition(".")[0]
+        if "attention_mask" in inspect.signature(type(modules[path]).forward).parameters:
+            around.append(modules[path])
+    return around

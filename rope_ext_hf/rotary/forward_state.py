@@ -1,0 +1,73 @@
+"""The state of the forwards under way in this thread: everything that lives for one forward is reached from here.
+
+A decoder's hooks `push` a state before its forward and `pop` it after; the modules inside look their own up. Each
+thread has a stack of its own, so that several threads may run one model. docs/internals.md lists what the states hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+__all__ = ["ForwardState", "pop", "push", "running", "state_of_table"]
+
+
+@dataclass(eq=False, kw_only=True)
+class ForwardState:
+    """What is kept for one forward of one module.
+
+    Attributes:
+        owner: the module whose forward it is.
+        tables: the rotary modules inside that read this state.
+        row_lengths: the lengths whose frequencies the rows get, (rows,) or (rows, tokens) integers; None: each row's
+            largest position + 1.
+        frequency: fixed-point frequencies, int64 (dim // 2,), in place of the method's.
+        attention_factor: what cos and sin are multiplied by, where `frequency` is given.
+    """
+
+    owner: nn.Module
+    tables: tuple[nn.Module, ...] = ()
+    row_lengths: Tensor | None = None
+    frequency: Tensor | None = None
+    attention_factor: float = 1.0
+
+    def close(self) -> None:
+        """Undo what this forward has changed in others."""
+
+
+# A plain threading.local: torch.compile traces its attributes, and not those of a ContextVar.
+_local = threading.local()
+
+
+def running() -> Iterator[ForwardState]:
+    """The states of this thread's forwards, innermost first."""
+    return reversed(getattr(_local, "states", ()))
+
+
+def push(state: ForwardState) -> None:
+    """Begin a forward."""
+    _local.states = (*getattr(_local, "states", ()), state)
+
+
+def pop(owner: nn.Module) -> ForwardState | None:
+    """End the innermost forward of `owner`; None where none was begun, as when a hook before ours raised."""
+    states = getattr(_local, "states", ())
+    for index in range(len(states) - 1, -1, -1):
+        if states[index].owner is owner:
+            _local.states = states[:index]
+            for interrupted in states[index + 1 :]:  # whose hooks after the forward never ran
+                interrupted.close()
+            return states[index]  # type: ignore[no-any-return]
+    return None
+
+
+def state_of_table(table: nn.Module) -> ForwardState | None:
+    """The state that a rotary module reads: of the innermost forward it belongs to."""
+    for state in running():
+        for each in state.tables:
+            if each is table:
+                return state
+    return None
