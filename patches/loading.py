@@ -22,6 +22,9 @@ __all__ = ["from_pretrained", "load_config", "restore_patch"]
 
 M = TypeVar("M", bound=nn.Module)
 
+# Arguments of transformers' from_pretrained that are also attributes of a config; "auto" is a value for the first only.
+_LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
+
 
 def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
     """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None.
@@ -80,7 +83,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     config, record = load_config(path, **hub)
     if record is None:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    for key in [key for key in kwargs if hasattr(config, key)]:  # config settings among the arguments
+    settings = [key for key in kwargs if hasattr(config, key) and key not in _LOADING_ARGUMENTS]
+    for key in settings:
         if key in SAVED_KEYS:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))

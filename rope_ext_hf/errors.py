@@ -24,6 +24,7 @@ __all__ = [
     "MethodError",
     "RopeExtError",
     "UnsupportedModelError",
+    "bounded",
     "did_you_mean",
     "one_line",
     "printable",
@@ -73,6 +74,12 @@ def one_line(error: BaseException, most: int = 300) -> str:
 def short(text: str, most: int = 80) -> str:
     """At most so many characters of a text, with "..." where something was left out."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def bounded(text: str, most: int = 1000, longest_word: int = 120) -> str:
+    """A message without its excess: words cut to their beginning, and the middle left out of what is still too long."""
+    words = " ".join(word if len(word) <= longest_word else short(word, longest_word) for word in text.split())
+    return words if len(words) <= most else f"{words[: most * 2 // 3]} ... {words[-(most // 3) :]}"
 
 
 def printable(text: str) -> str:

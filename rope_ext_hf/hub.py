@@ -11,7 +11,8 @@ Every failure a user can cause is a CheckpointError of one line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "empty_model",
     "find_device",
     "find_dtype",
+    "foreign_errors",
     "load_empty",
     "load_model",
     "load_tokenizer",
@@ -45,9 +47,26 @@ _DTYPES: dict[str, torch.dtype | str] = {
 }
 
 
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
+_SECONDS_TO_ANSWER = 5.0
+
+
 def model_source(name: str | Path) -> str:
-    """What transformers' `from_pretrained` takes for this name."""
-    return str(reference_folder()) if str(name) == "reference" else str(name)
+    """What transformers' `from_pretrained` takes for this name.
+
+    Raises:
+        CheckpointError: a path where there is no folder.
+    """
+    source = str(reference_folder()) if str(name) == "reference" else str(name)
+    if not source:
+        raise CheckpointError("an empty name is no model; give a folder, a Hub id or 'reference'")
+    path = Path(source).expanduser()
+    if _is_folder(path):
+        return str(path)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
+        hint = "; it is a file, give the folder it is in" if _exists(path) else ""
+        raise CheckpointError(f"no such model folder: {short(source)!r}{hint}")
+    return source
 
 
 def model_folder(name: str | Path, *, revision: str | None = None, ignore: Sequence[str] = ()) -> Path:
@@ -62,19 +81,65 @@ def model_folder(name: str | Path, *, revision: str | None = None, ignore: Seque
         CheckpointError: no such folder, and no such repository on the Hub.
     """
     source = model_source(name)
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise CheckpointError(f"no such folder: {source!r}")
+    if _is_folder(Path(source)):
+        return Path(source)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    options = _hub_options(source, revision)
+    with loading(f"the repository {short(source)!r} on the Hub"):
+        return Path(snapshot_download(source, ignore_patterns=list(ignore) or None, **options))
+
+
+def _hub_options(source: str, revision: str | None) -> dict[str, Any]:
+    """Arguments that make transformers and huggingface_hub find a source, without waiting for a Hub out of reach.
+
+    Raises:
+        CheckpointError: no folder of this name, nothing of this name in the Hub's cache, and no Hub to ask.
+    """
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if _is_folder(Path(source)) or _hub_answers():
+        return options
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(source, revision=revision, ignore_patterns=list(ignore) or None))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{source!r} is neither a folder nor a model on the Hub: {reason}") from error
+        cached = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
+    except HFValidationError:
+        cached = False
+    if not cached:
+        raise CheckpointError(
+            f"{short(source)!r} is neither a folder here nor a model in the Hub's cache, and the Hub cannot be "
+            f"reached.{did_you_mean(source, ['reference'])} The bundled model is called 'reference'"
+        )
+    return options | {"local_files_only": True}
+
+
+@cache
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached: asked once, without the retries that take the better part of a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER)
+    except Exception:  # which HTTP library it is, and so which errors there are, depends on huggingface_hub's version
+        return False
+    return True
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long for a path, a null byte
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -101,11 +166,13 @@ def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_co
     Raises:
         CheckpointError: no such model, or weights in a pairing that its class does not run.
     """
-    options = {"revision": revision} if revision else {}
-    config, record = load_config(model_source(name), trust_remote_code=trust_remote_code, **options)
-    model = empty_model(config, trust_remote_code=trust_remote_code)
-    check_pairing(model)
-    return model if record is None else restore_patch(model, record)
+    source = model_source(name)
+    options = _hub_options(source, revision)
+    with loading(f"the model {short(str(name))!r}"):
+        config, record = load_config(source, trust_remote_code=trust_remote_code, **options)
+        model = empty_model(config, trust_remote_code=trust_remote_code)
+        check_pairing(model)
+        return model if record is None else restore_patch(model, record)
 
 
 def load_model(
@@ -131,15 +198,16 @@ def load_model(
         CheckpointError: no such model, or a damaged one.
         MethodError: an unknown dtype, or a device that cannot be used.
     """
-    options: dict[str, Any] = {"revision": revision} if revision else {}
+    kind, place = find_dtype(dtype), find_device(device)
+    source = model_source(name)
+    options = _hub_options(source, revision)
     if device_map is not None:
         options["device_map"] = device_map
-    kind, place = find_dtype(dtype), find_device(device)
-    with loading(f"the model {str(name)!r}"):
-        model = from_pretrained(model_source(name), dtype=kind, trust_remote_code=trust_remote_code, **options)
-    check_pairing(model)
-    if device_map is None:
-        model.to(place)
+    with loading(f"the model {short(str(name))!r}"):
+        model = from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code, **options)
+        check_pairing(model)
+        if device_map is None:
+            model.to(place)
     return model.eval()
 
 
@@ -186,20 +254,38 @@ def load_tokenizer(
         raise CheckpointError(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    with loading(f"the tokenizer of {str(name)!r}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model_source(name), trust_remote_code=trust_remote_code, **options
+    source = model_source(name)
+    options = _hub_options(source, revision)
+    if _is_folder(folder := Path(source)) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
+            "model it was made from"
         )
+    with loading(f"the tokenizer of {short(str(name))!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, **options
+        )
+        tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
 
 
 @contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Inside, whatever transformers raises on a missing or damaged file becomes a CheckpointError of one line."""
+def foreign_errors(failure: str) -> Iterator[None]:
+    """Inside, every exception becomes a CheckpointError of one line that begins with what failed.
+
+    For work on files that others made: readers of configs, tokenizers and weights, and model classes, raise anything
+    where a file is damaged. Errors of this package pass through as they are.
+    """
     try:
         yield
-    except RopeExtError:
+    except (RopeExtError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:  # config, tokenizer and weight readers raise anything on damaged files
-        raise CheckpointError(f"{what} could not be loaded: {one_line(error)}") from error
+    except BaseException as error:  # a panic in Rust code, such as tokenizers, is no Exception
+        plain = isinstance(error, (OSError, ValueError, RuntimeError)) or not str(error)
+        reason = one_line(error) if plain else f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"{failure}: {reason}") from error
+
+
+def loading(what: str) -> AbstractContextManager[None]:
+    """`foreign_errors` for what is being loaded."""
+    return foreign_errors(f"{what} could not be loaded")

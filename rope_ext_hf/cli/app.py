@@ -6,6 +6,7 @@ Bad input ends with one line on standard error and exit code 2; a loss that is n
 
 from __future__ import annotations
 
+import traceback
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -85,6 +86,11 @@ class Group(TyperGroup):
         """Run a command."""
         try:
             return super().invoke(ctx)
+        except RopeExtError as error:
+            if ctx.params["traceback"]:
+                traceback.print_exception(error)
+            print_error(str(error))
+            raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             hint = _CONTINUE.get(ctx.invoked_subcommand or "")
             print_error("stopped" + (f"; {hint}" if hint else ""))
@@ -95,9 +101,6 @@ class Group(TyperGroup):
         try:
             with short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
-        except RopeExtError as error:
-            print_error(str(error))
-            code = 2
         except Exception as error:
             if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
                 raise
@@ -135,6 +138,9 @@ def _options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Before an error, also print where in the code it came from.")
     ] = False,
 ) -> None:
     """Longer context for Hugging Face models: patch RoPE methods in, and measure what they do."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rope_ext_hf.errors import CheckpointError, printable
+from rope_ext_hf.errors import CheckpointError, bounded, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,8 +46,8 @@ def print_note(name: str, text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error as one line on standard error."""
-    typer.echo(f"rope-ext: {printable(' '.join(text.split()))}", err=True)
+    """Print an error as one line on standard error, long values in it cut short."""
+    typer.echo(f"rope-ext: {printable(bounded(text))}", err=True)
 
 
 def print_table(table: Table) -> None:
@@ -76,7 +76,7 @@ def short_warnings() -> Iterator[None]:
     """Inside, a warning is one line on standard error."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        print_note("warning", " ".join(str(message).split()))
+        print_note("warning", bounded(str(message)))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

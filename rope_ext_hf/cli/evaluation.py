@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,7 @@ from rope_ext_hf.cli.options import (
     parse_lengths,
     parse_numbers,
 )
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import MethodError, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ def demo(
     lengths = [trained, 2 * trained, 4 * trained, 8 * trained]
     plan = prepare(model, "stdlib", lengths=lengths, max_spans=spans)
     make_folder(out)
-    _measure(model, methods, plan, "stdlib", out, as_json)
+    _stop_if_not_finite(_measure(model, methods, plan, "stdlib", out, as_json))
 
 
 def ppl(
@@ -100,18 +101,21 @@ def ppl(
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
     from rope_ext_hf.eval.plan import prepare
+    from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
     span_arguments = spans.arguments()
     quiet_transformers()
     empty = load.empty_model(model)
-    requested = methods.resolve(empty)
-    tokenizer = load.tokenizer(model)
-    plan = prepare(empty, spans.data, lengths=wanted, tokenizer=tokenizer, **span_arguments)
-    make_folder(out)
-    _preflight(empty, load, plan.passes, plan.scored, len(requested))
-    loaded = load.model(model)
-    _measure(loaded, requested, plan, spans.data, out, as_json, load.chunk, load.offload_cache)
+    with foreign_errors(f"the model {short(model)!r} could not be measured"):
+        requested = [None, *methods.resolve(empty, max(wanted))]
+        tokenizer = load.tokenizer(model)
+        plan = prepare(empty, spans.data, lengths=wanted, tokenizer=tokenizer, **span_arguments)
+        make_folder(out)
+        _preflight(empty, load, plan.passes, plan.scored, len(requested), spans.most_spans)
+        loaded = load.model(model)
+        results = _measure(loaded, requested, plan, spans.data, out, as_json, load.chunk, load.offload_cache)
+    _stop_if_not_finite(results)
 
 
 def sweep(
@@ -134,49 +138,50 @@ def sweep(
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
     from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, plan_sweep, run_sweep
+    from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
     span_arguments = spans.arguments()
-    factors = methods.factors or None
+    methods.check(factor_alone=True)
     rank, world, wait = _processes(processes)
     if world > 1 and load.device == "auto":
-        import dataclasses
-
-        load = dataclasses.replace(load, device=_own_device())
+        load = replace(load, device=_own_device())
     quiet_transformers()
     empty = load.empty_model(model)
-    plan = plan_sweep(
-        empty,
-        spans.data,
-        methods=methods.names or DEFAULT_METHODS,
-        factors=factors,
-        lengths=wanted,
-        tokenizer=load.tokenizer(model),
-        **span_arguments,
-    )
-    make_folder(out)
-    reading, count = plan.plan, len(plan.methods)
-    _preflight(empty, load, reading.passes, reading.scored, count, processes=world, show=rank == 0)
-    loaded = load.model(model)
-    with progress_bar("as loaded", show=rank == 0) as bar:
-
-        def started(folder: Path, done: int, units: int) -> None:
-            if rank == 0:
-                bar.set_total(count * reading.tokens // world)
-                print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
-
-        run = run_sweep(
-            loaded,
-            plan,
-            out=out,
-            chunk=load.chunk,
-            offload_cache=load.offload_cache,
-            rank=rank,
-            world=world,
-            wait=wait,
-            progress=bar.advance,
-            started=started,
+    with foreign_errors(f"the model {short(model)!r} could not be measured"):
+        plan = plan_sweep(
+            empty,
+            spans.data,
+            methods=methods.resolve(empty, max(wanted)) if methods.names else DEFAULT_METHODS,
+            factors=methods.factors or None,
+            lengths=wanted,
+            tokenizer=load.tokenizer(model),
+            **span_arguments,
         )
+        make_folder(out)
+        reading, count = plan.plan, len(plan.methods)
+        show = rank == 0
+        _preflight(empty, load, reading.passes, reading.scored, count, spans.most_spans, processes=world, show=show)
+        loaded = load.model(model)
+        with progress_bar("as loaded", show=show) as bar:
+
+            def started(folder: Path, done: int, units: int) -> None:
+                if show:
+                    bar.set_total(count * reading.tokens // world)
+                    print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
+
+            run = run_sweep(
+                loaded,
+                plan,
+                out=out,
+                chunk=load.chunk,
+                offload_cache=load.offload_cache,
+                rank=rank,
+                world=world,
+                wait=wait,
+                progress=bar.advance,
+                started=started,
+            )
     if rank == 0:
         _print_run(run, as_json)
     _stop_if_not_finite(run.results)
@@ -209,6 +214,7 @@ def passkey(
     from rope_ext_hf.eval.results import label, provenance
     from rope_ext_hf.eval.retrieval import Retrieval, heat_map, table
     from rope_ext_hf.eval.retrieval import passkey as measure
+    from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.geometry import geometry
     from rope_ext_hf.patches.patching import patched
 
@@ -218,30 +224,31 @@ def passkey(
     make_folder(out)
     quiet_transformers()
     empty = load.empty_model(model)
-    requested = methods.resolve(empty)
-    tokenizer = load.tokenizer(model)
-    passes = [length for length in set(wanted) for _ in range(len(set(shares)) * trials)]
-    _preflight(empty, load, passes, len(passes), len(requested))
-    loaded = load.model(model)
-    results: list[Retrieval] = []
-    with progress_bar("as loaded") as bar:
-        bar.set_total(len(requested) * sum(passes))
-        for method in requested:
-            with patched(loaded, method) if method else nullcontext():
-                results += measure(
-                    loaded,
-                    lengths=wanted,
-                    depths=shares,
-                    tokenizer=tokenizer,
-                    trials=trials,
-                    seed=seed,
-                    haystack=haystack,
-                    task=wording,
-                    distractors=distractors,
-                    chunk=load.chunk,
-                    offload_cache=load.offload_cache,
-                    progress=partial(bar.advance, label(method.to_dict() if method else None)),
-                )
+    with foreign_errors(f"the model {short(model)!r} could not be measured"):
+        requested = [None, *methods.resolve(empty, max(wanted))]
+        tokenizer = load.tokenizer(model)
+        passes = [length for length in set(wanted) for _ in range(len(set(shares)) * trials)]
+        _preflight(empty, load, passes, len(passes), len(requested))
+        loaded = load.model(model)
+        results: list[Retrieval] = []
+        with progress_bar("as loaded") as bar:
+            bar.set_total(len(requested) * sum(passes))
+            for method in requested:
+                with patched(loaded, method) if method else nullcontext():
+                    results += measure(
+                        loaded,
+                        lengths=wanted,
+                        depths=shares,
+                        tokenizer=tokenizer,
+                        trials=trials,
+                        seed=seed,
+                        haystack=haystack,
+                        task=wording,
+                        distractors=distractors,
+                        chunk=load.chunk,
+                        offload_cache=load.offload_cache,
+                        progress=partial(bar.advance, label(method.to_dict() if method else None)),
+                    )
     source = provenance(loaded, haystack or f"task {wording}")
     text = json_text({"provenance": source, "results": [result.to_dict() for result in results]})
     (out / "passkey.json").write_text(text + "\n", encoding="utf-8")
@@ -278,6 +285,7 @@ def _preflight(
     passes: Sequence[int],
     scored: int,
     repeats: int,
+    most_spans: int | None = None,
     *,
     processes: int = 1,
     show: bool = True,
@@ -288,6 +296,8 @@ def _preflight(
         empty: the model on the meta device.
         passes: the size of every window that goes through the model, in tokens.
         scored: tokens that go through its head.
+        repeats: how many times, once per method.
+        most_spans: how many spans per length were asked for, None for all.
     """
     from rope_ext_hf.eval.preflight import check_memory, estimate_flops, measure_flops
     from rope_ext_hf.hub import find_device, find_dtype
@@ -301,7 +311,8 @@ def _preflight(
     if show:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
-        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds)}")
+        bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
+        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds)}{bounded}")
 
 
 def _processes(expected: int | None) -> tuple[int, int, Any]:
@@ -367,7 +378,7 @@ def _measure(
     as_json: bool,
     chunk: int | None = None,
     offload_cache: bool = False,
-) -> None:
+) -> list[Result]:
     """Run every method, show progress, write and print the results."""
     from rope_ext_hf.eval.measuring import aggregate, score_plan
     from rope_ext_hf.eval.plots import curves
@@ -400,4 +411,4 @@ def _measure(
         print_text(
             f"speed    {throughput_text(results)}\nresults  {out / 'results.json'}\npicture  {picture or _NO_PICTURE}"
         )
-    _stop_if_not_finite(results)
+    return results

@@ -9,7 +9,7 @@ import typer
 
 from rope_ext_hf.cli.console import json_text, print_note, print_table, print_text, quiet_transformers
 from rope_ext_hf.cli.options import Json, MethodOptions, Model, Plot, SourceOptions, parse_length
-from rope_ext_hf.errors import MethodError, one_line
+from rope_ext_hf.errors import MethodError, one_line, short
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -82,6 +82,7 @@ def describe(
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.eval.results import label
+    from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.geometry import geometry
     from rope_ext_hf.patches.patching import patch as patch_model
@@ -90,9 +91,10 @@ def describe(
     arguments = methods.single()
     quiet_transformers()
     empty = source.empty_model(model)
-    if arguments is not None:
-        patch_model(empty, **arguments)
-    description = describe_model(empty)
+    with foreign_errors(f"the model {short(model)!r} could not be described"):
+        if arguments is not None:
+            patch_model(empty, **arguments)
+        description = describe_model(empty)
     if plot is not None:
         method = patched_method(empty)
         drawn = {label(method.to_dict()): method} if method else {}
@@ -114,7 +116,7 @@ def patch(
 
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
-    from rope_ext_hf.hub import model_folder
+    from rope_ext_hf.hub import foreign_errors, model_folder
     from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.patching import patch as patch_model
     from rope_ext_hf.patches.saving import save_patched_folder
@@ -124,9 +126,10 @@ def patch(
         raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
     quiet_transformers()
     empty = source.empty_model(model)
-    patch_model(empty, native=native, **arguments)
-    save_patched_folder(empty, model_folder(model, revision=source.revision), out)
-    description = describe_model(empty)
+    with foreign_errors(f"the model {short(model)!r} could not be patched"):
+        patch_model(empty, native=native, **arguments)
+        save_patched_folder(empty, model_folder(model, revision=source.revision), out)
+        description = describe_model(empty)
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,12 +143,28 @@ class SpanOptions:
         256
     )
     max_spans: Annotated[
-        int | None, typer.Option(min=1, help="Read at most this many spans per length, spread evenly over the text.")
-    ] = None
+        str,
+        typer.Option(
+            metavar="N", help="Read at most N spans per length, spread evenly over the text; all: the whole text."
+        ),
+    ] = "64"
     bos: Annotated[
         bool | None,
         typer.Option("--bos/--no-bos", help="Begin each span with the BOS token. Default: as the tokenizer does."),
     ] = None
+
+    @property
+    def most_spans(self) -> int | None:
+        """--max-spans as a number, None for all.
+
+        Raises:
+            MethodError: something else.
+        """
+        if self.max_spans == "all":
+            return None
+        if not re.fullmatch("[1-9][0-9]{0,8}", self.max_spans):
+            raise MethodError(f"--max-spans takes a number of at least 1 or all; got {short(self.max_spans)!r}")
+        return int(self.max_spans)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `rope_ext_hf.eval.perplexity` beside the corpus and the lengths."""
@@ -157,7 +172,7 @@ class SpanOptions:
             "protocol": self.protocol,
             "targets": parse_length(self.targets) if self.targets else None,
             "stride": self.stride,
-            "max_spans": self.max_spans,
+            "max_spans": self.most_spans,
             "bos": self.bos,
         }
 
@@ -190,7 +205,7 @@ class MethodOptions:
     @property
     def factors(self) -> list[float]:
         """The factors in the order given."""
-        return parse_numbers("--factor", ",".join(self.factor or []), "2,4,8") if self.factor else []
+        return parse_numbers("--factor", ",".join(self.factor), "2,4,8") if self.factor else []
 
     @property
     def extended_length(self) -> int | None:
@@ -202,14 +217,20 @@ class MethodOptions:
         """The methods' further parameters."""
         return parse_parameters(self.context.args)
 
-    def check(self) -> None:
+    def check(self, *, factor_alone: bool = False) -> None:
         """Refuse parameters that no method was given for.
+
+        Args:
+            factor_alone: whether a factor may stand without a method, for a command that has methods of its own.
 
         Raises:
             MethodError: a factor, a length or another parameter without a method.
         """
-        if not self.names and (self.parameters or self.factor or self.target_length):
-            raise MethodError("parameters without a method; add --method")
+        options = ["--target-length"] if self.target_length else []
+        options += ["--factor"] if self.factor and not factor_alone else []
+        options += [f"--{name.replace('_', '-')}" for name in self.parameters]
+        if options and not self.names:
+            raise MethodError(f"{', '.join(options)} given without a method; add --method")
 
     def single(self) -> dict[str, Any] | None:
         """The arguments of `rope_ext_hf.patch` for the one method asked for, None where there is none.
@@ -232,21 +253,46 @@ class MethodOptions:
             **self.parameters,
         }
 
-    def resolve(self, model: nn.Module) -> list[RopeMethod | None]:
-        """None for the model as loaded, then every method asked for, with every factor."""
-        from rope_ext_hf.methods.registry import resolve_method
-        from rope_ext_hf.patches.geometry import geometry
+    def resolve(self, model: nn.Module, longest: int) -> list[RopeMethod]:
+        """Every method asked for, with every factor.
+
+        Args:
+            longest: the extended length where neither a factor nor a target length is given, in tokens.
+        """
+        from rope_ext_hf.methods.registry import accepts_factor, resolve_method
+        from rope_ext_hf.patches.geometry import bind, geometry
 
         self.check()
         rotary = geometry(model)
-        return [
-            None,
-            *(
-                resolve_method(name, rotary, factor=factor, target_length=self.extended_length, **self.parameters)
-                for name in self.names
-                for factor in self.factors or (None,)
-            ),
-        ]
+        resolved: list[RopeMethod] = []
+        for name in self.names:
+            parameters = self._parameters_for(name)
+            for factor in self.factors or (None,):
+                scale, length = factor, self.extended_length
+                if factor is None and length is None:
+                    length = max(longest, rotary.trained_length)
+                elif factor is not None and length is None and not accepts_factor(name):
+                    scale, length = None, round(factor * rotary.trained_length)
+                method = resolve_method(name, rotary, factor=scale, target_length=length, **parameters)
+                resolved.append(bind(model, method, length or max(longest, rotary.trained_length)))
+        return list(dict.fromkeys(resolved))
+
+    def _parameters_for(self, name: str) -> dict[str, Any]:
+        """The further parameters for one of several methods: those it takes, and those that none of them takes."""
+        from rope_ext_hf.methods.registry import list_methods
+
+        fields = {
+            other: {field.name for field in dataclasses.fields(method)} for other, method in list_methods().items()
+        }
+
+        def takes(method: str, parameter: str) -> bool:  # a method without fields here is an alias, or unknown
+            return method not in fields or not fields[method].isdisjoint({parameter, "frequency"})
+
+        return {
+            parameter: value
+            for parameter, value in self.parameters.items()
+            if takes(name, parameter) or not any(takes(other, parameter) for other in self.names)
+        }
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -317,8 +363,8 @@ def parse_numbers(option: str, text: str, example: str) -> list[float]:
     except ValueError as error:
         raise MethodError(f"{option} takes numbers, e.g. {example}; got {short(text)!r}") from error
     for number in numbers:
-        if not math.isfinite(number):
-            raise MethodError(f"{option} must be finite, got {number}")
+        if not abs(number) <= MOST_TOKENS:
+            raise MethodError(f"{option} must be a finite number of a possible size, e.g. {example}; got {number}")
     return numbers
 
 
