@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.errors import CorpusError, MethodError, printable
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
@@ -332,7 +333,7 @@ def table(results: Sequence[Retrieval], trained_length: int) -> Table:
         for index, (depth, row) in enumerate(depths.items()):
             cells = [_cell(row.get(length)) for length in lengths]
             last = index == len(depths) - 1
-            view.add_row("" if index else name, f"{depth:.0%}", *cells, end_section=last)
+            view.add_row("" if index else escape(printable(name)), f"{depth:.0%}", *cells, end_section=last)
     return view
 
 

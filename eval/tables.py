@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
+from rope_ext_hf.errors import printable
 from rope_ext_hf.eval.protocols import resolve_protocol
 from rope_ext_hf.eval.results import Result, label
 
@@ -88,7 +90,7 @@ def table(
         if increases is not None:
             increase = increases.get(name)
             cells.append("" if increase is None else f"{increase[0]:+.3f}")
-        view.add_row(name, *cells)
+        view.add_row(escape(printable(name)), *cells)
     return view
 
 

@@ -96,12 +96,12 @@ def _hub_options(source: str, revision: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: no folder of this name, nothing of this name in the Hub's cache, and no Hub to ask.
     """
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    if _is_folder(Path(source)) or _hub_answers():
-        return options
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    options: dict[str, Any] = {"revision": revision} if revision else {}
+    if _is_folder(Path(source)) or _answers(constants.ENDPOINT):
+        return options
     try:
         cached = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
     except HFValidationError:
@@ -115,14 +115,14 @@ def _hub_options(source: str, revision: str | None) -> dict[str, Any]:
 
 
 @cache
-def _hub_answers() -> bool:
-    """Whether the Hub can be reached: asked once, without the retries that take the better part of a minute."""
+def _answers(endpoint: str) -> bool:
+    """Whether the Hub can be reached: asked once, without the retries that take half a minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=_SECONDS_TO_ANSWER)
+        get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
     except Exception:  # which HTTP library it is, and so which errors there are, depends on huggingface_hub's version
         return False
     return True

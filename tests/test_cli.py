@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer import Context
 from typer.testing import CliRunner
 
-from rope_ext_hf import CheckpointError, MethodError
-from rope_ext_hf.cli.app import app
-from rope_ext_hf.cli.options import parse_length, parse_parameters
+from rope_ext_hf import CheckpointError, MethodError, __version__, hub
+from rope_ext_hf.cli import console
+from rope_ext_hf.cli.app import Command, app
+from rope_ext_hf.cli.console import json_text
+from rope_ext_hf.cli.options import MethodOptions, parse_length, parse_parameters
+from rope_ext_hf.hub import load_empty
+from rope_ext_hf.methods.remapping import SelfExtend
 from rope_ext_hf.reference import path
 
 runner = CliRunner()
@@ -28,10 +34,11 @@ def test_lengths(text: str, tokens: int) -> None:
     assert parse_length(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "k", "4x", "-1", "0", "nan", "inf", "1.5", "4kk"])
-def test_what_is_no_length(text: str) -> None:
-    with pytest.raises(MethodError, match="not a length in tokens"):
+@pytest.mark.parametrize("text", ["", "k", "4x", "-1", "0", "nan", "inf", "1.5", "4kk", "9" * 400, "9" * 30 + "M"])
+def test_text_that_is_no_length(text: str) -> None:
+    with pytest.raises(MethodError, match="not a length in tokens") as caught:
         parse_length(text)
+    assert len(str(caught.value)) < 150
 
 
 def test_parameters_keep_their_names() -> None:
@@ -49,11 +56,16 @@ def test_parameters_keep_their_names() -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from rope_ext_hf.cli.app import app; "
-        "r = CliRunner().invoke(app, ['--help']); assert r.exit_code == 0, r.output; "
-        "assert 'demo' in r.output; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+        "import sys; from typer.testing import CliRunner; from rope_ext_hf.cli.app import app\n"
+        "for arguments in ([], ['--help'], ['--version'], ['sweep', '--help']):\n"
+        "    r = CliRunner().invoke(app, arguments); assert r.exit_code == 0, r.output\n"
+        "    assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"rope-ext {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands if c.callback])
@@ -130,12 +142,28 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["ppl", "reference", "--lengths", "256", "--method", "yran"], "Did you mean 'yarn'"),
-        (["ppl", "reference", "--lengths", "256", "--method", "yarn"], "yarn needs factor"),
+        (["describe", "reference", "--method", "yarn"], "yarn needs factor"),
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "0.5"], "at least 1, got 0.5"),
-        (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "nan"], "must be finite"),
+        (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--factor", "nan"], "must be a finite number"),
         (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--target-length", "1k"], "give one"),
         (["ppl", "reference", "--lengths", "256", "-m", "yarn", "--factor", "2", "--beta-fats", "3"], "'--beta-fast'"),
         (["ppl", "reference", "--lengths", "256", "--factor", "2"], "add --method"),
+        (["sweep", "reference", "--lengths", "256", "--beta-fast", "2"], "--beta-fast given without a method"),
+        (["ppl", "reference", "--length", "256"], "no such option: --length. Did you mean '--lengths'?"),
+        (["sweep", "reference", "--methods", "yarn", "--lengths", "256"], "Did you mean '--method'?"),
+        (["detect", "reference", "--revison", "main"], "Did you mean '--revision'?"),
+        (["describ", "reference"], "Did you mean 'describe'?"),
+        (["ppl", "reference"], "Missing option '--lengths'"),
+        (["describe", "reference", "-m", "yarn,ntk", "--factor", "2"], "takes one method"),
+        (["ppl", "reference", "--lengths", "9" * 400], "not a length"),
+        (["ppl", "reference", "--lengths", "256", "--max-spans", "0"], "--max-spans takes a number"),
+        (["describe", "reference", "-m", "yarn", "--factor", "1e308"], "--factor must be"),
+        (["describe", "reference", "-m", "yarn", "--factor", "8", "--beta-fast", "[" * 5000], "got '[[["),
+        (["describe", "reference", "-m", "yarn", "--factor", "8", "--beta-fast", "9" * 5000], "beta_fast must be"),
+        (
+            ["describe", "reference", "-m", "longrope", "--short-factor", "1,2", "--long-factor=1,2", "--factor", "4"],
+            "needs one number per pair",
+        ),
         (["ppl", "reference", "--lengths", "x"], "not a length"),
         (["ppl", "reference", "--lengths", "2M"], "no document has 2097152 tokens"),
         (["ppl", "reference", "--lengths", "256", "--data", "no-such-file.txt"], "no such text file"),
@@ -166,11 +194,81 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert code == 2, (out, err)
     assert message in err
     assert err.strip().count("\n") == 0
+    assert len(err) < 1200
     assert "Traceback" not in err
 
 
+def test_a_method_with_no_near_name_gets_no_suggestion() -> None:
+    _, _, err = run("describe", "reference", "--method", "nope")
+    assert "unknown method 'nope'. Known methods" in err
+
+
+def test_methods_are_named_once_more_or_in_a_list() -> None:
+    context = Context(command=Command("test"))
+    options = MethodOptions(context, method=["yarn,ntk", " linear"], factor=["2,4", "8"])
+    assert options.names == ["yarn", "ntk", "linear"]
+    assert options.factors == [2, 4, 8]
+
+
+def test_one_factor_extends_methods_with_and_without_a_factor() -> None:
+    context = Context(command=Command("test"))
+    context.args = ["--window", "64"]
+    model = load_empty("reference")
+    yarn, grouped = MethodOptions(context, method=["yarn,self-extend"], factor=["8"]).resolve(model, 512)
+    assert yarn.to_dict()["factor"] == 8
+    assert isinstance(grouped, SelfExtend)
+    assert grouped.window == 64
+    # 256 trained tokens, 64 of them in the window: ceil((2048 - 64) / (256 - 64)) keys per group
+    assert grouped.group == 11
+    context.args = ["--windw", "64"]
+    with pytest.raises(MethodError, match="windw"):
+        MethodOptions(context, method=["yarn,self-extend"], factor=["8"]).resolve(model, 512)
+
+
+def test_a_parameter_may_stand_before_the_model() -> None:
+    code, out, _ = run("describe", "--beta-fast", "16", "reference", "--method", "yarn", "--factor", "8", "--json")
+    assert code == 0
+    assert json.loads(out)["params"]["beta_fast"] == 16
+
+
+def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub, "load_config", interrupt)
+    code, _, err = run("sweep", "reference", "--lengths", "256", "--out", str(tmp_path))
+    assert code == 130
+    assert err == "rope-ext: stopped; the same command continues where it stopped\n"
+    assert run("describe", "reference")[::2] == (130, "rope-ext: stopped\n")
+
+
+def test_traceback_on_request() -> None:
+    code, _, err = run("--traceback", "describe", "./no-such-folder")
+    assert code == 2
+    assert "Traceback" in err
+    assert err.strip().splitlines()[-1] == "rope-ext: no such model folder: './no-such-folder'"
+
+
+def test_json_has_no_infinity() -> None:
+    value = {"infinite": [math.inf, -math.inf, math.nan], "text": "Infinity", "tuple": (1.5,), "path": Path("a")}
+    assert json.loads(json_text(value)) == {
+        "infinite": [None, None, None],
+        "text": "Infinity",
+        "tuple": [1.5],
+        "path": "a",
+    }
+
+
+def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_text("a\x1b[2Jb\x9bc\td\n\N{GREEK SMALL LETTER MU}")
+    console.print_error("bad \x1b]0;title\x07 name")
+    console.print_note("run", "\rfolder")
+    out, err = capsys.readouterr()
+    assert out == "a\\x1b[2Jb\\x9bc\td\n\N{GREEK SMALL LETTER MU}\n"
+    assert err == "rope-ext: bad \\x1b]0;title\\x07 name\nrun      \\rfolder\n"
+
+
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf import hub
     from rope_ext_hf.eval import preflight
 
     monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
@@ -178,16 +276,14 @@ def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: 
     code, _, err = run("ppl", "reference", "--lengths", "512k", "--dtype", "float32", "--out", str(tmp_path))
     assert code == 2
     # keys and values: 2 x 5 layers x 2 heads x 64 dims x 512k tokens x 4 bytes
-    assert "windows of 524,288 tokens need" in err
+    assert "spans of 524,288 tokens need" in err
     assert "2.7 keys and values" in err
-    assert "shorter windows: up to" in err
+    assert "up to" in err
     assert "--device-map" not in err  # one device is all there is
 
 
 @pytest.mark.parametrize("command", ["ppl", "sweep", "passkey"])
 def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf import hub
-
     def read(*_: object, **__: object) -> None:
         raise CheckpointError("weights are read now")
 

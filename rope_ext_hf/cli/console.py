@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,11 +52,20 @@ def print_error(text: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal; in a pipe as wide as it needs to be."""
+    """Print a table as wide as the terminal, its title and caption as lines of text; in a pipe up to 160 columns."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console()
-    Console(width=None if console.is_terminal else 240).print(table)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=160)
+    title, caption = table.title, table.caption
+    table.title = table.caption = None
+    if title:
+        console.print(Text(printable(str(title)), style="bold"))
+    console.print(table)
+    if caption:
+        console.print(Text(printable(str(caption)), style="dim"))
 
 
 def json_text(value: Any) -> str:

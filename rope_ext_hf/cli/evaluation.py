@@ -114,7 +114,7 @@ def ppl(
         make_folder(out)
         _preflight(empty, load, plan.passes, plan.scored, len(requested), spans.most_spans)
         loaded = load.model(model)
-        results = _measure(loaded, requested, plan, spans.data, out, as_json, load.chunk, load.offload_cache)
+        results = _measure(loaded, requested, plan, spans.data, out, as_json, load.tokens_per_pass, load.offload_cache)
     _stop_if_not_finite(results)
 
 
@@ -174,7 +174,7 @@ def sweep(
                 loaded,
                 plan,
                 out=out,
-                chunk=load.chunk,
+                chunk=load.tokens_per_pass,
                 offload_cache=load.offload_cache,
                 rank=rank,
                 world=world,
@@ -245,7 +245,7 @@ def passkey(
                         haystack=haystack,
                         task=wording,
                         distractors=distractors,
-                        chunk=load.chunk,
+                        chunk=load.tokens_per_pass,
                         offload_cache=load.offload_cache,
                         progress=partial(bar.advance, label(method.to_dict() if method else None)),
                     )

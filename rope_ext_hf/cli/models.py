@@ -25,7 +25,9 @@ def methods(
     factor: Annotated[float, typer.Option(help="For the picture: the methods' factor.")] = 8.0,
     as_json: Json = False,
 ) -> None:
-    """List the methods and their parameters; with --plot, draw the methods that need only a factor.
+    """List the methods and their parameters, with the defaults; with --plot, draw those that need only a factor.
+
+    Each parameter is an option of every command that takes --method. A required factor may be given as --target-length.
 
     Example: `rope-ext methods --plot methods.png`
     """
@@ -58,16 +60,21 @@ def methods(
         return
     from rich.table import Table
 
-    table = Table(title="RoPE methods", show_lines=True)
-    for column in ("method", "what it is", "parameters (= default)"):
-        table.add_column(column)
+    table = Table(box=None, show_header=False, padding=(0, 2, 1, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
     for row in rows:
-        shown = [
-            name if name in row["required"] else f"{name}={'-' if value is None else value}"
-            for name, value in row["parameters"].items()
-        ]
-        table.add_row(row["method"], row["summary"], ", ".join(shown))
+        table.add_row(row["method"], "\n".join(filter(None, [row["summary"], _options_text(row)])))
     print_table(table)
+
+
+def _options_text(row: dict[str, Any]) -> str:
+    """A method's parameters as options of the command line, with their defaults."""
+    options = []
+    for name, default in row["parameters"].items():
+        value = f" {default}" if default is not None else ""
+        options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
+    return ", ".join(options)
 
 
 def describe(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
@@ -67,7 +67,9 @@ MOST_NESTING = 100  # of brackets in a value
 class SourceOptions:
     """Which version of a model is read, and whether its own code may run."""
 
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None
+    PANEL: ClassVar[str] = "Model"
+
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit on the Hub.")] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
     ] = False
@@ -89,8 +91,8 @@ class SourceOptions:
 class LoadOptions(SourceOptions):
     """How weights are loaded, and where the model runs."""
 
-    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto"
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto (as saved), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:1, mps, ...")] = "auto"
     device_map: Annotated[
         str | None, typer.Option(metavar="MAP", help="auto: spread a large model over all devices.")
     ] = None
@@ -113,9 +115,11 @@ class LoadOptions(SourceOptions):
 class EvalOptions(LoadOptions):
     """How a model is loaded and how it reads."""
 
-    chunk: Annotated[
+    tokens_per_pass: Annotated[
         int | None,
-        typer.Option(min=16, help="Tokens that go through the model at a time. Default: as many as memory allows."),
+        typer.Option(
+            min=16, metavar="N", help="Tokens that go through the model at a time. Default: as many as memory allows."
+        ),
     ] = None
     offload_cache: Annotated[
         bool, typer.Option("--offload-cache", help="Keep keys and values in main memory instead of on the GPU.")
@@ -126,22 +130,27 @@ class EvalOptions(LoadOptions):
 class SpanOptions:
     """What text is read, and which of its tokens are scored."""
 
+    PANEL: ClassVar[str] = "Text"
+
     data: Annotated[
         str,
         typer.Option(
+            metavar="TEXT",
             help="'stdlib' (modules of Python's library that the bundled model was not trained on), a text, "
             "JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Settings follow a question mark: "
-            "?column=..&min_bytes=..&max_documents=..&seed=..&join=true."
+            "?column=..&min_bytes=..&max_documents=..&seed=..&join=true.",
         ),
     ] = "stdlib"
-    protocol: Annotated[str, typer.Option(help=f"Which tokens are read and scored. {protocol_help()}.")] = "matched"
+    protocol: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Which tokens are read and scored. {protocol_help()}.")
+    ] = "matched"
     targets: Annotated[
         str | None,
         typer.Option(metavar="TOKENS", help="Tokens scored per span under matched. Default: half the shortest length."),
     ] = None
-    stride: Annotated[int, typer.Option(help="Tokens between the starts of spans, under a protocol with a stride.")] = (
-        256
-    )
+    stride: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Tokens between the starts of spans, under a protocol with a stride.")
+    ] = 256
     max_spans: Annotated[
         str,
         typer.Option(
@@ -181,12 +190,12 @@ class SpanOptions:
 class MethodOptions:
     """The methods asked for. Their further parameters keep their own names (--beta-fast 16)."""
 
+    PANEL: ClassVar[str] = "Methods (see rope-ext methods; their parameters are options too, e.g. --beta-fast 16)"
+
     context: typer.Context
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            "--method", "-m", metavar="NAMES", help="One name, a comma list, or the option again. See rope-ext methods."
-        ),
+        typer.Option("--method", "-m", metavar="NAMES", help="One name, a comma list, or the option again."),
     ] = None
     factor: Annotated[
         list[str] | None,
@@ -296,23 +305,18 @@ class MethodOptions:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command in which every parameter that is a dataclass stands as its fields, one option each."""
+    """A command in which every parameter that is a dataclass stands as its fields, one option each.
+
+    The options of a dataclass with a PANEL stand together under that title in the help.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: group for name, group in hints.items() if dataclasses.is_dataclass(group)}
     parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name not in groups:
-            kept = parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            parameters.append(kept)
-            continue
-        group = groups[parameter.name]
-        types = get_type_hints(group, include_extras=True)
-        for field in dataclasses.fields(group):
-            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-            option = inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
-            )
-            parameters.append(option)
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _options_of(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -323,6 +327,18 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    parameters = []
+    for field in dataclasses.fields(group):
+        for option in getattr(types[field.name], "__metadata__", ()):
+            option.rich_help_panel = group.PANEL
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=types[field.name]))
+    return parameters
 
 
 def split_list(values: Sequence[str]) -> list[str]:

@@ -1,0 +1,85 @@
+"""Every command that takes a model, on every kind of folder, with default options."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.reference import path
+
+pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
+
+KINDS = ("plain", "native", "restored", "converted")
+COMMANDS: dict[str, list[str]] = {
+    "describe": [],
+    "patch": ["--method", "yarn", "--target-length", "1k"],
+    "ppl": ["--lengths", "64", "--max-spans", "1"],
+    "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "yarn,dca", "--factor", "2"],
+    "passkey": ["--lengths", "128", "--trials", "1", "--depths", "0.5"],
+    "lm-eval": ["--tasks", "short", "--limit", "1"],
+    "detect": [],
+    "convert": ["--to", "interleaved"],
+}
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The bundled model as it is; patched with a native form, and without one; converted there and back."""
+    root = tmp_path_factory.mktemp("folders")
+    shutil.copytree(path(), root / "plain")
+    steps = [
+        ("patch", str(root / "plain"), "--method", "yarn", "--target-length", "512", "--out", str(root / "native")),
+        ("patch", str(root / "plain"), "--method", "dca", "--target-length", "512", "--out", str(root / "restored")),
+        ("convert", str(root / "plain"), str(root / "there"), "--to", "interleaved"),
+        ("convert", str(root / "there"), str(root / "converted"), "--to", "half"),
+    ]
+    for step in steps:
+        code, _, err = run(*step)
+        assert code == 0, err
+    return {kind: root / kind for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs_on_every_kind_of_folder(
+    command: str, kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = [command, str(folders[kind]), *COMMANDS[command]]
+    if command == "convert":
+        arguments.insert(2, str(tmp_path / "new"))
+    elif command == "lm-eval":
+        pytest.importorskip("lm_eval")
+        (tmp_path / "short.yaml").write_text(TASK.format(folder=tmp_path))
+        (tmp_path / "data.json").write_text(json.dumps([{"text": "def add(first, second):", "rest": " return"}]))
+        arguments += ["--include-path", str(tmp_path)]
+    elif command not in ("describe", "detect"):
+        arguments += ["--out", str(tmp_path / "new")]
+    code, out, err = run(*arguments, "--json")
+    assert code == 0, err
+    assert json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+
+
+TASK = """\
+task: short
+dataset_path: json
+dataset_kwargs:
+  data_files: {folder}/data.json
+test_split: train
+output_type: loglikelihood
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{rest}}}}"
+metric_list:
+  - metric: acc
+"""

@@ -1,0 +1,158 @@
+"""Models by name: folders, Hub ids, "reference"; what is missing or damaged becomes one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rope_ext_hf import CheckpointError, MethodError
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.hub import (
+    find_device,
+    find_dtype,
+    foreign_errors,
+    load_empty,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    model_source,
+)
+from rope_ext_hf.reference import path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model."""
+    return Path(shutil.copytree(path(), tmp_path / "model"))
+
+
+def test_the_bundled_model_by_name() -> None:
+    assert model_folder("reference") == path()
+    assert load_empty("reference").device.type == "meta"
+    assert load_tokenizer("reference")("a")["input_ids"]
+
+
+def test_dtype_and_device() -> None:
+    model = load_model("reference", dtype="bfloat16", device="cpu")
+    assert (model.dtype, model.device.type, model.training) == (torch.bfloat16, "cpu", False)
+    assert load_model("reference").dtype == torch.float32
+    with pytest.raises(MethodError, match="Did you mean 'bfloat16'"):
+        find_dtype("bfloat1")
+    with pytest.raises(MethodError, match="cannot be used here"):
+        find_device("quantum")
+
+
+@pytest.mark.parametrize("name", ["./no-such-folder", "/no/such/folder", "no/such/folder", "x" * 5000 + "/a/b", ""])
+def test_names_that_can_be_no_model(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no such model folder|an empty name") as caught:
+        load_empty(name)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="it is a file, give the folder it is in"):
+        model_source(folder / "model.safetensors")
+
+
+def test_a_misspelt_id_is_answered_at_once_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    started = time.monotonic()
+    for load in (load_empty, load_model, load_tokenizer, model_folder):
+        with pytest.raises(CheckpointError, match=r"the Hub cannot be reached. Did you mean 'reference'"):
+            load("referense")
+    assert time.monotonic() - started < 10
+
+
+def test_a_folder_without_a_tokenizer(folder: Path) -> None:
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer in .*; copy tokenizer.json and"):
+        load_tokenizer(folder)
+
+
+def test_errors_of_other_libraries() -> None:
+    with pytest.raises(CheckpointError, match="the model failed: KeyError: 'a b'"), foreign_errors("the model failed"):
+        raise KeyError("a b")
+    with pytest.raises(CheckpointError, match="the model failed: first second"), foreign_errors("the model failed"):
+        raise OSError("first\nsecond")
+    with pytest.raises(MethodError, match=r"^as it is$"), foreign_errors("the model failed"):
+        raise MethodError("as it is")
+    with pytest.raises(KeyboardInterrupt), foreign_errors("the model failed"):
+        raise KeyboardInterrupt
+
+
+def _unknown_type(folder: Path) -> None:
+    _edit(folder, model_type="llama9")
+
+
+def _broken_json(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", ')
+
+
+def _wrong_values(folder: Path) -> None:
+    _edit(folder, rope_parameters={"rope_type": "yarn", "factor": "many", "rope_theta": [1] * 5000})
+
+
+def _wrong_sizes(folder: Path) -> None:
+    _edit(folder, hidden_size="wide", num_attention_heads=0)
+
+
+def _truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
+
+
+def _edit(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+MEASURED = {
+    "ppl": ["--lengths", "64", "--max-spans", "1"],
+    "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "ntk"],
+    "passkey": ["--lengths", "128", "--trials", "1"],
+}
+ALL = {"describe": [], "patch": ["--method", "yarn", "--factor", "2"], **MEASURED}
+
+
+@pytest.mark.parametrize(
+    ("damage", "commands"),
+    [
+        (_unknown_type, ALL),
+        (_broken_json, ALL),
+        (_wrong_values, ALL),
+        (_wrong_sizes, ALL),
+        (_truncated, MEASURED),
+        (_no_weights, MEASURED),
+        (_broken_tokenizer, MEASURED),
+    ],
+)
+def test_a_damaged_folder_is_one_line_and_exit_code_2(
+    damage: object, commands: dict[str, list[str]], folder: Path, tmp_path: Path
+) -> None:
+    assert callable(damage)
+    damage(folder)
+    for command, options in commands.items():
+        out = [] if command == "describe" else ["--out", str(tmp_path / f"out-{command}")]
+        result = CliRunner().invoke(app, [command, str(folder), *options, *out])
+        assert result.exit_code == 2, (command, result.output, result.exception)
+        last = result.stderr.strip().splitlines()[-1]
+        assert last.startswith("rope-ext: "), result.stderr
+        assert len(last) < 1100
+        assert result.stdout == ""
