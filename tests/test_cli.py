@@ -311,7 +311,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
     common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-spans", "1", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "rope_ext_hf", *common], capture_output=True, text=True, check=True)
-    said = "warning  3 of 3 layers attend to the last 64 tokens only; windows of 256 tokens are longer"
+    said = "warning  3 of 3 layers attend to the last 64 tokens only; spans of 256 tokens are longer"
     assert said in done.stderr.splitlines()
 
 

@@ -20,7 +20,7 @@ COMMANDS: dict[str, list[str]] = {
     "patch": ["--method", "yarn", "--target-length", "1k"],
     "ppl": ["--lengths", "64", "--max-spans", "1"],
     "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "yarn,dca", "--factor", "2"],
-    "passkey": ["--lengths", "128", "--trials", "1", "--depths", "0.5"],
+    "passkey": ["--task", "code", "--lengths", "128", "--trials", "1", "--depths", "0.5"],
     "lm-eval": ["--tasks", "short", "--limit", "1"],
     "detect": [],
     "convert": ["--to", "interleaved"],
@@ -52,7 +52,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.slow] * (name == "lm-eval")) for name in COMMANDS]
+)
 def test_a_command_runs_on_every_kind_of_folder(
     command: str, kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
