@@ -22,7 +22,6 @@ COMMANDS: dict[str, list[str]] = {
     "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "yarn,dca", "--factor", "2"],
     "passkey": ["--task", "code", "--lengths", "128", "--trials", "1", "--depths", "0.5"],
     "lm-eval": ["--tasks", "short", "--limit", "1"],
-    "detect": [],
     "convert": ["--to", "interleaved"],
 }
 
