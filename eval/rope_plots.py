@@ -188,7 +188,7 @@ def _curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> l
     for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
         relative, farthest = None, length
         if isinstance(method, RemappingMethod):
-            relative = method = method.bind(rotary, Default(), rotary.trained_length, None)
+            relative = method = method.bind(rotary, None)
             farthest = math.ceil(method.distance(torch.tensor(length), torch.arange(length)).max())
         inv_freq, attention_factor = method.frequencies(rotary, length)
         notes = [f"at length {length:,}"] if method.length_dependent else []

@@ -79,7 +79,9 @@ class TokenScorer:
         self.head = model.get_output_embeddings()
         self.cache: _Cache | None = None
         # As loaded, a method that follows the input is run right by transformers in one forward only.
-        self.follows_the_input = any(m.length_dependent for slot in find_slots(model) for _, m in slot.native.values())
+        self.follows_the_input = any(
+            rope.method.depends_on_length(rope.plain) for slot in find_slots(model) for rope in slot.native.values()
+        )
         self.chunked = False
         if self.decoder is not None and self.decoder is not model and self.head is not None:
             self.chunked = self._reads_the_same_in_chunks()

@@ -32,7 +32,7 @@ from rope_ext_hf.eval.results import Cost, DocumentLoss, Result, Setting, differ
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, resolve_method
-from rope_ext_hf.patches.geometry import bind, geometry
+from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patched
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def plan_sweep(
 
     The model may be on the meta device: no weights are read.
     """
-    rotary = geometry(model)
+    rotary = patch_geometry(model)
     wanted = sorted({*lengths, *([rotary.trained_length] if rotary.trained_length < max(lengths) else [])})
     chosen = expand(methods, factors or [max(1.0, wanted[-1] / rotary.trained_length)], rotary)
     chosen = [bind(model, method, max(wanted[-1], rotary.trained_length)) for method in chosen]
@@ -206,7 +206,7 @@ def run_sweep(
         CheckpointError: another process is writing this run.
     """
     reading = plan.plan
-    settings = _settings(model, reading, plan.data, geometry(model))
+    settings = _settings(model, reading, plan.data, patch_geometry(model))
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{_digest(settings)}"
     folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder, rank):

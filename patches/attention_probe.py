@@ -24,6 +24,7 @@ from rope_ext_hf.patches.attention_interface import (
     register_attention,
     use_attention,
 )
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.rotary.kv_cache import candidate_key_layouts, nearly_equal
@@ -93,9 +94,10 @@ def probe_layers(
         at_near = _run(model, decoder, slot, plain, rotary, near)
         at_far = _run(model, decoder, slot, plain, rotary, far)
         at_stored = _run(model, decoder, slot, method, rotary, far)
+    own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [
-        (a.module, _layer(a, b, c, method, rotary, table, near, far))
+        (a.module, _layer(a, b, c, method, rotary, table, near, far, own_temperature))
         for a, b, c in zip(at_near, at_far, at_stored, strict=True)
     ]
     if not any(layer.rule is method for _, layer in layers):
@@ -124,6 +126,7 @@ def _layer(
     table: RotationTable,
     near: Tensor,
     far: Tensor,
+    own_temperature: bool,
 ) -> Layer:
     """How a layer is to attend, from its queries and keys at near positions, at far ones, and at `key_position`."""
     name = type(at_near.module).__name__
@@ -142,9 +145,11 @@ def _layer(
     stored = table.between(RemappedPosition(near), method.key_position(far), device)
     for layout in candidate_key_layouts(at_near.key.shape[-1], rotary.dim):
         if all(
-            nearly_equal(rotation.apply(before, layout), after)
+            nearly_equal(rotation.apply(at_near.key, layout), later.key)
+            and nearly_equal(
+                _scaled_like(rotation.apply(at_near.query, layout), later.query, own_temperature), later.query
+            )
             for rotation, later in ((moved, at_far), (stored, at_stored))
-            for before, after in ((at_near.key, later.key), (at_near.query, later.query))
         ):
             rule: AttentionRule = method if at_near.window is None else LocalAttention(at_near.window, method)
             return Layer(rule, Rotation(table, layout))
@@ -152,6 +157,17 @@ def _layer(
         f"{name} does more with its queries and keys after rotating them than a remapping method can undo (a norm "
         "after the rotation, or another arrangement of its dims)"
     )
+
+
+def _scaled_like(query: Tensor, other: Tensor, own_temperature: bool) -> Tensor:
+    """Queries (1, heads, tokens, head_dim) with the length that others have at each token, over all heads together.
+
+    Attention with a temperature of its own multiplies queries by a number that depends on their position.
+    """
+    if not own_temperature:
+        return query
+    norms = [x.float().square().sum((1, 3), keepdim=True).sqrt() for x in (other, query)]
+    return query * (norms[0] / norms[1]).to(query.dtype)
 
 
 @contextmanager

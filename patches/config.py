@@ -1,22 +1,24 @@
-"""The one place that knows how transformers spells RoPE in a config, read and written.
+"""RoPE in a transformers config, read and written; no other module does either.
 
-Reading: `rope_parameters` (flat or one dict per layer type), theta, the original length, per rope type. Writing: the
-native form of a method where there is one, else a rope type under our own name, so that plain loading stops there.
-Beside either form goes a record under the top-level key `rope_ext_hf`: the method, and what the config said before.
-transformers keeps unknown keys, so the record survives saving and loading.
+Reading: `rope_parameters` (flat, or one dict per layer type), theta, lengths, per rope type. Writing: the native form
+of a method where there is one, else a rope type under our own name, so that plain loading stops there. Beside either
+form stands a record under the top-level key `rope_ext_hf`: the patch, and the settings before it. transformers keeps
+unknown keys, so the record survives saving and loading.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import fields
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method
-from rope_ext_hf.patches.families import Family
+from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.patches.families import Family, family
+from rope_ext_hf.patches.patch_step import PatchStep
 
 __all__ = [
     "PAIRING_KEY",
@@ -25,21 +27,26 @@ __all__ = [
     "SAVED_KEYS",
     "SLIDING",
     "Config",
+    "ConfigRope",
+    "NativeForm",
+    "native_form",
     "original_settings",
     "read_rope",
     "rope_dict",
+    "saved_steps",
     "sliding_layers",
+    "softmax_scale",
     "write_rope",
 ]
 
 RECORD = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
-"""The config key that says in which pairing the weights are, where they were converted."""
+"""The config key that states in which pairing the weights are, where they were converted."""
 PLUGIN_PREFIX = "rope_ext_hf/"
 SLIDING = frozenset({"sliding_attention", "chunked_attention"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 
-# transformers' rope type -> our method and the parameters it takes from the dict.
+# transformers' rope type -> our method and the parameters it implies.
 _METHOD_OF_ROPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {}),
     "linear": ("linear", {}),
@@ -51,13 +58,13 @@ _METHOD_OF_ROPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
 _METHOD_KEYS = frozenset(
-    {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings"}
+    {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "alpha"}
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
     | {"short_factor", "long_factor", "short_mscale", "long_mscale"}
 )
-"""The rope settings that say a method."""
-# Everything a patch may change in a config.
+"""The rope settings that describe a method; a family may keep others beside them."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
+"""Every config key that a patch may change."""
 
 
 class Config(Protocol):
@@ -68,145 +75,310 @@ class Config(Protocol):
     rope_parameters: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class ConfigRope:
+    """The rotary embedding that a config describes for one layer type.
+
+    Attributes:
+        plain: the rotary embedding without its scaling; `trained_length` is the original length.
+        method: the scaling; `default` where there is none.
+        context_length: the length in tokens that the model is for.
+        rule: which reading of the config gave `context_length`, in words.
+        note: what the model's class does differently from its config, in words; empty: nothing.
+    """
+
+    plain: Rotary
+    method: RopeMethod
+    context_length: int
+    rule: str
+    note: str = ""
+
+    @property
+    def rotary(self) -> Rotary:
+        """What a patch extends: the rotary embedding with its scaling underneath."""
+        if self.method.name == "default" or not self.method.composable:
+            return Rotary(self.plain.dim, self.plain.theta, self.context_length, self.plain.rotated_pairs)
+        return self.plain.scaled(self.method, context_length=self.context_length)
+
+    @property
+    def original(self) -> Rotary:
+        """The rotary embedding with its scaling stripped."""
+        return self.plain
+
+
 def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
-    """The rope settings of one layer type (None: of a model that has one set for all layers)."""
+    """The rope settings of one layer type (None: of a model with one set for all layers).
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
-    found = parameters.get(layer_type) if layer_type is not None else parameters
-    if not found or found.get("rope_theta") is None:
+    settings = parameters.get(layer_type) if layer_type is not None else parameters
+    if not settings or settings.get("rope_theta") is None:
         raise UnsupportedModelError(
             f"the config of this {config.model_type!r} model has no rope_parameters with a rope_theta"
             + (f" for its {layer_type!r} layers" if layer_type else "")
         )
-    return dict(found)
+    return dict(settings)
 
 
-def read_rope(config: Config, dim: int, layer_type: str | None = None) -> tuple[Rotary, RopeMethod]:
-    """Geometry and method a config describes, for `dim` rotated dims per head.
+def read_rope(config: Config, dim: int, layer_type: str | None = None) -> ConfigRope:
+    """The rotary embedding that a config describes.
 
-    The trained length is the original one where the rope type keeps it (yarn, llama3, longrope); linear and dynamic
-    keep it in max_position_embeddings, as transformers documents.
+    Args:
+        dim: rotated dims per head.
+        layer_type: the layer type that is read; None: the model has one rotary embedding for all layers.
+
+    Raises:
+        UnsupportedModelError: an unknown rope type, or a scaling that the model's class does not run as written.
     """
-    settings = rope_dict(config, layer_type)
-    rope_type = settings.get("rope_type", "default")
+    settings, known = rope_dict(config, layer_type), family(config.model_type)
+    rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
+    most = int(config.max_position_embeddings)
     rotated_pairs = None
     if rope_type == "proportional":
         rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
         rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
     if rope_type not in _METHOD_OF_ROPE_TYPE:
         raise UnsupportedModelError(
-            f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; "
-            f"known: {', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
-            + (
-                "; load this folder with rope_ext_hf.from_pretrained"
-                if str(rope_type).startswith(PLUGIN_PREFIX)
-                else ""
-            )
+            f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; known: "
+            f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
+            + ("; load this folder with rope_ext_hf.from_pretrained" if _is_ours(rope_type) else "")
         )
-    trained_length = config.max_position_embeddings
+    if rope_type == "dynamic" and known.static_alpha and settings.get("alpha"):
+        method = resolve_method("ntk", None, factor=float(settings["alpha"]))
+        rule = "max_position_embeddings: the dynamic scaling of this family with alpha is a static ntk"
+        return ConfigRope(Rotary(dim, theta, most, rotated_pairs), method, most, rule)
+    original = most
     if rope_type in _HAS_ORIGINAL:
-        trained_length = (
-            getattr(config, "original_max_position_embeddings", None)
-            or settings.get("original_max_position_embeddings")
-            or trained_length
-        )
-    rotary = Rotary(dim, float(settings["rope_theta"]), int(trained_length), rotated_pairs)
+        in_config = getattr(config, "original_max_position_embeddings", None)
+        original = int(in_config or settings.get("original_max_position_embeddings") or most)
+    note = ""
+    if rope_type in ("longrope", "su") and known.short_list_only:
+        settings, note = _short_list_only(config, settings)
     name, implied = _METHOD_OF_ROPE_TYPE[rope_type]
     accepted = {item.name for item in fields(list_methods()[name])}
     given = {key: value for key, value in settings.items() if key in accepted and value is not None}
     if rope_type == "yarn" and layer_type is not None:  # transformers reads it from the top level of nested dicts
         given["truncate"] = config.rope_parameters.get("truncate", True)
     if name in ("yarn", "longrope") and "factor" not in given:
-        given["factor"] = max(1.0, config.max_position_embeddings / trained_length)
-    if name == "yarn":  # transformers takes a 0 for "not given"
+        given["factor"] = max(1.0, most / original)
+    if name == "yarn":  # transformers reads a 0 as "not given"
         given = {k: v for k, v in given.items() if not (k in ("beta_fast", "beta_slow") and not v)}
     given = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in given.items()}
-    return rotary, resolve_method(name, rotary, **(given | implied))
+    factor = given.get("factor", 1.0)
+    if name == "linear":
+        original, context_length, rule = _lengths_of_linear(known, theta, most, factor)
+    else:
+        context_length, rule = _context_length(rope_type, most, original, factor)
+    plain = Rotary(dim, theta, original, rotated_pairs)
+    return ConfigRope(plain, resolve_method(name, plain, **(given | implied)), context_length, rule, note)
+
+
+def _is_ours(rope_type: object) -> bool:
+    return str(rope_type).startswith(PLUGIN_PREFIX)
+
+
+def _context_length(rope_type: str, most: int, original: int, factor: float) -> tuple[int, str]:
+    """The length in tokens that a model is for, and the rule it follows from.
+
+    Args:
+        most: max_position_embeddings.
+    """
+    if rope_type == "yarn":
+        if (extended := round(original * factor)) > most:
+            return extended, f"yarn: the original length {original:,} x the factor {factor:g}"
+        return most, "yarn: max_position_embeddings"
+    if rope_type in ("longrope", "su") and most <= original:
+        return round(original * factor), f"longrope: the original length {original:,} x the factor {factor:g}"
+    if rope_type == "llama3":  # its factor is no ratio of lengths: 8 or 32 over 8,192, and 131,072 either way
+        return most, "llama3: max_position_embeddings, whatever the factor"
+    return most, "max_position_embeddings" if rope_type == "default" else f"{rope_type}: max_position_embeddings"
+
+
+def _lengths_of_linear(known: Family, theta: float, most: int, factor: float) -> tuple[int, int, str]:
+    """The original length, the context length and the rule: two conventions are in use for max_position_embeddings."""
+    if known.linear_is_extended(theta, most):
+        original = known.original_length or round(most / factor)
+        return original, most, "linear: max_position_embeddings is the extended length in this family"
+    return most, round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
+
+
+def _short_list_only(config: Config, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The longrope settings as the PhiMoE class of transformers runs them: never with the long list."""
+    short, long = settings.get("short_mscale"), settings.get("long_mscale")
+    if short is None or short != long:
+        raise UnsupportedModelError(
+            f"the {config.model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, "
+            "whichever the longest row of a batch asks for; that cannot be replaced unless both are equal"
+        )
+    changed = {"long_factor": settings["short_factor"], "attention_factor": short}
+    note = ""
+    if settings["long_factor"] != settings["short_factor"]:
+        note = f"The {config.model_type!r} class of transformers never uses long_factor; the model runs short_factor."
+    return settings | changed, note
+
+
+@dataclass(frozen=True)
+class NativeForm:
+    """How a patched model is written into a config.
+
+    Attributes:
+        parameters: `rope_parameters` of the layers that the method applies to.
+        extended_length: the length in tokens that the patched model is for; None: it follows the input.
+        saved_length: max_position_embeddings as readers of this rope type expect it: linear and dynamic multiply it by
+            the factor, the others do not.
+        loads_plainly: whether plain transformers loads it; False: it stops there, naming this package.
+        exact: whether plain loading computes the same.
+    """
+
+    parameters: Mapping[str, Any]
+    extended_length: int | None
+    saved_length: int
+    loads_plainly: bool = True
+    exact: bool = True
+
+    @property
+    def rope_type(self) -> str:
+        """The rope type in the config."""
+        return str(self.parameters["rope_type"])
+
+
+def native_form(config: Config, step: PatchStep, layer_type: str | None) -> NativeForm:
+    """The form in which a patch is saved; nothing is changed.
+
+    Args:
+        config: the config before the patch.
+        layer_type: one of the layer types that the method applies to; None: all layers.
+
+    Raises:
+        MethodError: `step.native` asks for a native form where transformers has none.
+    """
+    method, rotary, known = step.method, step.rotary, family(config.model_type)
+    settings = rope_dict(config, layer_type)
+    extended = step.target_length or method.extended_length(rotary)
+    length, exact = extended or int(config.max_position_embeddings), True
+    parameters = method.rope_parameters(rotary)
+    if parameters is None and step.native:
+        parameters, exact = method.approximate_rope_parameters(rotary), False
+        if parameters is None:
+            raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
+    static = not method.depends_on_length(rotary) and rotary.rotated_pairs is None
+    kept_original = _unrelated_settings(settings).get("original_max_position_embeddings")
+    if parameters is not None and _needs_divisors(parameters, known, settings, kept_original):
+        parameters = method.longrope_parameters(rotary) if static and _accepts(known, "longrope") else None
+    if parameters is not None and not _accepts(known, parameters["rope_type"]):
+        parameters = None
+    if parameters is None:
+        plugin = {"rope_type": PLUGIN_PREFIX + method.name, "rope_theta": rotary.theta}
+        return NativeForm(plugin, extended, length, loads_plainly=False)
+    parameters = dict(parameters)
+    if parameters["rope_type"] == "longrope":
+        if known.short_list_only:
+            parameters |= dict.fromkeys(("short_mscale", "long_mscale"), parameters["attention_factor"])
+        if known.original_in_config and static:
+            # generate() starts over when it crosses the original length; a static method changes nothing there.
+            parameters["original_max_position_embeddings"] = length
+    if softmax_scale(known, settings) != 1.0:  # the attention reads these when it is built
+        parameters |= {key: settings[key] for key in ("factor", "mscale_all_dim")}
+    if kept_original is not None:
+        parameters["original_max_position_embeddings"] = kept_original
+    saved = length
+    if parameters["rope_type"] == "dynamic":
+        saved = rotary.context_length
+    elif parameters["rope_type"] == "linear" and not _saved_extended(known, rotary):
+        saved = round(length / parameters["factor"])
+    return NativeForm(parameters, extended, saved, exact=exact)
+
+
+def _accepts(known: Family, rope_type: str) -> bool:
+    return known.rope_types is None or rope_type in known.rope_types
+
+
+def _needs_divisors(
+    parameters: Mapping[str, Any], known: Family, settings: Mapping[str, Any], kept_original: int | None
+) -> bool:
+    """Whether a form must be written as explicit divisors, because the family reads its keys for other ends too."""
+    if not _accepts(known, parameters["rope_type"]):
+        return True
+    if parameters["rope_type"] == "longrope":
+        return False
+    scale = softmax_scale(known, settings)
+    if scale != 1.0 and not math.isclose(scale, softmax_scale(known, parameters)):
+        return True
+    original = parameters.get("original_max_position_embeddings", kept_original)
+    return kept_original is not None and original != kept_original
+
+
+def _saved_extended(known: Family, rotary: Rotary) -> bool:
+    """Whether a linear config of this family, or this model's own one, has max_position_embeddings extended."""
+    own = rotary.own
+    if own is not None and own.method.name == "linear":
+        return known.linear_is_extended(rotary.theta, own.context_length)
+    return known.linear_lengths == "extended" and known.linear_original is None
+
+
+def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
+    """What the attention of DeepSeek and its kin multiplies its softmax scale by when it is built."""
+    all_dim = settings.get("mscale_all_dim")
+    if not known.softmax_mscale or settings.get("rope_type", "default") == "default" or not all_dim:
+        return 1.0
+    return (0.1 * float(all_dim) * math.log(settings["factor"]) + 1) ** 2
 
 
 def write_rope(
-    config: Any,
-    rotary: Rotary,
-    method: RopeMethod,
-    family: Family,
-    layer_types: list[str | None],
-    target_length: int | None,
-    native: bool,
-) -> str:
-    """Write a method into a config, which must be a copy of the caller's own.
+    config: Any, form: NativeForm, step: PatchStep, below: Sequence[PatchStep], layer_types: list[str | None]
+) -> None:
+    """Write a patch into a config, which must be a copy of the caller's own.
 
     Args:
+        below: the patches underneath, bottom first.
         layer_types: the layer types it applies to; [None] for a config with one set for all layers.
-        target_length: the length asked for in tokens, where the method's parameters do not say it.
-        native: accept a native form that is known to behave otherwise.
-
-    Returns:
-        The rope type plain transformers will read; it begins with `PLUGIN_PREFIX` where it will stop there.
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
-    form = method.native(rotary)
-    if form is None and native:
-        form = method.approximate_rope_parameters(rotary)
-        if form is None:
-            raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
-    accepted = family.rope_types
-    if form is not None and accepted is not None and form["rope_type"] not in accepted:
-        form = None if method.length_dependent or "longrope" not in accepted else method.longrope_parameters(rotary)
-    if form is None:
-        form = {"rope_type": PLUGIN_PREFIX + method.name, "rope_theta": rotary.theta}
-
-    extended = target_length or method.extended_length(rotary)
-    length = extended or config.max_position_embeddings
-    if form["rope_type"] == "dynamic":  # transformers takes its trained length from max_position_embeddings
-        length = rotary.trained_length
-    if family.original_in_config and form["rope_type"] == "longrope":
-        # generate() starts over when it crosses the original length; a static method has nothing to switch there.
-        original = rotary.trained_length if method.length_dependent else length
-        config.original_max_position_embeddings = form["original_max_position_embeddings"] = original
+    known = family(config.model_type)
+    if form.rope_type == "longrope" and known.original_in_config:
+        config.original_max_position_embeddings = form.parameters["original_max_position_embeddings"]
     if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
         config.head_dim = config.hidden_size // config.num_attention_heads
-
     parameters = dict(config.rope_parameters)
     for layer_type in layer_types:
-        kept = _unrelated_settings(rope_dict(config, layer_type))
+        written = _unrelated_settings(rope_dict(config, layer_type)) | dict(form.parameters)
         if layer_type is None:
-            parameters = kept | form
+            parameters = written
         else:
-            parameters[layer_type] = kept | form
-            if form.get("truncate") is False:  # transformers looks for it here, and nowhere else
+            parameters[layer_type] = written
+            if form.parameters.get("truncate") is False:  # transformers looks for it here, and nowhere else
                 parameters["truncate"] = False
-    if accepted is None or form["rope_type"] in accepted:
-        config.rope_parameters = parameters  # else the config class would refuse to be saved; see saving.py
-    config.max_position_embeddings = length
-    setattr(
-        config,
-        RECORD,
-        {
-            "method": method.to_dict(),
-            "target_length": extended,
-            "native": native,
-            "layer_types": layer_types,
-            "rope_parameters": copy.deepcopy(parameters),
-            "before": before,
-        },
-    )
-    return str(form["rope_type"])
+    if _accepts(known, form.rope_type):
+        config.rope_parameters = parameters  # otherwise the config class refuses to be saved; see saving.py
+    config.max_position_embeddings = form.extended_length or before["max_position_embeddings"]
+    record = step.to_dict() | {
+        "layer_types": layer_types,
+        "rope_parameters": copy.deepcopy(parameters),
+        "max_position_embeddings": form.saved_length,
+        "before": before,
+    }
+    if below:
+        record["below"] = [each.to_dict() for each in below]
+    setattr(config, RECORD, record)
 
 
-def _unrelated_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What a family keeps among its rope settings for other ends than the frequencies."""
+def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings that a family keeps for other ends than the frequencies."""
     kept = {key: value for key, value in settings.items() if key not in _METHOD_KEYS and value is not None}
     original = settings.get("original_max_position_embeddings")
-    if original is not None and set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts from it, whatever the type
+    if original is not None and set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts its temperature from it
         kept["original_max_position_embeddings"] = original
     return kept
 
 
 def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings a config dict had before the patch recorded in it; None where there is no record.
+    """The settings of a config dict before the patch recorded in it; None where there is no record.
 
     Raises:
         CheckpointError: a damaged record, or rope_parameters that were changed after the patch, so that the record no
-            longer speaks of them.
+            longer describes them.
     """
     record = config.get(RECORD)
     if record is None:
@@ -214,7 +386,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
-        method_from_dict(record["method"])
+        saved_steps(record)
     except (KeyError, TypeError, MethodError) as error:
         raise CheckpointError(
             f"the {RECORD!r} record of this config is damaged ({error!r}); delete that key"
@@ -227,6 +399,15 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return restored
 
 
+def saved_steps(record: Mapping[str, Any]) -> list[PatchStep]:
+    """The patches of a record, bottom first.
+
+    Raises:
+        MethodError: a damaged record.
+    """
+    return [PatchStep.from_dict(each) for each in (*record.get("below", ()), record)]
+
+
 def _is_subset(now: Any, then: Any) -> bool:
     """Whether every setting written then still stands; transformers may have added defaults beside them."""
     if isinstance(then, Mapping):
@@ -235,7 +416,7 @@ def _is_subset(now: Any, then: Any) -> bool:
 
 
 def sliding_layers(config: Any) -> tuple[int | None, int]:
-    """The window of the layers that see only so many tokens, and how many layers those are."""
+    """The window in tokens of the sliding-window layers, and how many layers those are."""
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None

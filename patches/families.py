@@ -26,6 +26,10 @@ _CHOICE = re.compile(r"(?P<what>.+?)( if (?P<key>[A-Za-z_]\w*(\.\w+)*))?")
 _ROWS = re.compile(r"((grouped|[1-9]\d* of) )?(?P<pieces>.+)")
 _PRODUCT = re.compile(r"(\d+(\.\d+)?|[A-Za-z_]\w*(\.\w+)*)( \* (\d+(\.\d+)?|[A-Za-z_]\w*(\.\w+)*))*")
 
+_LINEAR_ORIGINAL = frozenset({"rope_theta", "max_position_embeddings"})
+_NOT_INHERITED = frozenset({"linear_lengths", "linear_original", "original_length"})
+"""Facts about published checkpoints, which another family with the same code need not share."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -41,13 +45,26 @@ class Family:
     rope_types: tuple[str, ...] | None = None
     original_in_config: bool = False
     softmax_mscale: bool = False
+    static_alpha: bool = False
+    short_list_only: bool = False
+    own_temperature: bool = False
+    linear_lengths: str = "original"
+    linear_original: dict[str, float] | None = None
+    original_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.pairing not in (None, "half", "interleaved"):
             raise ValueError(f"pairing must be 'half' or 'interleaved', got {self.pairing!r}")
-        for name in ("original_in_config", "softmax_mscale"):
+        flags = ("original_in_config", "softmax_mscale", "static_alpha", "short_list_only", "own_temperature")
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.linear_lengths not in ("original", "extended"):
+            raise ValueError(f"linear_lengths must be 'original' or 'extended', got {self.linear_lengths!r}")
+        if self.linear_original is not None and set(self.linear_original) != _LINEAR_ORIGINAL:
+            raise ValueError(f"linear_original must give {' and '.join(sorted(_LINEAR_ORIGINAL))}")
+        if self.original_length is not None and not (type(self.original_length) is int and self.original_length > 0):
+            raise ValueError(f"original_length must be a number of tokens, got {self.original_length!r}")
         if self.pairing_switch is not None and not isinstance(self.pairing_switch, str):
             raise ValueError(f"pairing_switch must be the name of a config key, got {self.pairing_switch!r}")
         for name in ("rope_types", "stays"):
@@ -82,6 +99,14 @@ class Family:
                 raise ValueError(f"own_code must be like 'layers.{{}}.self_attention', got {self.own_code!r}")
             if "rotary_dim" not in self.words:
                 raise ValueError("own_code needs words.rotary_dim: no model is built that could tell")
+
+    def linear_is_extended(self, theta: float, max_position_embeddings: int) -> bool:
+        """Whether max_position_embeddings beside a linear scaling is the extended length, not the original one."""
+        if self.linear_original is not None:
+            most = self.linear_original["max_position_embeddings"]
+            if theta == self.linear_original["rope_theta"] and max_position_embeddings <= most:
+                return False
+        return self.linear_lengths == "extended"
 
 
 def _choices(name: str, table: object) -> dict[str, tuple[str, ...]]:
@@ -136,7 +161,7 @@ def parse_families(text: str) -> dict[str, Family]:
             raise ValueError(
                 f"[{name}]: unknown key {', '.join(unknown)}; known keys: like, {', '.join(sorted(known))}"
             )
-        inherited = raw[base] if base else {}
+        inherited = {key: value for key, value in raw[base].items() if key not in _NOT_INHERITED} if base else {}
         raw[name] = inherited | table
         try:
             parsed[name] = Family(**raw[name])

@@ -1,34 +1,150 @@
-"""The rotary geometry of a model."""
+"""What a patch of a model starts from: its rotary embedding, as its config describes it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import PAIRING_KEY, RECORD, original_settings, read_rope
+from rope_ext_hf.patches.config import (
+    PAIRING_KEY,
+    RECORD,
+    ConfigRope,
+    original_settings,
+    read_rope,
+    saved_steps,
+)
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
-from rope_ext_hf.patches.slots import Slot, find_slots
+from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
-__all__ = ["bind", "check_pairing", "geometry", "rotation"]
+__all__ = [
+    "Over",
+    "Underneath",
+    "bind",
+    "bind_to",
+    "check_pairing",
+    "checkpoint_geometry",
+    "config_rope",
+    "patch_geometry",
+    "undo_saved_patch",
+    "what_is_underneath",
+]
+
+Over = Literal["own", "original", "patched"]
+"""What a patch is applied over: the model as loaded, the model without its own scaling, or the present patch."""
 
 
-def bind(model: nn.Module, method: RopeMethod, length: int) -> RopeMethod:
-    """The method with what it has not been given worked out for inputs of this length, as `patch` does it."""
+@dataclass(frozen=True)
+class Underneath:
+    """What a new patch is applied over.
+
+    Attributes:
+        rotary: the rotary embedding, scalings included.
+        rule: which reading of the config gave its context length, in words.
+        live: the live patches that stay underneath, bottom first.
+        saved: the patches that stay underneath, bottom first: live ones, or those of a saved folder.
+    """
+
+    rotary: Rotary
+    rule: str
+    live: tuple[PatchStep, ...] = ()
+    saved: tuple[PatchStep, ...] = ()
+
+
+def what_is_underneath(
+    model: nn.Module, slots: Sequence[Slot], config: Any, over: str = "own", context_length: int | None = None
+) -> Underneath:
+    """What a patch of this model starts from.
+
+    Args:
+        slots: the slots of the model.
+        config: its text config before any patch; `undo_saved_patch` gives it.
+        over: see `Over`.
+        context_length: overrides what the config says the model is for, in tokens.
+
+    Raises:
+        MethodError: an unknown `over`, a `context_length` below 1, or over="patched" on a model that is not patched.
+        UnsupportedModelError: full-attention layers with different rotary embeddings.
+    """
+    if over not in get_args(Over):
+        known = get_args(Over)
+        raise MethodError(f"over must be one of {', '.join(known)}; got {over!r}.{did_you_mean(str(over), known)}")
+    if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
+        raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
+    if over == "patched":
+        return _over_present_patch(model, slots, context_length)
+    described = config_rope(slots, config)
+    rotary, rule = described.rotary, described.rule
+    if over == "original":
+        rotary, rule = described.original, "the original length of the config"
+    if context_length is not None:
+        rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
+    return Underneath(rotary, rule)
+
+
+def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> Underneath:
+    live = next(((*s.record.below, s.record.step) for s in patched_slots(model)), ())
+    saved = live
+    if not live:
+        record = vars(slots[0].config).get(RECORD)
+        if record is None:
+            raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
+        saved = tuple(saved_steps(record))
+    top = saved[-1]
+    if isinstance(top.method, RemappingMethod):
+        raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
+    length = context_length or top.target_length or top.method.extended_length(top.rotary) or top.rotary.context_length
+    rule = "context_length, as given" if context_length else "the extended length of the present patch"
+    return Underneath(top.rotary.scaled(top.method, context_length=length), rule, live, saved)
+
+
+def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
+    if rotary.own is None:
+        return replace(rotary, trained_length=context_length)
+    return rotary.own.rotary.scaled(rotary.own.method, context_length=context_length)
+
+
+def config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
+    """The one rotary embedding of all full-attention layers, as a config describes it.
+
+    Raises:
+        UnsupportedModelError: there are several, or none.
+    """
+    described = {
+        (rope := read_rope(config, slot.native[layer_type].plain.dim, layer_type)).rotary: rope
+        for slot in slots
+        for layer_type in slot.scaled_layers
+    }
+    if len(described) != 1:
+        several = "; ".join(map(str, described)) or "none: every layer has a sliding window"
+        raise UnsupportedModelError(
+            f"one method needs one rotary embedding over all full-attention layers; this model has {several}"
+        )
+    return next(iter(described.values()))
+
+
+def bind(model: nn.Module, method: RopeMethod, length: int, **underneath: Any) -> RopeMethod:
+    """The method with every parameter that was not given filled in for inputs of this length, as `patch` does it.
+
+    Args:
+        **underneath: `over` and `context_length`, as `patch` takes them.
+    """
+    return bind_to(method, patch_geometry(model, **underneath), find_slots(model)[0].config.model_type, length)
+
+
+def bind_to(method: RopeMethod, rotary: Rotary, model_type: str, target_length: int | None) -> RopeMethod:
+    """`bind`, for a rotary embedding."""
     if not isinstance(method, RemappingMethod):
         return method
-    return method.bind(geometry(model), *own_method(find_slots(model)[0]), length)
-
-
-def own_method(slot: Slot) -> tuple[RopeMethod, int]:
-    """The method a model came with, and the length it is for in tokens."""
-    rotary, method = slot.native[(slot.scaled_layers or list(slot.native))[0]]
-    return method, rotary.trained_length if method.name == "default" else slot.config.max_position_embeddings
+    return method.bind(rotary, target_length, own_temperature=family(model_type).own_temperature)
 
 
 def undo_saved_patch(config: Any) -> None:
@@ -43,19 +159,19 @@ def undo_saved_patch(config: Any) -> None:
 def check_pairing(model: nn.Module) -> None:
     """Raise CheckpointError for a model whose weights are, by its config, in a pairing that its class does not run."""
     config: Any = getattr(model, "config", None)
-    said = getattr(config, PAIRING_KEY, None)
-    if said is None or (runs := class_pairing(config)) in (None, said):
+    stated = getattr(config, PAIRING_KEY, None)
+    if stated is None or (run := class_pairing(config)) in (None, stated):
         return
     folder = getattr(config, "_name_or_path", None) or "FOLDER"
     raise CheckpointError(
-        f"by the {PAIRING_KEY} of its config this model's weights are {said}, and {config.model_type!r} runs {runs} in "
-        f"transformers: what it says is noise. Mend the folder with `rope-ext convert {folder} NEW --to {runs}`, or "
-        f"the loaded model with rope.convert(model, to={runs!r})"
+        f"the config of this model states {PAIRING_KEY} {stated!r}, but the {config.model_type!r} class of "
+        f"transformers runs {run!r} weights: the model's output would be meaningless. Convert the folder with "
+        f"`rope-ext convert {folder} NEW --to {run}`, or the loaded model with rope.convert(model, to={run!r})"
     )
 
 
-def geometry(model: nn.Module) -> Rotary:
-    """The rotary geometry a patch of this model starts from, whatever patch it carries now.
+def patch_geometry(model: nn.Module, *, over: str = "own", context_length: int | None = None) -> Rotary:
+    """The rotary embedding that a patch of this model starts from; the arguments are those of `patch`.
 
     Raises:
         UnsupportedModelError: a model without rotary embeddings.
@@ -63,29 +179,17 @@ def geometry(model: nn.Module) -> Rotary:
     slots = find_slots(model)
     config = copy.deepcopy(slots[0].config)
     undo_saved_patch(config)
-    return shared_geometry(slots, config)
+    return what_is_underneath(model, slots, config, over, context_length).rotary
 
 
-def rotation(model: nn.Module) -> Rotary:
-    """What rotates in a model, also where nothing could be patched: as the family table says, else its `geometry`.
+def checkpoint_geometry(model: nn.Module) -> Rotary:
+    """The rotary embedding of a model's weights, also where nothing can be patched.
+
+    It is the family table's, else the model's own.
 
     Raises:
         UnsupportedModelError: neither is known.
     """
     config = getattr(model, "config", None)
     stated = stated_rotary(config) if hasattr(config, "get_text_config") else None
-    return stated or geometry(model)
-
-
-def shared_geometry(slots: Sequence[Slot], config: Any) -> Rotary:
-    geometries = {
-        read_rope(config, slot.native[layer_type][0].dim, layer_type)[0]
-        for slot in slots
-        for layer_type in slot.scaled_layers
-    }
-    if len(geometries) != 1:
-        found = "; ".join(map(str, geometries)) or "none: every layer has a sliding window"
-        raise UnsupportedModelError(
-            f"one method needs one rotary geometry over all full-attention layers, found {found}"
-        )
-    return geometries.pop()
+    return stated or patch_geometry(model)

@@ -74,7 +74,7 @@ class LengthHooks(DecoderHooks):
         if context.past_length:
             self._rotate_cache_to(decoder, context, lengths, positions, counted)
         else:
-            first_change = table.rotary.trained_length
+            first_change = table.method.constant_until(table.rotary, 1)
             short = counted and context.new_tokens.shape[1] <= first_change
             context.cache_state = CacheState(table.method.to_dict(), lengths, positions, first_change if short else 0)
 
@@ -101,7 +101,9 @@ class LengthHooks(DecoderHooks):
 
     def _held_length(self) -> int | None:
         """The length that `fixed_length` holds, if it does."""
-        return next((table.fixed_length for table in self._tables() if table.method.length_dependent), None)
+        return next(
+            (table.fixed_length for table in self._tables() if table.method.depends_on_length(table.rotary)), None
+        )
 
     def _check_fixed(self, cache: Any) -> None:
         """Refuse keys that were stored at another length than is held now."""
@@ -137,7 +139,7 @@ class LengthHooks(DecoderHooks):
         if self.key_layouts is None:
             self.key_layouts = _key_layouts(decoder, context.new_tokens, tables)
         layers = [(layer, layout) for layer, layout in zip(cache.layers, self.key_layouts, strict=False) if layout]
-        if table.method.steps and _can_rotate_in_place(cache, layers):
+        if table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers):
             context.cache_state = _rotate_past_steps(table, cache, layers, stored, lengths, past, every, counted)
             return
         context.undo = ExitStack()

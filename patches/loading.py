@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.methods.registry import method_from_dict
-from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, original_settings
+from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, original_settings, saved_steps
+from rope_ext_hf.patches.patching import replay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,9 +92,5 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def restore_patch(model: M, record: Mapping[str, Any]) -> M:
-    """Patch a model as a record in its config says."""
-    from rope_ext_hf.patches.patching import install
-
-    method = method_from_dict(record["method"])
-    install(model, lambda rotary: method, record["target_length"], record["native"])
-    return model
+    """Patch a model as the record in its config says, stacked patches included."""
+    return replay(model, tuple(saved_steps(record)))

@@ -1,28 +1,14 @@
-"""What `unpatch` and `describe` need to know of a patch."""
+"""The state of a patched model: what `unpatch` and `describe` need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.config import RECORD, SAVED_KEYS
+from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, NativeForm
+from rope_ext_hf.patches.patch_step import PatchStep
 
 __all__ = ["ConfigSwap", "Record"]
-
-
-@dataclass
-class Record:
-    """What unpatching and describing need; held by every patched slot of a model."""
-
-    method: RopeMethod
-    target_length: int | None
-    native: bool
-    rotary: Rotary
-    rope_type: str
-    extended_length: int | None
-    notes: tuple[str, ...]
-    configs: list[ConfigSwap]
 
 
 @dataclass
@@ -30,19 +16,42 @@ class ConfigSwap:
     """A config object of a patched model.
 
     Attributes:
-        now: the copy the model runs with.
-        before: the one it had, which other models may share.
-        written: `now` as the patch left it, to tell what its user changed since.
+        patched: the copy that the model runs with.
+        original: the one it had before, which other models may share.
+        written: `patched` as the patch left it, to recognise what its user changed since.
     """
 
-    now: Any
-    before: Any
+    patched: Any
+    original: Any
     written: dict[str, Any] = field(default_factory=dict)
 
     def sync_user_changes(self) -> None:
-        """Carry what the user changed in `now` over to `before`, as if the model had had that all the time."""
-        for key, value in vars(self.now).items():
+        """Carry what the user changed in `patched` over to `original`."""
+        for key, value in vars(self.patched).items():
             if key in (RECORD, *SAVED_KEYS) or hasattr(value, "model_type"):
                 continue
             if key not in self.written or self.written[key] != value:
-                self.before.__dict__[key] = value
+                self.original.__dict__[key] = value
+
+
+@dataclass
+class Record:
+    """One patch of a live model; every patched slot of the model holds it.
+
+    Attributes:
+        step: the patch.
+        form: how it is saved.
+        rule: which reading of the config gave the context length underneath, in words.
+        notes: what a reader of `describe` must know, in words.
+        warning: the note that `patch` warns of; None: none.
+        configs: the model's config objects.
+        below: the live patches underneath, bottom first; `unpatch` goes back to the last of them.
+    """
+
+    step: PatchStep
+    form: NativeForm
+    rule: str
+    notes: tuple[str, ...]
+    warning: str | None
+    configs: list[ConfigSwap]
+    below: tuple[PatchStep, ...] = ()

@@ -1,7 +1,6 @@
-"""Put a method into a live model, take it out again, and say what is there.
+"""Put a method into a live model, and take it out again.
 
     model = patch(model, "yarn", factor=8)
-    print(describe(model))
     unpatch(model)
 
 Nothing of transformers is changed: a patched model gets its own copy of its config and our module in its slots, and
@@ -26,18 +25,25 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.attention_probe import probe_layers
-from rope_ext_hf.patches.config import PLUGIN_PREFIX, RECORD, write_rope
-from rope_ext_hf.patches.describing import EVERY_LAYER, notes_of
+from rope_ext_hf.patches.config import NativeForm, native_form, softmax_scale, write_rope
+from rope_ext_hf.patches.describing import sliding_notes
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import install_forward_hooks
-from rope_ext_hf.patches.geometry import check_pairing, own_method, shared_geometry, undo_saved_patch
+from rope_ext_hf.patches.geometry import (
+    Underneath,
+    bind_to,
+    check_pairing,
+    undo_saved_patch,
+    what_is_underneath,
+)
 from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_record import ConfigSwap, Record
-from rope_ext_hf.patches.saving import PluginSave
+from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.saving import RewritingSave
 from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-__all__ = ["fixed_length", "install", "patch", "patched", "patched_method", "reset", "unpatch"]
+__all__ = ["fixed_length", "patch", "patched", "patched_method", "replay", "reset", "unpatch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,6 +54,8 @@ def patch(
     *,
     factor: float | None = None,
     target_length: int | None = None,
+    over: str = "own",
+    context_length: int | None = None,
     native: bool = False,
     **params: Any,
 ) -> M:
@@ -57,13 +65,17 @@ def patch(
         model: a transformers model with rotary embeddings, bare or inside PEFT, DDP and the like; the whole model,
             because a decoder taken out of it has no hold on the config that is saved.
         method: a name of `rope_ext_hf.list_methods()`, or a method object.
-        factor: how many times the trained length the model is to reach.
+        factor: how many times its context length the model is to reach.
         target_length: the same in tokens. For methods without a factor it states the extended length.
+        over: what is extended. "own": the model as loaded, with the scaling it was trained under. "original": the model
+            without that scaling, counted from its original length. "patched": the present patch, live or recorded in
+            the folder the model was loaded from, for a model that was trained under it.
+        context_length: the length in tokens that the model as loaded is for, where its config misleads.
         native: save in a native form of transformers even where that is known to behave otherwise ("dynamic").
         **params: further parameters of the method.
 
     Returns:
-        The model. Its config now says the method and the extended length, so that `generate`, `save_pretrained` and
+        The model. Its config now carries the method and the extended length, so that `generate`, `save_pretrained` and
         serving engines agree; other models that shared its config keep theirs.
 
     Raises:
@@ -76,92 +88,119 @@ def patch(
     def resolve(rotary: Rotary) -> RopeMethod:
         return resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
 
-    record = install(model, resolve, target_length, native)
-    if any(note.startswith(EVERY_LAYER) for note in record.notes):
-        warnings.warn(next(note for note in record.notes if note.startswith(EVERY_LAYER)), stacklevel=2)
+    def step(under: Underneath) -> PatchStep:
+        return PatchStep(resolve(under.rotary), under.rotary, target_length, native)
+
+    record = _install(model, step, over=over, context_length=context_length)
+    if record.warning is not None:
+        warnings.warn(record.warning, stacklevel=2)
     return model
 
 
-def install(
-    model: nn.Module, resolve: Callable[[Rotary], RopeMethod], target_length: int | None, native: bool
+def replay(model: M, steps: tuple[PatchStep, ...]) -> M:
+    """Patch a model as saved or earlier steps say, bottom first; the last one is on top.
+
+    Raises:
+        MethodError, UnsupportedModelError: as `patch` does.
+    """
+    top, below = steps[-1], steps[:-1]
+    _install(model, lambda under: top, below=below)
+    return model
+
+
+def _install(
+    model: nn.Module,
+    make_step: Callable[[Underneath], PatchStep],
+    *,
+    over: str = "own",
+    context_length: int | None = None,
+    below: tuple[PatchStep, ...] = (),
 ) -> Record:
-    """`patch`, for a method that is known once the geometry is."""
+    """`patch`, for a step that is known once it is known what lies underneath."""
     check_pairing(model)
     slots = find_slots(model)
     first = slots[0]
-    known = family(first.config.model_type)
     configs = _copied_configs(model, first.config)
-    own = next(config.now for config in configs if config.before is first.config)
-    undo_saved_patch(own)
+    config = next(swap.patched for swap in configs if swap.original is first.config)
+    undo_saved_patch(config)
+    under = what_is_underneath(model, slots, config, over, context_length)
+    step, live, saved = make_step(under), below or under.live, below or under.saved
+    bound = bind_to(step.method, step.rotary, first.config.model_type, step.target_length)
+    step = PatchStep(bound, step.rotary, step.target_length, step.native)
+    method, rotary = step.method, step.rotary
 
-    rotary = shared_geometry(slots, own)
-    method = resolve(rotary)
     layers: list[Any] = []
-    if isinstance(method, RemappingMethod):
-        method = method.bind(rotary, *own_method(first), target_length)
-        layers = [] if _on_meta_device(model) else probe_layers(model, slots, method, rotary)
-    rope_type = write_rope(own, rotary, method, known, first.scaled_layers, target_length, native)
-    if known.softmax_mscale:
-        _check_softmax_scale(first, own, rope_type)
-    extended_length = getattr(own, RECORD)["target_length"]
-    notes = notes_of(first, extended_length or rotary.trained_length)
-    record = Record(method, target_length, native, rotary, rope_type, extended_length, notes, configs)
+    if isinstance(method, RemappingMethod) and not _on_meta_device(model):
+        layers = probe_layers(model, slots, method, rotary)
+    form = native_form(config, step, first.scaled_layers[0])
+    write_rope(config, form, step, saved, first.scaled_layers)
+    _check_softmax_scale(first, config, form)
+    note, every_layer = sliding_notes(first, form.extended_length or rotary.context_length)
+    notes = tuple(text for text in (note, first.native[first.scaled_layers[0]].note) if text)
+    record = Record(step, form, under.rule, notes, note if every_layer else None, configs, live)
     fillings = [PatchedSlot(slot, method, rotary, record) for slot in slots]
 
-    unpatch(model)
-    _swap_configs(model, {id(config.before): config.now for config in configs})
+    _strip(model)
+    _swap_configs(model, {id(swap.original): swap.patched for swap in configs})
     if isinstance(method, RemappingMethod):
         register()
         attach(layers)
-        for config in configs:
-            config.now._attn_implementation = ATTENTION_NAME
-    for config in configs:
-        config.written = copy.deepcopy({k: v for k, v in vars(config.now).items() if not hasattr(v, "model_type")})
+        for swap in configs:
+            swap.patched._attn_implementation = ATTENTION_NAME
+    for swap in configs:
+        values = {k: v for k, v in vars(swap.patched).items() if not hasattr(v, "model_type")}
+        swap.written = copy.deepcopy(values)
     for slot, filling in zip(slots, fillings, strict=True):
         filling.train(slot.module.training)
         setattr(slot.parent, slot.attribute, filling)
         if "config" in slot.module.__dict__:
-            slot.module.config = slot.config  # what was replaced keeps what it was built from
+            slot.module.config = slot.config  # the replaced module keeps the config it was built from
     if isinstance(method, RemappingMethod):
         install_forward_hooks(model, RemappingHooks)
-    elif method.length_dependent:
+    elif method.depends_on_length(rotary):
         install_forward_hooks(model, LengthHooks)
-    if rope_type.startswith(PLUGIN_PREFIX) and known.rope_types is not None:
-        PluginSave.attach(model)
+    if form.saved_length != config.max_position_embeddings or not form.loads_plainly:
+        RewritingSave.attach(model)
     return record
 
 
 def unpatch(model: M) -> M:
-    """Put everything back: modules, configs, hooks. A model that is not patched is left alone.
+    """Take the last patch off: modules, configs, hooks. A model that is not patched is left alone.
 
     Logits, config and state_dict keys are bit for bit those of a model that was never patched and went through the
-    same `.to` calls.
+    same `.to` calls. A patch that was put over another one (over="patched") gives way to that one.
     """
+    below = next((slot.record.below for slot in patched_slots(model)), ())
+    _strip(model)
+    return replay(model, below) if below else model
+
+
+def _strip(model: nn.Module) -> None:
+    """Take every patch off."""
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):
             if isinstance(child, PatchedSlot):
                 setattr(parent, attribute, child.replaced)
                 for config in child.record.configs:
                     config.sync_user_changes()
-                _swap_configs(model, {id(config.now): config.before for config in child.record.configs})
+                _swap_configs(model, {id(config.patched): config.original for config in child.record.configs})
                 for hook in child.hooks:
                     hook.remove()
-    PluginSave.detach(model)
+    RewritingSave.detach(model)
     detach(model)
-    return model
 
 
 @contextmanager
 def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
     """`patch` for the length of a `with` block; what the model had before comes back, also after an exception."""
-    before: Record | None = next((slot.record for slot in patched_slots(model)), None)
+    before = next(((*slot.record.below, slot.record.step) for slot in patched_slots(model)), ())
     patch(model, method, **kwargs)
     try:
         yield model
     finally:
-        unpatch(model)
-        if before is not None:
-            install(model, lambda rotary: before.method, before.target_length, before.native)
+        _strip(model)
+        if before:
+            replay(model, before)
 
 
 @contextmanager
@@ -184,7 +223,10 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
         {}
         if slots
         else {
-            method.name for slot in find_slots(model) for _, method in slot.native.values() if method.length_dependent
+            rope.method.name
+            for slot in find_slots(model)
+            for rope in slot.native.values()
+            if rope.method.depends_on_length(rope.plain)
         }
     )
     if own:
@@ -194,7 +236,7 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
         )
     with ExitStack() as stack:
         for table in _tables(model):
-            if table.method.length_dependent:
+            if table.method.depends_on_length(table.rotary):
                 stack.enter_context(table.at_length(length))
         yield model
 
@@ -227,7 +269,7 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
     for slot in patched_slots(model):
         for config in slot.record.configs:
             config.sync_user_changes()
-    unpatched = {id(config.now): config.before for slot in patched_slots(model) for config in slot.record.configs}
+    unpatched = {id(config.patched): config.original for slot in patched_slots(model) for config in slot.record.configs}
     originals = {id(text_config): text_config}
     for module in model.modules():
         config = module.__dict__.get("config")
@@ -248,22 +290,15 @@ def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """The method `patch` put into a model, None if it runs as loaded."""
-    return next((slot.record.method for slot in patched_slots(model)), None)
+    return next((slot.record.step.method for slot in patched_slots(model)), None)
 
 
-def _softmax_scale(settings: Mapping[str, Any]) -> float:
-    """What DeepSeek's attention multiplies the softmax scale by when it is built."""
-    all_dim = settings.get("mscale_all_dim")
-    if settings.get("rope_type") == "default" or not all_dim:
-        return 1.0
-    return (0.1 * float(all_dim) * math.log(settings["factor"]) + 1) ** 2
-
-
-def _check_softmax_scale(slot: Slot, config: Any, rope_type: str) -> None:
-    """A native form must rebuild, on loading, the softmax scale the live attention modules have."""
-    if rope_type.startswith(PLUGIN_PREFIX):
+def _check_softmax_scale(slot: Slot, config: Any, form: NativeForm) -> None:
+    """A native form must rebuild, on loading, the softmax scale that the live attention modules have."""
+    known = family(slot.config.model_type)
+    if not known.softmax_mscale or not form.loads_plainly:
         return
-    live, loaded = _softmax_scale(slot.config.rope_parameters), _softmax_scale(config.rope_parameters)
+    live, loaded = (softmax_scale(known, each.rope_parameters) for each in (slot.config, config))
     if not math.isclose(live, loaded):
         raise MethodError(
             f"{slot.config.model_type} builds its attention with a softmax scale from YaRN's mscale_all_dim: "

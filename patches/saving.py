@@ -1,4 +1,4 @@
-"""Save a patched model where its config class refuses our rope types, and write patched copies of folders."""
+"""Write patched models and patched copies of folders where transformers' own saving is not enough."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from rope_ext_hf.patches.config import RECORD
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PluginSave", "save_patched_folder"]
+__all__ = ["RewritingSave", "save_patched_folder"]
 
 
-class PluginSave:
-    """Stands in for `save_pretrained` on one model whose config class accepts no rope type of ours (Phi-3).
+class RewritingSave:
+    """`save_pretrained` of one patched model whose config on disk differs from the live one.
 
-    The config is saved as the class likes it, then its rope type is replaced on disk, so that plain loading stops
-    rather than runs without the method.
+    The live config holds the extended length, which `generate` reads; a saved linear scaling has the length that
+    readers multiply by the factor. And some config classes refuse a rope type of ours (Phi-3): the config is saved as
+    the class accepts it, then rewritten, so that plain loading stops rather than runs without the method.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -30,12 +31,16 @@ class PluginSave:
 
     def __call__(self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         if push_to_hub:
-            raise CheckpointError("this method has no native form for this family; save to a folder and upload that")
+            raise CheckpointError(
+                "push_to_hub=True would upload this model before its config is complete; save it to a folder and "
+                "upload that: huggingface_hub.upload_folder(repo_id=..., folder_path=...)"
+            )
         type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
-        _write_rope_parameters(Path(save_directory))
+        rewrite_config(Path(save_directory))
 
     @classmethod
     def attach(cls, model: nn.Module) -> None:
+        """Use it for a model and every model inside it."""
         from transformers import PreTrainedModel
 
         for module in model.modules():
@@ -44,23 +49,25 @@ class PluginSave:
 
     @classmethod
     def detach(cls, model: nn.Module) -> None:
+        """Go back to the `save_pretrained` of the class."""
         for module in model.modules():
             if isinstance(module.__dict__.get("save_pretrained"), cls):
                 del module.__dict__["save_pretrained"]
 
 
-def _write_rope_parameters(folder: Path) -> None:
-    """Put the rope settings a config's record names where transformers reads them."""
+def rewrite_config(folder: Path) -> None:
+    """Put the rope settings and the length of the record in a config.json where transformers reads them."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in [config, *config.values()]:
         if isinstance(part, dict) and RECORD in part:
-            part["rope_parameters"] = part[RECORD]["rope_parameters"]
+            for key in ("rope_parameters", "max_position_embeddings"):
+                part[key] = part[RECORD][key]
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def save_patched_folder(model: PreTrainedModel, source: Path, out: Path) -> None:
-    """A copy of a model's folder with the config of a patched model (whose weights are not needed).
+    """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
     Raises:
         CheckpointError: `out` exists, or the copy fails; nothing is left of it then.
@@ -72,7 +79,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path) -> None
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(source, unfinished, ignore=shutil.ignore_patterns("config.json", "__pycache__", "__init__.py"))
         model.config.save_pretrained(unfinished)
-        _write_rope_parameters(unfinished)
+        rewrite_config(unfinished)
         unfinished.rename(out)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import SLIDING, read_rope
+from rope_ext_hf.patches.config import SLIDING, ConfigRope, read_rope
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
 __all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots"]
@@ -32,7 +32,7 @@ class Slot:
     Attributes:
         parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
         config: the config it was built from.
-        native: per layer type (None: all layers) the geometry and method its config describes.
+        native: per layer type (None: all layers) the rotary embedding that its config describes.
         layout, cast: how its angles come out, see `RotaryEmbedding`.
     """
 
@@ -40,7 +40,7 @@ class Slot:
     attribute: str
     module: nn.Module
     config: Any
-    native: dict[str | None, tuple[Rotary, RopeMethod]]
+    native: dict[str | None, ConfigRope]
     layout: Layout
     cast: bool
 
@@ -81,8 +81,8 @@ class PatchedSlot(nn.Module):
         super().__init__()
         scaled = slot.scaled_layers
         self.tables = nn.ModuleDict()
-        for layer_type, (native_rotary, native_method) in slot.native.items():
-            chosen = (method, rotary) if layer_type in scaled else (native_method, native_rotary)
+        for layer_type, native in slot.native.items():
+            chosen = (method, rotary) if layer_type in scaled else (native.method, native.plain)
             kind = RemappedRotaryEmbedding if isinstance(chosen[0], RemappingMethod) else RotaryEmbedding
             self.tables[layer_type or "all"] = kind(*chosen, layout=slot.layout, cast=slot.cast)
         self.replaced = slot.module
@@ -164,23 +164,24 @@ def _takes_positions(module: nn.Module) -> bool:
 
 
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
-    native: dict[str | None, tuple[Rotary, RopeMethod]] = {}
+    native: dict[str | None, ConfigRope] = {}
     layout: Layout = "half"
     cast = True
     for name in _frequency_names(module):
         layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
         native[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
-        _check_against_config(config, inv_freq, *native[layer_type])
+        _check_against_config(config, inv_freq, native[layer_type])
         layout, cast = _probe(module, inv_freq.shape[-1], layer_type)
     return Slot(parent, attribute, module, config, native, layout, cast)
 
 
-def _check_against_config(config: Any, inv_freq: Tensor, rotary: Rotary, method: RopeMethod) -> None:
+def _check_against_config(config: Any, inv_freq: Tensor, native: ConfigRope) -> None:
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
         return
-    expected = method.frequencies(rotary).inv_freq
+    rotary, method = native.plain, native.method
+    expected = method.frequencies(rotary, rotary.trained_length).inv_freq
     # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
     if not torch.allclose(inv_freq.double().cpu(), expected, rtol=1e-2, atol=6e-8):
         raise UnsupportedModelError(

@@ -71,14 +71,14 @@ class MethodContract:
 
     def test_native_form_of_a_static_method(self, method: RopeMethod) -> None:
         if isinstance(method, RemappingMethod):  # no frequencies say what it does
-            assert method.native(GEOMETRY) is None
+            assert method.rope_parameters(GEOMETRY) is None
             return
         if method.length_dependent:
-            parameters = method.native(GEOMETRY)
+            parameters = method.rope_parameters(GEOMETRY)
             assert parameters is None or parameters["rope_type"] == "longrope"
             return
         for rotary in (GEOMETRY, Rotary(dim=64, theta=5e5, trained_length=8192)):
-            parameters = method.native(rotary)
+            parameters = method.rope_parameters(rotary)
             assert parameters is not None
             for length in (None, 4 * rotary.trained_length):
                 assert_native(rotary, method.frequencies(rotary), parameters, length)

@@ -38,7 +38,7 @@ class SavedMethod(Protocol):
     @property
     def max_distance(self) -> int | None: ...
     @property
-    def log_n(self) -> bool: ...
+    def temperature(self) -> str | None: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -254,7 +254,7 @@ def naive_attention(
         distances = [distance(method, m, n) if method else float(m - n) for n in seen]
         query = rotate_to(q[:, i : i + 1].expand(-1, len(seen), -1), torch.tensor(distances), dim, theta)
         scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
-        if method is not None and method.log_n:
+        if method is not None and method.temperature == "log-n":
             assert method.max_distance is not None
             scores *= max(1.0, math.log(m + 1) / math.log(method.max_distance))
         if cap:

@@ -30,15 +30,15 @@ from tests.oracles import distance
 @st.composite
 def methods(draw: Any) -> RemappingMethod:
     window = draw(st.integers(1, 70))
-    log_n: dict[str, Any] = {"log_n": draw(st.booleans()), "max_distance": 64}
+    common: dict[str, Any] = {"temperature": draw(st.sampled_from(["none", "log-n"])), "max_distance": 64}
     match draw(st.sampled_from(["rerope", "leaky", "self-extend", "dca"])):
         case "rerope":
-            return ReRoPE(window=window, **log_n)
+            return ReRoPE(window=window, **common)
         case "leaky":
-            return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)), **log_n)
+            return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)), **common)
         case "self-extend":
-            return SelfExtend(window=window, group=draw(st.integers(1, 20)), **log_n)
-    return DualChunk(chunk=draw(st.integers(1, 70)), window=window, **log_n)
+            return SelfExtend(window=window, group=draw(st.integers(1, 20)), **common)
+    return DualChunk(chunk=draw(st.integers(1, 70)), window=window, **common)
 
 
 @given(methods(), st.data())

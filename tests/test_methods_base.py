@@ -75,12 +75,12 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
     proportional = Rotary(64, 1e4, 4096, rotated_pairs=8)
     for name, method in example_methods(proportional):
         if name not in ("default", "linear", "ntk", "theta"):
-            assert method.native(proportional) is None, name
+            assert method.rope_parameters(proportional) is None, name
     for growth in ("paper", "even", "pow2"):
-        assert resolve_method("dynamic-ntk", LLAMA2, growth=growth).native(LLAMA2) is None
+        assert resolve_method("dynamic-ntk", LLAMA2, growth=growth).rope_parameters(LLAMA2) is None
         assert resolve_method("dynamic-ntk", LLAMA2, growth=growth).approximate_rope_parameters(LLAMA2) is None
     dynamic = resolve_method("dynamic", LLAMA2, factor=4)
-    assert dynamic.native(LLAMA2) is None  # transformers' own keeps a memory of earlier calls
+    assert dynamic.rope_parameters(LLAMA2) is None  # transformers' own keeps a memory of earlier calls
     approximation = dynamic.approximate_rope_parameters(LLAMA2)
     assert approximation is not None
     for length in (4096, 9000):

@@ -177,7 +177,7 @@ def test_longrope_native_serves_both_lists() -> None:
     method = LongRoPE(
         short_factor=tuple(rising_divisors(GEOMETRY, 2)), long_factor=tuple(rising_divisors(GEOMETRY, 30)), factor=8
     )
-    parameters = method.native(GEOMETRY)
+    parameters = method.rope_parameters(GEOMETRY)
     assert parameters is not None
     for length in (512, 513):
         assert_native(GEOMETRY, method.frequencies(GEOMETRY, length), parameters, length)

@@ -65,7 +65,6 @@ def test_a_second_holder_of_a_name_is_refused(name: str) -> None:
         ("yarn", {"factor": 4, "beta_fats": 16}, ["yarn", "'beta_fats'", "Did you mean 'beta_fast'?", "truncate"]),
         ("linear", {"factor": 4, "theta": 1e6}, ["linear", "'theta'", "factor"]),
         ("yarn", {"factor": 4, "beta_fast": 1, "beta_slow": 32}, ["beta_fast=1", "beta_slow=32"]),
-        ("yarn", {"factor": 4, "beta_fast": 8, "beta_slow": 8}, ["beta_fast=8", "beta_slow=8"]),
         ("by-parts", {"factor": 4, "beta_slow": 0}, ["by-parts", "beta_slow=0"]),
         ("dynamic-yarn", {"beta_slow": -1}, ["dynamic-yarn", "beta_slow=-1"]),
         ("by-parts", {"factor": 4, "ramp": "sideways"}, ["'sideways'", "dimension", "turns"]),

@@ -261,7 +261,7 @@ def test_proportional(dim: int, theta: float, factor: float, proportion: float) 
     assert_native(rotary, ours, native | {"factor": factor})
     assert int((ours.inv_freq > 0).sum()) == int(proportion * dim / 2)
     method = Linear(factor=factor) if factor > 1 else Default()
-    saved = method.native(rotary)
+    saved = method.rope_parameters(rotary)
     assert saved is not None
     assert_native(rotary, method.frequencies(rotary), saved | {"partial_rotary_factor": proportion})
 
@@ -269,7 +269,7 @@ def test_proportional(dim: int, theta: float, factor: float, proportion: float) 
 @pytest.mark.parametrize("method", [NTK(factor=4), Theta(theta=1e6)], ids=lambda method: method.name)
 def test_proportional_with_another_base(method: RopeMethod) -> None:
     rotary = Rotary(128, 1e4, 4096, rotated_pairs=16)
-    saved = method.native(rotary)
+    saved = method.rope_parameters(rotary)
     assert saved is not None
     assert_native(rotary, method.frequencies(rotary), saved | {"partial_rotary_factor": 0.25})
 

@@ -17,7 +17,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
-from rope_ext_hf.patches.geometry import geometry, rotation
+from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,7 +163,7 @@ def _rotating(weight: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_model(model: Any) -> _Weights:
-    rotary = rotation(model)
+    rotary = checkpoint_geometry(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return _Weights(
         path=model.name_or_path or type(model).__name__,
@@ -197,7 +197,7 @@ def _of_folder(path: str | Path, revision: str | None, trust_remote_code: bool) 
         return AutoModelForCausalLM.from_pretrained(found.folder, **settings)
 
     twin = None if with_own_code else _twin(found.config, trust_remote_code)
-    rotary = stated_rotary(found.config) if twin is None else rotation(twin)
+    rotary = stated_rotary(found.config) if twin is None else checkpoint_geometry(twin)
     assert rotary is not None  # the table has it for every family with code of its own
     return _Weights(
         path=str(path),
@@ -222,7 +222,7 @@ def _of_meta(folder: Path) -> _Weights:
         raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")
 
     twin = _twin(config, False)
-    rotary = geometry(twin)
+    rotary = patch_geometry(twin)
     return _Weights(
         path=str(folder),
         rows=rotating_rows(config, rotary.dim),

@@ -17,7 +17,7 @@ from rope_ext_hf.checkpoints.row_layouts import rotating_rows
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing, set_pairing_switch
-from rope_ext_hf.patches.geometry import rotation
+from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
@@ -55,7 +55,7 @@ def convert(model: M, to: str, *, source: str | None = None) -> M:
         )
     if now == to:
         raise CheckpointError(f"the weights are {to} already; if they are not, say what they are (source=...)")
-    rows = rotating_rows(config, rotation(model).dim)
+    rows = rotating_rows(config, checkpoint_geometry(model).dim)
     moving = []
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         layout = rows.find(name, parameter.shape)

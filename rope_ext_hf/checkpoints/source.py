@@ -15,7 +15,7 @@ from rope_ext_hf.files import list_files, read_json, resolve_inside
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import config_pairing, stated_rotary
-from rope_ext_hf.patches.geometry import rotation
+from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
 __all__ = ["INDEXES", "NEVER", "WEIGHTS", "Source", "Weights", "read_source"]
@@ -190,7 +190,7 @@ def _rows(config: Any, trust_remote_code: bool) -> tuple[RotatingRows, frozenset
             return rows, layer_modules(config, rows)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(text, trust_remote_code=trust_remote_code)
-        rows = rotating_rows(config, rotation(model).dim)
+        rows = rotating_rows(config, checkpoint_geometry(model).dim)
         places = [rows.place(name) for name in model.state_dict()]
     except RopeExtError:
         raise

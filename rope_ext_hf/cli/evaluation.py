@@ -65,11 +65,11 @@ def demo(
     from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn
     from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE
     from rope_ext_hf.methods.static import NTK, Linear, Yarn
-    from rope_ext_hf.patches.geometry import geometry
+    from rope_ext_hf.patches.geometry import patch_geometry
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    trained = geometry(model).trained_length
+    trained = patch_geometry(model).trained_length
     methods: list[RopeMethod | None] = [
         None,
         Linear(factor=8.0),
@@ -215,7 +215,7 @@ def passkey(
     from rope_ext_hf.eval.retrieval import Retrieval, heat_map, table
     from rope_ext_hf.eval.retrieval import passkey as measure
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.geometry import geometry
+    from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import patched
 
     wanted = parse_lengths(lengths)
@@ -260,7 +260,7 @@ def passkey(
     if as_json:
         print_text(text)
     else:
-        print_table(table(results, geometry(loaded).trained_length))
+        print_table(table(results, patch_geometry(loaded).trained_length))
         print_text(f"results  {out / 'passkey.json'}\npicture  {picture or _NO_PICTURE}")
 
 
@@ -385,7 +385,7 @@ def _measure(
     from rope_ext_hf.eval.results import label, provenance, write_json
     from rope_ext_hf.eval.scorer import TokenScorer
     from rope_ext_hf.eval.tables import table, throughput_text
-    from rope_ext_hf.patches.geometry import geometry
+    from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import patched
 
     scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
@@ -397,7 +397,7 @@ def _measure(
             with patched(model, method) if method else nullcontext():
                 results += aggregate(saved, plan, score_plan(scorer, plan, partial(bar.advance, label(saved))))
 
-    trained = geometry(model).trained_length
+    trained = patch_geometry(model).trained_length
     write_json(out / "results.json", provenance(model, data), results)
     picture: Path | None = out / "perplexity.png"
     try:

@@ -42,8 +42,8 @@ def methods(
 
         rotary = Rotary(dim, theta, parse_length(trained_length))
         drawn = {label(method.to_dict()): method for method in expand(DEFAULT_METHODS, [factor], rotary)}
-        title = f"{dim} dims, theta {theta:g}, trained at {rotary.trained_length:,} tokens"
-        _draw(plot, rotary, drawn, round(rotary.trained_length * factor), title)
+        title = f"{dim} dims, theta {theta:g}, trained at {rotary.context_length:,} tokens"
+        _draw(plot, rotary, drawn, round(rotary.context_length * factor), title)
     rows: list[dict[str, Any]] = []
     for name, method in list_methods().items():
         fields = dataclasses.fields(method)
@@ -91,7 +91,7 @@ def describe(
     from rope_ext_hf.eval.results import label
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.describing import describe as describe_model
-    from rope_ext_hf.patches.geometry import geometry
+    from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import patch as patch_model
     from rope_ext_hf.patches.patching import patched_method
 
@@ -105,7 +105,7 @@ def describe(
     if plot is not None:
         method = patched_method(empty)
         drawn = {label(method.to_dict()): method} if method else {}
-        _draw(plot, geometry(empty), drawn, description.extended_length if method else None, Path(model).name)
+        _draw(plot, patch_geometry(empty), drawn, description.extended_length if method else None, Path(model).name)
     print_text(json_text(description.to_dict()) if as_json else str(description))
 
 

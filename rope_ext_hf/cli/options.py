@@ -269,21 +269,21 @@ class MethodOptions:
             longest: the extended length where neither a factor nor a target length is given, in tokens.
         """
         from rope_ext_hf.methods.registry import accepts_factor, resolve_method
-        from rope_ext_hf.patches.geometry import bind, geometry
+        from rope_ext_hf.patches.geometry import bind, patch_geometry
 
         self.check()
-        rotary = geometry(model)
+        rotary = patch_geometry(model)
         resolved: list[RopeMethod] = []
         for name in self.names:
             parameters = self._parameters_for(name)
             for factor in self.factors or (None,):
                 scale, length = factor, self.extended_length
                 if factor is None and length is None:
-                    length = max(longest, rotary.trained_length)
+                    length = max(longest, rotary.context_length)
                 elif factor is not None and length is None and not accepts_factor(name):
-                    scale, length = None, round(factor * rotary.trained_length)
+                    scale, length = None, round(factor * rotary.context_length)
                 method = resolve_method(name, rotary, factor=scale, target_length=length, **parameters)
-                resolved.append(bind(model, method, length or max(longest, rotary.trained_length)))
+                resolved.append(bind(model, method, length or max(longest, rotary.context_length)))
         return list(dict.fromkeys(resolved))
 
     def _parameters_for(self, name: str) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""Every frequency-level method: a formula from a model's rotary geometry to inverse frequencies.
+"""What every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
 
-    >>> from rope_ext_hf.methods import Rotary, frequencies
-    >>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
-    tensor(1.4434e-05, dtype=torch.float64)
-
-A method is a frozen dataclass: its fields are its parameters, its `_scale` is the formula, its `native` says how
-plain transformers writes the same thing in a config. To add one, write the class here and decorate it; the registry,
-the command line, saving and the contract tests find it by its name.
+    >>> from rope_ext_hf.methods import Rotary, Yarn, frequencies
+    >>> plain = Rotary(dim=128, theta=500000.0, trained_length=8192)
+    >>> llama = plain.scaled(Llama3(factor=8.0), context_length=131072)    # Llama 3.1, as its config describes it
+    >>> frequencies("yarn", llama, factor=2).inv_freq.shape                # for 262,144 tokens
+    torch.Size([64])
 
 Symbols as in the papers: d = `Rotary.dim`, b = `Rotary.theta`, L0 = `Rotary.trained_length`, L = length, s = factor,
-theta_i = b^(-2i/d), wavelength_i = 2 pi / theta_i, turns r_i = L0 / wavelength_i. Everything is float64.
+theta_i = b^(-2i/d), wavelength_i = 2 pi / theta_i. A model that was trained under a scaling has frequencies w_i and an
+attention factor a of its own, and is for C = `Rotary.context_length` tokens: every method extends from there. For a
+plain model w_i = theta_i, a = 1 and C = L0. Everything is float64.
 """
 
 from __future__ import annotations
@@ -18,19 +18,58 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.constants import device_constant
 
-__all__ = ["TWO_PI", "UNBOUNDED", "Frequencies", "RopeMethod", "Rotary"]
+__all__ = [
+    "TWO_PI",
+    "UNBOUNDED",
+    "Frequencies",
+    "RopeMethod",
+    "Rotary",
+    "TrainedScaling",
+    "constant",
+    "is_number",
+    "rotary_from_dict",
+]
 
 UNBOUNDED = 2**62
-"""A length in tokens that nothing reaches."""
+"""A length in tokens that no input reaches."""
 
 TWO_PI = 2 * math.pi
+
+
+@dataclass(frozen=True)
+class TrainedScaling:
+    """A scaling that a model was trained with, and what lies underneath it.
+
+    Attributes:
+        method: the method, a frequency method.
+        rotary: what the method was applied to.
+        context_length: the length in tokens that the model is for under this scaling.
+    """
+
+    method: RopeMethod
+    rotary: Rotary
+    context_length: int
+
+    def __post_init__(self) -> None:
+        if not self.context_length >= 1:
+            raise MethodError(f"context_length must be at least 1 token, got {self.context_length}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "method": self.method.to_dict(),
+            "rotary": self.rotary.to_dict(),
+            "context_length": self.context_length,
+        }
 
 
 @dataclass(frozen=True)
@@ -40,19 +79,21 @@ class Rotary:
     Attributes:
         dim: rotated dims per head (head_dim x partial rotary factor); even.
         theta: the base b of the inverse frequencies.
-        trained_length: L0, the context length in tokens the model was trained at.
-        rotated_pairs: how many of the dim // 2 pairs turn at all; the rest have inverse frequency 0 (Gemma 4's
+        trained_length: L0 in tokens, the length that RoPE without any scaling is for.
+        rotated_pairs: how many of the dim // 2 pairs rotate; the rest have inverse frequency 0 (Gemma 4's
             "proportional" embedding). None: all of them.
+        own: the scaling that the model was trained with; None: none. Build it with `scaled`.
     """
 
     dim: int
     theta: float
     trained_length: int
     rotated_pairs: int | None = None
+    own: TrainedScaling | None = None
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
-            raise MethodError(f"a rotary embedding turns an even number of dims, at least 2; got dim={self.dim}")
+            raise MethodError(f"a rotary embedding rotates an even number of dims, at least 2; got dim={self.dim}")
         if not (math.isfinite(self.theta) and self.theta > 1):
             raise MethodError(f"theta must be a finite number above 1, got {self.theta}")
         if not self.trained_length >= 1:
@@ -61,12 +102,63 @@ class Rotary:
             raise MethodError(
                 f"rotated_pairs must be between 0 and dim // 2 = {self.dim // 2}, got {self.rotated_pairs}"
             )
+        if self.own is not None and self.own.rotary.plain_geometry != self.plain_geometry:
+            raise MethodError(f"the scaling underneath belongs to another rotary embedding: {self.own.rotary}")
 
-    def inv_freq(self, theta: float | Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """theta_i = b^(-2i/d), shape (..., dim // 2) float64, for the model's base or for bases (..., 1) given."""
+    @property
+    def plain_geometry(self) -> tuple[int, float, int, int | None]:
+        """Everything but the scalings: dim, theta, trained_length, rotated_pairs."""
+        return self.dim, self.theta, self.trained_length, self.rotated_pairs
+
+    @property
+    def plain(self) -> Rotary:
+        """This rotary embedding without any scaling."""
+        return Rotary(*self.plain_geometry)
+
+    def scaled(self, method: RopeMethod, *, context_length: int) -> Rotary:
+        """This rotary embedding in a model that was trained under a method, for `context_length` tokens.
+
+        Raises:
+            MethodError: a method that does not fit this rotary embedding.
+        """
+        method.check(self)
+        if not method.composable:
+            raise MethodError(f"no method can be applied over {method.name}: its frequencies follow every input")
+        return Rotary(*self.plain_geometry, own=TrainedScaling(method, self, context_length))
+
+    @property
+    def context_length(self) -> int:
+        """C, the length in tokens that the model as loaded is for."""
+        return self.trained_length if self.own is None else self.own.context_length
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether the frequencies underneath depend on the length of the input (Phi-3's two lists)."""
+        return self.own is not None and self.own.method.depends_on_length(self.own.rotary)
+
+    @property
+    def attention_factor(self) -> float:
+        """a, the attention factor underneath; 1 for a plain model."""
+        return 1.0 if self.own is None else _underneath(self)[1]
+
+    def inv_freq(self, device: torch.device | str = "cpu") -> Tensor:
+        """w_i in radians per position, (dim // 2,) float64: the frequencies that a method changes.
+
+        Where those depend on the length of the input, the ones of long inputs.
+        """
+        return self.theta_inv_freq(device=device) if self.own is None else constant(_underneath(self)[0], device)
+
+    def theta_inv_freq(self, theta: float | Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """theta_i = b^(-2i/d), (..., dim // 2) float64, for this base or for bases (..., 1)."""
         dims = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         inv_freq = (self.theta if theta is None else theta) ** (-dims / self.dim)
         return inv_freq if self.rotated_pairs is None else inv_freq * (dims < 2 * self.rotated_pairs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, without what is not set. `rotary_from_dict` reads it back."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["own"] = None if self.own is None else self.own.to_dict()
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Frequencies(NamedTuple):
@@ -81,7 +173,24 @@ class Frequencies(NamedTuple):
     attention_factor: float
 
 
+@lru_cache(maxsize=64)
+def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
+    """The frequencies and the attention factor of the scaling underneath, for long inputs."""
+    assert rotary.own is not None
+    length = rotary.own.context_length
+    if rotary.length_dependent:  # past the length at which its second list begins, whatever the context length says
+        length = max(length, rotary.trained_length + 1)
+    inv_freq, attention_factor = rotary.own.method.frequencies(rotary.own.rotary, length)
+    return tuple(inv_freq.tolist()), attention_factor
+
+
+def constant(numbers: tuple[float, ...], device: torch.device | str) -> Tensor:
+    """Numbers as a float64 tensor on a device."""
+    return device_constant(numbers, torch.float64, torch.device(device))
+
+
 def is_number(value: object) -> bool:
+    """Whether a value is an int or a float; bool is neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -89,7 +198,7 @@ def _are_numbers(value: object) -> bool:
     return isinstance(value, tuple) and all(map(is_number, value))
 
 
-# Annotation of a parameter -> what it must be, in words and as a test.
+# Annotation of a parameter -> what its value must be, in words and as a test.
 _PARAMETER_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", is_number),
     "float | None": ("a number", is_number),
@@ -101,7 +210,7 @@ _PARAMETER_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeMethod(ABC):
-    """Base of the frequency-level methods; a subclass adds its parameters and its formula."""
+    """Base of all methods; a subclass adds its parameters as fields, and its formula as `compute`."""
 
     name: ClassVar[str] = ""
 
@@ -127,24 +236,73 @@ class RopeMethod(ABC):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the frequencies change with the length of the input."""
+        """Whether the method itself makes the frequencies depend on the length of the input."""
         return False
 
+    def depends_on_length(self, rotary: Rotary) -> bool:
+        """Whether the frequencies depend on the length of the input, by the method or by what is underneath."""
+        return self.length_dependent or rotary.length_dependent
+
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
-        """The method's frequencies for one input of `length` tokens (None: of the trained length)."""
+        """The frequencies for one input.
+
+        Args:
+            rotary: what they are computed from.
+            length: tokens in the input; None: the context length.
+
+        Raises:
+            MethodError: parameters that do not fit `rotary`, or a length below 1.
+        """
         self.check(rotary)
         if length is not None and length < 1:
             raise MethodError(f"length must be at least 1 token, got {length}")
-        tokens = torch.tensor(rotary.trained_length if length is None else length, dtype=torch.float64, device="cpu")
+        tokens = torch.tensor(rotary.context_length if length is None else length, dtype=torch.float64, device="cpu")
         inv_freq, attention_factor = self.at_lengths(rotary, tokens)
         return Frequencies(inv_freq, float(attention_factor))
 
     def at_lengths(self, rotary: Rotary, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Per-row frequencies: lengths (...) float64 -> inv_freq (..., dim // 2) and attention factor, 1.0 or (..., 1).
+        """The frequencies of each row, on the device of `lengths`; no value is read on the host.
 
-        Runs on the device of `lengths` and never looks at its values from the host.
+        Args:
+            rotary: what they are computed from.
+            lengths: tokens of each row, (...) float64.
+
+        Returns:
+            inv_freq (..., dim // 2) float64 and the attention factor, one number or (..., 1) float64.
         """
-        return self.compute(rotary, lengths.unsqueeze(-1))
+        length = lengths.unsqueeze(-1)
+        inv_freq, attention_factor = self.compute(rotary, length)
+        if rotary.own is None:
+            return inv_freq, attention_factor
+        attention_factor = attention_factor * rotary.attention_factor
+        if not rotary.length_dependent:
+            return inv_freq, attention_factor
+        # Inputs up to the original length run as loaded; the step of the scaling underneath stays where it was.
+        own_inv_freq, own_factor = rotary.own.method.at_lengths(rotary.own.rotary, lengths)
+        long = length > rotary.trained_length
+        if isinstance(attention_factor, Tensor) or attention_factor != own_factor:
+            factors = (attention_factor, own_factor)
+            new, old = (torch.as_tensor(f, dtype=torch.float64, device=lengths.device) for f in factors)
+            attention_factor = torch.where(long, new, old)
+        return torch.where(long, inv_freq, own_inv_freq), attention_factor
+
+    @abstractmethod
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The formula.
+
+        Args:
+            rotary: `rotary.inv_freq()` is what the method changes, `rotary.context_length` what it is counted from.
+            length: tokens of each row, (..., 1) float64.
+
+        Returns:
+            inv_freq (..., dim // 2) and the method's own attention factor, (..., 1) or one number; that of a scaling
+            underneath is multiplied in by `at_lengths`.
+        """
+
+    @property
+    def composable(self) -> bool:
+        """Whether another method can be applied on top: `compute` gives one set of frequencies for long inputs."""
+        return not self.length_dependent
 
     @property
     def sticky_length(self) -> bool:
@@ -152,43 +310,70 @@ class RopeMethod(ABC):
         return False
 
     @property
-    def steps(self) -> bool:
-        """Whether the frequencies, where they depend on the length, change at a few lengths only."""
+    def piecewise_constant(self) -> bool:
+        """Whether the frequencies, where the method makes them depend on the length, change at a few lengths only."""
         return False
 
+    def changes_in_steps(self, rotary: Rotary) -> bool:
+        """Whether the frequencies change at a few lengths only, by the method and by what is underneath."""
+        return self.piecewise_constant or (not self.length_dependent and rotary.length_dependent)
+
     def constant_until(self, rotary: Rotary, length: int) -> int:
-        """The longest input with the frequencies of one of `length` tokens, in tokens."""
-        return max(length, rotary.trained_length) if self.length_dependent else UNBOUNDED
+        """The longest input with the frequencies of an input of `length` tokens, in tokens."""
+        if rotary.length_dependent and length <= rotary.trained_length:
+            return rotary.trained_length
+        return self.next_change(rotary, length) if self.length_dependent else UNBOUNDED
 
-    @abstractmethod
-    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The formula: length (..., 1) float64 -> inv_freq (..., dim // 2), attention factor (..., 1) or one number."""
+    def next_change(self, rotary: Rotary, length: int) -> int:
+        """`constant_until` by the method alone, where it depends on the length."""
+        return max(length, rotary.context_length)
 
-    def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every geometry
-        """Raise MethodError where the parameters cannot go with this geometry."""
+    def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding
+        """Raise MethodError where the parameters do not fit a rotary embedding."""
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         """`rope_parameters` with which plain transformers computes the same, or None.
 
-        The base class's answer holds for every static method: longrope's per-dim divisors can write any frequencies.
+        longrope's divisors per dim can write any static frequencies, so every static method has such a form.
         """
-        if self.length_dependent or rotary.rotated_pairs is not None:
+        if rotary.rotated_pairs is not None or self.length_dependent:
             return None
+        if rotary.length_dependent:
+            return self._two_lists(rotary)
+        if rotary.own is None:
+            return self.plain_rope_parameters(rotary)
+        return self.longrope_parameters(rotary)
+
+    def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        """`rope_parameters` for a model without a scaling of its own."""
         return self.longrope_parameters(rotary)
 
     def longrope_parameters(self, rotary: Rotary) -> dict[str, Any]:
-        """These frequencies at the trained length, written as transformers' longrope with explicit divisors."""
-        scaled = self.frequencies(rotary)
-        plain = rotary.inv_freq()
-        divisors = (plain / scaled.inv_freq).tolist()
+        """The frequencies at the context length as transformers' longrope, with explicit divisors of theta_i."""
+        inv_freq, attention_factor = self.frequencies(rotary)
+        divisors = (rotary.theta_inv_freq() / inv_freq).tolist()
         return {
             "rope_type": "longrope",
             "rope_theta": rotary.theta,
             "short_factor": divisors,
             "long_factor": divisors,
             "factor": getattr(self, "factor", None) or 1.0,
-            "attention_factor": scaled.attention_factor,
+            "attention_factor": attention_factor,
             "original_max_position_embeddings": rotary.trained_length,
+        }
+
+    def _two_lists(self, rotary: Rotary) -> dict[str, Any] | None:
+        """Over a scaling with two lists: its short list and, composed, its long one; None: two attention factors."""
+        assert rotary.own is not None
+        short = rotary.own.method.frequencies(rotary.own.rotary, 1)
+        long = self.frequencies(rotary, UNBOUNDED)
+        if not math.isclose(short.attention_factor, long.attention_factor, rel_tol=1e-12):
+            return None
+        theta = rotary.theta_inv_freq()
+        return self.longrope_parameters(rotary) | {
+            "short_factor": (theta / short.inv_freq).tolist(),
+            "long_factor": (theta / long.inv_freq).tolist(),
+            "attention_factor": short.attention_factor,
         }
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
@@ -196,9 +381,9 @@ class RopeMethod(ABC):
         return None
 
     def extended_length(self, rotary: Rotary) -> int | None:
-        """The length the method is meant for, in tokens, where its parameters say; None: it follows the input."""
+        """The length in tokens that the method is meant for, where its parameters say; None: it follows the input."""
         factor = getattr(self, "factor", None)
-        return round(rotary.trained_length * factor) if factor else None
+        return round(rotary.context_length * factor) if factor else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""
@@ -208,3 +393,22 @@ class RopeMethod(ABC):
             for key, value in values.items()
             if value is not None
         }
+
+
+def rotary_from_dict(saved: Mapping[str, Any], read_method: Callable[[Mapping[str, Any]], RopeMethod]) -> Rotary:
+    """The inverse of `Rotary.to_dict`; `read_method` is the inverse of `RopeMethod.to_dict`.
+
+    Raises:
+        MethodError: not what `Rotary.to_dict` writes.
+    """
+    try:
+        values = dict(saved)
+        own = values.pop("own", None)
+        rotary = Rotary(**values)
+        if own is None:
+            return rotary
+        underneath = rotary_from_dict(own["rotary"], read_method)
+        scaling = TrainedScaling(read_method(own["method"]), underneath, own["context_length"])
+        return Rotary(*rotary.plain_geometry, own=scaling)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MethodError(f"not a saved rotary embedding: {error!r}") from error

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import (
     _check_at_least_four_dims,
     _check_attention_factor,
     _check_divisors,
-    _on_device,
     _Ramped,
-    ntk_theta,
+    ntk_inv_freq,
 )
 
 __all__ = ["DynamicNTK", "DynamicYarn", "Growth", "LongRoPE"]
@@ -33,9 +32,9 @@ Growth = Literal["paper", "hf", "even", "pow2"]
 class DynamicNTK(RopeMethod):
     """NTK-aware scaling whose alpha follows the length L of the input (emozilla 2023).
 
-    `growth` names the rule, with ratio = L / L0:
+    `growth` names the rule, with ratio = L / C:
         paper   max(1, ratio)                                     YaRN paper, sec. 3.3
-        hf      s ratio - (s - 1), 1 while L <= L0                transformers' "dynamic", s = factor
+        hf      s ratio - (s - 1), 1 while L <= C                 transformers' "dynamic", s = factor
         even    `initial` while ratio <= initial, then the smallest even k >= ratio
         pow2    max(1, 2^ceil(log2(ratio) + 1) - 1)               Qwen, lmdeploy
 
@@ -74,23 +73,23 @@ class DynamicNTK(RopeMethod):
         return True
 
     @property
-    def steps(self) -> bool:
+    def piecewise_constant(self) -> bool:
         return self.growth in ("even", "pow2")
 
-    def constant_until(self, rotary: Rotary, length: int) -> int:
-        ratio = length / rotary.trained_length
+    def next_change(self, rotary: Rotary, length: int) -> int:
+        ratio = length / rotary.context_length
         if self.growth == "even":
             k = self.initial if ratio <= self.initial else 2 * math.ceil(ratio / 2)
-            return math.floor(k * rotary.trained_length)
+            return math.floor(k * rotary.context_length)
         if self.growth == "pow2":
-            return int(rotary.trained_length * 2 ** max(0, math.ceil(math.log2(ratio))))
-        return super().constant_until(rotary, length)
+            return int(rotary.context_length * 2 ** max(0, math.ceil(math.log2(ratio))))
+        return super().next_change(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
         _check_at_least_four_dims(self.name, rotary)
 
     def alpha(self, rotary: Rotary, length: Tensor) -> Tensor:
-        ratio = length / rotary.trained_length
+        ratio = length / rotary.context_length
         grown = ratio.clamp(min=1)
         if self.growth == "hf":
             assert self.factor is not None
@@ -102,11 +101,11 @@ class DynamicNTK(RopeMethod):
         return grown
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(ntk_theta(rotary, self.alpha(rotary, length)), length.device), 1.0
+        return ntk_inv_freq(rotary, self.alpha(rotary, length), length.device), 1.0
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         """transformers' "dynamic": the same rule, with a memory of earlier calls and one length for a whole batch."""
-        if self.growth != "hf":
+        if self.growth != "hf" or rotary.own is not None:
             return None
         return {"rope_type": "dynamic", "rope_theta": rotary.theta, "factor": self.factor}
 
@@ -121,17 +120,19 @@ class DynamicYarn(_Ramped):
         return True
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        factor = (length / rotary.trained_length).clamp(min=1)
+        factor = (length / rotary.context_length).clamp(min=1)
         return self.interpolate(rotary, factor, length.device), 0.1 * factor.log() + 1
 
 
 @register_method("longrope")
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(RopeMethod):
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched per-dim divisors, one list up to L0, another beyond.
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors per pair.
 
-    cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln L0) with s = `factor`, at
-    every length.
+    One list of divisors is for inputs of up to C tokens, another for longer ones.
+
+    cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln C) with s = `factor`, at every
+    length. C is the context length of what is underneath; for a plain model the trained length L0.
     """
 
     short_factor: tuple[float, ...]
@@ -152,23 +153,23 @@ class LongRoPE(RopeMethod):
         return self.short_factor != self.long_factor
 
     @property
-    def steps(self) -> bool:
+    def piecewise_constant(self) -> bool:
         return self.length_dependent
 
-    def constant_until(self, rotary: Rotary, length: int) -> int:
-        return UNBOUNDED if length > rotary.trained_length else super().constant_until(rotary, length)
+    def next_change(self, rotary: Rotary, length: int) -> int:
+        return UNBOUNDED if length > rotary.context_length else super().next_change(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
         _check_divisors(self.name, "short_factor", self.short_factor, rotary)
         _check_divisors(self.name, "long_factor", self.long_factor, rotary)
-        if self.attention_factor is None and rotary.trained_length == 1:
+        if self.attention_factor is None and rotary.context_length == 1:
             raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        short = _on_device(self.short_factor, length.device)
-        long = _on_device(self.long_factor, length.device)
-        divisors = torch.where(length > rotary.trained_length, long, short) if self.length_dependent else long
-        return rotary.inv_freq(device=length.device) / divisors, self._attention_factor(rotary)
+        short = constant(self.short_factor, length.device)
+        long = constant(self.long_factor, length.device)
+        divisors = torch.where(length > rotary.context_length, long, short) if self.length_dependent else long
+        return rotary.inv_freq(length.device) / divisors, self._attention_factor(rotary)
 
     def _attention_factor(self, rotary: Rotary) -> float:
         if self.attention_factor is not None:
@@ -176,10 +177,26 @@ class LongRoPE(RopeMethod):
         assert self.factor is not None
         if self.factor == 1:
             return 1.0
-        return math.sqrt(1 + math.log(self.factor) / math.log(rotary.trained_length))
+        return math.sqrt(1 + math.log(self.factor) / math.log(rotary.context_length))
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
-        if rotary.rotated_pairs is not None:
+    @property
+    def composable(self) -> bool:
+        return True
+
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        if not self.length_dependent:
+            return super().rope_parameters(rotary)
+        if rotary.rotated_pairs is not None or rotary.length_dependent:  # three lists, where two lie underneath
             return None
+        if rotary.own is None:
+            return self.plain_rope_parameters(rotary)
+        theta = rotary.theta_inv_freq()
+        return self.longrope_parameters(rotary) | {
+            "short_factor": (theta / self.frequencies(rotary, 1).inv_freq).tolist(),
+            "long_factor": (theta / self.frequencies(rotary, UNBOUNDED).inv_freq).tolist(),
+            "original_max_position_embeddings": rotary.context_length,
+        }
+
+    def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}
         return self.longrope_parameters(rotary) | lists

@@ -55,7 +55,7 @@ def resolve_method(
     Args:
         method: a name of `list_methods()`, the alias "dynamic", or a method object.
         rotary: the geometry that turns target_length into a factor and that list lengths are checked against.
-        factor: how many times the trained length.
+        factor: how many times the context length.
         target_length: the same in tokens; where the method has no factor it only states the extended length.
 
     Raises:
@@ -128,11 +128,11 @@ def _factor_for(
         raise MethodError(f"target_length must be a whole number of tokens, got {target_length!r}")
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
-    if target_length < rotary.trained_length:
+    if target_length < rotary.context_length:
         raise MethodError(
-            f"target_length={target_length} is below the trained length {rotary.trained_length}: nothing to extend"
+            f"target_length={target_length} is below the context length {rotary.context_length}: nothing to extend"
         )
-    return target_length / rotary.trained_length if takes_factor else None
+    return target_length / rotary.context_length if takes_factor else None
 
 
 def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
@@ -149,7 +149,7 @@ def frequencies(method: str | RopeMethod, rotary: Rotary, *, length: int | None 
     Args:
         method: a name of `list_methods()`, or a method object.
         rotary: the geometry they are for.
-        length: tokens in the input, for length-dependent methods; None means the trained length.
+        length: tokens in the input, for length-dependent methods; None: the context length.
         **params: the method's parameters, `factor` or `target_length` among them.
 
     Returns:

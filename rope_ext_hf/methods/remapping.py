@@ -1,13 +1,13 @@
-"""Every attention-level method: at which relative position a query sees a key.
+"""Remapping methods: they change the relative position at which a query sees a key.
 
     >>> from rope_ext_hf.methods.remapping import SelfExtend
-    >>> SelfExtend(group=8, window=1024)
-    SelfExtend(max_distance=None, log_n=False, frequency=None, window=1024, group=8)
+    >>> SelfExtend(group=8, window=1024).group
+    8
 
-Positions that a model was not trained at never occur: far keys are seen at positions it knows. A method divides the
-keys before a query into zones, nearest first. In a zone the query stands at one place and the keys at theirs, and the
-difference is the relative position. Keys are stored in the cache at one place each, `key_position`, which is theirs in
-every zone but the nearest of the methods with an exact local zone, where they stand where they are.
+No key is seen at a relative position that the model was not trained at: far keys are seen at trained ones. A method
+divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position and the
+keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`; that is
+their position in every zone, except the nearest one of methods whose local zone is exact: there keys keep their own.
 
 Symbols as in the papers: m and n, the positions of a query and a key; w = `window`, G = `group`, s = `chunk`.
 """
@@ -16,52 +16,75 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, local_window_tiles
 
-__all__ = ["DEFAULT_GROUP", "DualChunk", "LeakyReRoPE", "ReRoPE", "RemappedPosition", "RemappingMethod", "SelfExtend"]
+__all__ = [
+    "DEFAULT_GROUP",
+    "DEFAULT_TEMPERATURE",
+    "TEMPERATURES",
+    "DualChunk",
+    "LeakyReRoPE",
+    "ReRoPE",
+    "RemappedPosition",
+    "RemappingMethod",
+    "SelfExtend",
+]
 
 DEFAULT_GROUP = 16
-"""`group` and `k` where nothing says how long the input will be: about 8 to 12 times the trained length."""
+"""`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
+
+TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
+    "none": None,
+    "log-n": lambda m, known: ((m + 1).log() / math.log(known)).clamp(min=1),
+    "llama4": lambda m, known: 1 + 0.1 * (1 + torch.floor((m + 1) / known)).log(),
+}
+"""What queries are multiplied by at position m (float32), where the model was trained at up to `known` positions.
+
+"log-n": max(1, ln(m + 1) / ln known), which keeps the entropy of attention what it is at `known` keys (Su 2022,
+https://kexue.fm/archives/8823). "llama4": 1 + 0.1 ln(1 + floor((m + 1) / known)) (Llama 4's attention scale).
+"""
+
+DEFAULT_TEMPERATURE = "log-n"
 
 
 class RemappedPosition(NamedTuple):
-    """Where something stands, in tokens: positions / divisor + offset."""
+    """The position that queries or keys are rotated to, in tokens: positions / divisor + offset."""
 
     positions: Tensor | None = None
     divisor: float = 1.0
     offset: float = 0.0
 
     def tokens(self) -> Tensor:
-        """As float64."""
+        """The position as float64."""
         whole = torch.zeros(()) if self.positions is None else self.positions
         return whole.double() / self.divisor + self.offset
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemappingMethod(RopeMethod):
-    """Base of the attention-level methods.
+    """Base of the remapping methods.
 
     Attributes:
-        limit: the longest distance in tokens that the model knows; default: its trained length, or what its
-            frequencies are extended to.
-        log_n: multiply queries by max(1, ln(m + 1) / ln limit), which keeps the entropy of attention as it is at the
-            limit (Su 2022, https://kexue.fm/archives/8823).
-        frequency: a static frequency-level method underneath; default: the model's own.
+        max_distance: the longest relative position that is used, in tokens; default: the model's context length, or
+            what `frequency` extends it to.
+        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`; default: "log-n",
+            and "none" for models whose attention does so by itself.
+        frequency: a static frequency method underneath; default: the model's own frequencies.
     """
 
     max_distance: int | None = None
-    log_n: bool = False
+    temperature: str | None = None
     frequency: RopeMethod | None = None
 
     def __post_init__(self) -> None:
@@ -74,40 +97,48 @@ class RemappingMethod(RopeMethod):
             or self.frequency.length_dependent
         ):
             raise MethodError(
-                f"{self.name}: frequency must be a frequency-level method that does not follow the input, "
+                f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
                 f"got {self.frequency!r}"
+            )
+        if self.temperature is not None and self.temperature not in TEMPERATURES:
+            raise MethodError(
+                f"{self.name}: temperature must be one of {', '.join(TEMPERATURES)}; got {self.temperature!r}."
+                f"{did_you_mean(str(self.temperature), TEMPERATURES)}"
             )
         for name in ("max_distance", "window", "group", "chunk"):
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise MethodError(f"{self.name}: {name} must be at least 1, got {value}")
 
-    def bind(self, rotary: Rotary, own: RopeMethod, own_length: int, target_length: int | None) -> Self:
-        """With every parameter that was not given worked out.
+    @property
+    def composable(self) -> bool:
+        return False
+
+    def bind(self, rotary: Rotary, target_length: int | None, *, own_temperature: bool = False) -> Self:
+        """The method with every parameter that was not given filled in.
 
         Args:
-            own: the model's own frequency-level method.
-            own_length: the length that one is for, in tokens.
-            target_length: the length asked for.
+            rotary: the rotary embedding of the model.
+            target_length: the length in tokens that was asked for.
+            own_temperature: whether the model's attention has a temperature that depends on the position by itself.
 
         Raises:
-            MethodError: parameters that lead to positions beyond the limit, or frequencies that follow the input.
+            MethodError: parameters that lead to relative positions beyond `max_distance`, or frequencies underneath
+                that depend on the length of the input.
         """
-        method = self
-        if method.frequency is None and own.name != "default":
-            if own.length_dependent:
-                raise MethodError(
-                    f"{self.name} needs frequencies that stay, and this model's own {own.name} follows the input; "
-                    "give another one (frequency)"
-                )
-            method = replace(method, frequency=own)
-        if method.max_distance is None:
-            length = own_length if self.frequency is None else self.frequency.extended_length(rotary)
-            method = replace(method, max_distance=length or rotary.trained_length)
-        assert method.max_distance is not None
-        if method.max_distance < 8:
-            raise MethodError(f"{self.name} needs a trained length of at least 8 tokens, got {method.max_distance}")
-        return method._with_defaults(method.max_distance, target_length)
+        if rotary.length_dependent:
+            assert rotary.own is not None
+            raise MethodError(
+                f"{self.name} needs frequencies that do not change, and those of this model's own "
+                f"{rotary.own.method.name} depend on the length of the input; replace them with over='original'"
+            )
+        length = rotary.context_length if self.frequency is None else self.frequency.extended_length(rotary)
+        temperature = self.temperature or ("none" if own_temperature else DEFAULT_TEMPERATURE)
+        max_distance = self.max_distance or length or rotary.context_length
+        if max_distance < 8:
+            raise MethodError(f"{self.name} needs a context length of at least 8 tokens, got {max_distance}")
+        bound = replace(self, max_distance=max_distance, temperature=temperature)
+        return bound._with_defaults(max_distance, target_length)
 
     @abstractmethod
     def _with_defaults(self, limit: int, target_length: int | None) -> Self: ...
@@ -115,16 +146,17 @@ class RemappingMethod(RopeMethod):
     def _check_reach(self, limit: int, what: str, size: float) -> None:
         if size > limit:
             raise MethodError(
-                f"{self.name}: {what} is {size:g} tokens, and the model knows distances up to {limit} only"
+                f"{self.name}: {what} is {size:g} tokens, and the longest relative position the model was trained at "
+                f"is {limit} tokens"
             )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return (self.frequency or Default()).at_lengths(rotary, length.squeeze(-1))
+        return (self.frequency or Default()).compute(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
         (self.frequency or Default()).check(rotary)
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         return None
 
     def extended_length(self, rotary: Rotary) -> int | None:
@@ -153,11 +185,12 @@ class RemappingMethod(RopeMethod):
         """Where queries stand in each zone but the nearest, where they stand as its keys do."""
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """What queries are multiplied by, float32; None: nothing."""
-        if not self.log_n:
+        """What queries at positions m are multiplied by, float32; None: nothing."""
+        formula = TEMPERATURES[self.temperature or "none"]
+        if formula is None:
             return None
         assert self.max_distance is not None
-        return ((m + 1).to(torch.float32).log() / math.log(self.max_distance)).clamp(min=1)
+        return formula(m.to(torch.float32), self.max_distance)
 
     @abstractmethod
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
@@ -166,7 +199,7 @@ class RemappingMethod(RopeMethod):
     def distance(self, m: Tensor, n: Tensor) -> Tensor:
         """The relative position at which a query at m sees a key at n <= m, in tokens; float64, shapes broadcast.
 
-        The method must be fitted.
+        `bind` must have filled in every parameter.
         """
         key = self.key_position(n).tokens()
         near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
-from rope_ext_hf.methods.constants import device_constant
+from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.registry import register_method
 
 __all__ = ["NTK", "ByParts", "Default", "Factors", "Linear", "Llama3", "Theta", "Yarn", "ntk_theta"]
@@ -21,16 +21,18 @@ __all__ = ["NTK", "ByParts", "Default", "Factors", "Linear", "Llama3", "Theta", 
 @register_method("default")
 @dataclass(frozen=True, kw_only=True)
 class Default(RopeMethod):
-    """RoPE as trained (Su et al. 2021, arXiv 2104.09864)."""
+    """RoPE as the model was trained with it (Su et al. 2021, arXiv 2104.09864)."""
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(device=length.device), 1.0
+        return rotary.inv_freq(length.device), 1.0
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        if rotary.own is not None:  # the scaling underneath, as it was
+            return rotary.own.method.rope_parameters(rotary.own.rotary)
         return _theta_parameters(rotary, rotary.theta)
 
     def extended_length(self, rotary: Rotary) -> int | None:
-        return rotary.trained_length
+        return rotary.context_length
 
 
 @register_method("linear")
@@ -41,14 +43,16 @@ class Linear(RopeMethod):
     factor: float
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(device=length.device) / self.factor, 1.0
+        return rotary.inv_freq(length.device) / self.factor, 1.0
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
-        return {
-            "rope_type": "linear" if rotary.rotated_pairs is None else "proportional",
-            "rope_theta": rotary.theta,
-            "factor": self.factor,
-        }
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        factor = self.factor
+        if rotary.own is not None:
+            if not isinstance(rotary.own.method, Linear) or rotary.own.rotary.own is not None:
+                return super().rope_parameters(rotary)
+            factor *= rotary.own.method.factor  # linear over linear
+        rope_type = "linear" if rotary.rotated_pairs is None else "proportional"
+        return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": factor}
 
 
 @register_method("theta")
@@ -63,10 +67,17 @@ class Theta(RopeMethod):
         if self.theta <= 1:
             raise MethodError(f"theta: theta must be above 1, got {self.theta:g}")
 
-    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(self.theta, length.device), 1.0
+    def check(self, rotary: Rotary) -> None:
+        if rotary.own is not None:
+            raise MethodError(
+                f"theta: this model was trained under {rotary.own.method.name}, and another base cannot be put "
+                "underneath it; use ntk, or replace the scaling with over='original'"
+            )
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        return rotary.theta_inv_freq(self.theta, length.device), 1.0
+
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         return _theta_parameters(rotary, self.theta)
 
 
@@ -77,6 +88,15 @@ def _theta_parameters(rotary: Rotary, theta: float) -> dict[str, Any]:
 def ntk_theta(rotary: Rotary, alpha: Any) -> Any:
     """b' = b alpha^(d/(d-2)): leaves the highest frequency alone and divides the lowest by exactly alpha."""
     return rotary.theta * alpha ** (rotary.dim / (rotary.dim - 2))
+
+
+def ntk_inv_freq(rotary: Rotary, alpha: Any, device: torch.device) -> Tensor:
+    """theta_i with the base b'; over a scaling w_i alpha^(-2i/(d-2)), which is the same where w_i = theta_i."""
+    if rotary.own is None:
+        return rotary.theta_inv_freq(ntk_theta(rotary, alpha), device)
+    dims = torch.arange(0, rotary.dim, 2, dtype=torch.float64, device=device)
+    divisors: Tensor = alpha ** (dims / (rotary.dim - 2))
+    return rotary.inv_freq(device) / divisors
 
 
 def _check_at_least_four_dims(name: str, rotary: Rotary) -> None:
@@ -95,19 +115,17 @@ class NTK(RopeMethod):
         _check_at_least_four_dims(self.name, rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(ntk_theta(rotary, self.factor), length.device), 1.0
+        return ntk_inv_freq(rotary, self.factor, length.device), 1.0
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        if rotary.own is not None:
+            return super().rope_parameters(rotary)
         return _theta_parameters(rotary, ntk_theta(rotary, self.factor))
 
 
 def _ramp_by_dimension(rotary: Rotary, beta_fast: float, beta_slow: float, truncate: bool, inv_freq: Tensor) -> Tensor:
     """0 (keep) to 1 (interpolate), linear in the dim index, as in the YaRN authors' code; (dim // 2,)."""
-
-    def dimension(turns: float) -> float:
-        return rotary.dim * math.log(rotary.trained_length / (TWO_PI * turns)) / (2 * math.log(rotary.theta))
-
-    low, high = dimension(beta_fast), dimension(beta_slow)
+    low, high = _index_of_cycles(rotary, beta_fast), _index_of_cycles(rotary, beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.dim - 1)
@@ -117,10 +135,31 @@ def _ramp_by_dimension(rotary: Rotary, beta_fast: float, beta_slow: float, trunc
     return ((index - low) / (high - low)).clamp(0, 1)
 
 
+def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
+    """The index, not a whole one, of the pair that rotates so many full cycles over the context length.
+
+    Over a scaling: where ln(C w_i / 2 pi), piecewise linear in i, first falls to ln(cycles); outside the pairs there
+    are, it falls as it does for a plain model, by 2 ln(b) / d from one pair to the next.
+    """
+    if rotary.own is None:
+        return rotary.dim * math.log(rotary.trained_length / (TWO_PI * cycles)) / (2 * math.log(rotary.theta))
+    slope = 2 * math.log(rotary.theta) / rotary.dim
+    pairs = rotary.inv_freq()[: rotary.rotated_pairs]
+    excess: list[float] = ((rotary.context_length * pairs / TWO_PI).log() - math.log(cycles)).tolist()
+    if excess[0] <= 0:
+        return excess[0] / slope
+    for index, (before, after) in enumerate(pairwise(excess)):
+        if after <= 0:
+            return index + before / (before - after)
+    return len(excess) - 1 + excess[-1] / slope
+
+
 def _ramp_by_cycles(rotary: Rotary, beta_fast: float, beta_slow: float, inv_freq: Tensor) -> Tensor:
-    """0 (keep) to 1 (interpolate), linear in the turns over the trained length (YaRN paper, Def. 2); (dim // 2,)."""
-    turns = rotary.trained_length * inv_freq / TWO_PI
-    return ((beta_fast - turns) / (beta_fast - beta_slow)).clamp(0, 1)
+    """0 (keep) to 1 (interpolate), linear in the cycles over the context length (YaRN paper, Def. 2); (dim // 2,)."""
+    cycles = rotary.context_length * inv_freq / TWO_PI
+    if beta_fast == beta_slow:  # a step
+        return (cycles < beta_fast).to(torch.float64)
+    return ((beta_fast - cycles) / (beta_fast - beta_slow)).clamp(0, 1)
 
 
 def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tensor:
@@ -129,11 +168,12 @@ def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tens
 
 @dataclass(frozen=True, kw_only=True)
 class _Ramped(RopeMethod):
-    """What by-parts, yarn and dynamic-yarn share: which dims are interpolated.
+    """Base of by-parts, yarn and dynamic-yarn: which pairs are interpolated.
 
-    A dim that makes `beta_fast` turns or more over the trained length keeps its frequency, one that makes `beta_slow`
-    or fewer is interpolated. `ramp` says what is linear in between: the "dimension" index (the authors' code and
-    transformers; `truncate` rounds its ends to whole dims) or the number of "turns" (the paper's text).
+    A pair that rotates `beta_fast` full cycles or more over the context length keeps its frequency, a pair that rotates
+    `beta_slow` or fewer is interpolated. `ramp` names what the transition is linear in: the "dimension" index (the
+    authors' code and transformers; `truncate` rounds its ends to whole indices) or the number of cycles ("turns", the
+    paper's text). Equal betas make a step (Kimi K2).
     """
 
     beta_fast: float = 32.0
@@ -145,14 +185,14 @@ class _Ramped(RopeMethod):
         super().__post_init__()
         if self.ramp not in ("dimension", "turns"):
             raise MethodError(f"{self.name}: ramp must be 'dimension' or 'turns', got {self.ramp!r}")
-        if not self.beta_fast > self.beta_slow > 0:
+        if not self.beta_fast >= self.beta_slow > 0:
             raise MethodError(
-                f"{self.name}: beta_fast must be above beta_slow and both above 0, "
+                f"{self.name}: beta_fast must be at least beta_slow and both above 0, "
                 f"got beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
             )
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
-        inv_freq = rotary.inv_freq(device=device)
+        inv_freq = rotary.inv_freq(device)
         if self.ramp == "turns":
             return _interpolate(inv_freq, factor, _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq))
         ramp = _ramp_by_dimension(rotary, self.beta_fast, self.beta_slow, self.truncate, inv_freq)
@@ -162,26 +202,27 @@ class _Ramped(RopeMethod):
 @register_method("by-parts")
 @dataclass(frozen=True, kw_only=True)
 class ByParts(_Ramped):
-    """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow dims, keep fast ones."""
+    """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
     factor: float
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return self.interpolate(rotary, self.factor, length.device), 1.0
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "turns":
-            return _native_llama3(rotary, self.factor, self.beta_slow, self.beta_fast)
-        return _native_yarn(self, rotary, self.factor, attention_factor=1.0)
+            return _llama3_parameters(rotary, self.factor, self.beta_slow, self.beta_fast)
+        return _yarn_parameters(self, rotary, self.factor, attention_factor=1.0)
 
 
 @register_method("yarn")
 @dataclass(frozen=True, kw_only=True)
 class Yarn(_Ramped):
-    """YaRN (Peng et al. 2023, arXiv 2309.00071, sec. 3.4): by-parts interpolation with a warmer softmax.
+    """YaRN (Peng et al. 2023, arXiv 2309.00071, sec. 3.4): by-parts interpolation plus attention temperature scaling.
 
-    cos and sin are multiplied by `attention_factor` if given; else by g(s, mscale) / g(s, mscale_all_dim) if both are
-    set (DeepSeek); else by g(s, 1), where g(s, m) = 0.1 m ln s + 1.
+    The temperature t of the softmax is applied to cos and sin: they are multiplied by sqrt(1/t), which is
+    `attention_factor` if given; else g(s, mscale) / g(s, mscale_all_dim) if both are set (DeepSeek); else g(s, 1),
+    where g(s, m) = 0.1 m ln s + 1. Over a scaling the model was trained with, its attention factor is multiplied in.
     """
 
     factor: float
@@ -206,22 +247,20 @@ class Yarn(_Ramped):
             return g(self.mscale) / g(self.mscale_all_dim)
         return g(1)
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
+    def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "turns":
-            return super().native(rotary)
+            return super().plain_rope_parameters(rotary)
         optional = {
             "mscale": self.mscale,
             "mscale_all_dim": self.mscale_all_dim,
             "attention_factor": self.attention_factor,
         }
-        return _native_yarn(
+        return _yarn_parameters(
             self, rotary, self.factor, **{key: float(value) for key, value in optional.items() if value is not None}
         )
 
 
-def _native_yarn(method: _Ramped, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any] | None:
-    if rotary.rotated_pairs is not None:
-        return None
+def _yarn_parameters(method: _Ramped, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rope_theta": rotary.theta,
@@ -234,9 +273,7 @@ def _native_yarn(method: _Ramped, rotary: Rotary, factor: float, **optional: flo
     }
 
 
-def _native_llama3(rotary: Rotary, factor: float, low: float, high: float) -> dict[str, Any] | None:
-    if rotary.rotated_pairs is not None:
-        return None
+def _llama3_parameters(rotary: Rotary, factor: float, low: float, high: float) -> dict[str, Any]:
     return {
         "rope_type": "llama3",
         "rope_theta": rotary.theta,
@@ -250,7 +287,7 @@ def _native_llama3(rotary: Rotary, factor: float, low: float, high: float) -> di
 @register_method("llama3")
 @dataclass(frozen=True, kw_only=True)
 class Llama3(RopeMethod):
-    """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in turns, 1 to 4."""
+    """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -265,13 +302,13 @@ class Llama3(RopeMethod):
             )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        inv_freq = rotary.inv_freq(device=length.device)
+        inv_freq = rotary.inv_freq(length.device)
         return _interpolate(
             inv_freq, self.factor, _ramp_by_cycles(rotary, self.high_freq_factor, self.low_freq_factor, inv_freq)
         ), 1.0
 
-    def native(self, rotary: Rotary) -> dict[str, Any] | None:
-        return _native_llama3(rotary, self.factor, self.low_freq_factor, self.high_freq_factor)
+    def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
+        return _llama3_parameters(rotary, self.factor, self.low_freq_factor, self.high_freq_factor)
 
 
 def _check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotary | None = None) -> None:
@@ -284,10 +321,6 @@ def _check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rota
         raise MethodError(f"{name}: every number in {key} must be above 0, got {min(divisors):g}")
 
 
-def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    return device_constant(numbers, torch.float64, device)
-
-
 def _check_attention_factor(name: str, attention_factor: float | None) -> None:
     if attention_factor is not None and attention_factor <= 0:
         raise MethodError(f"{name}: attention_factor must be above 0, got {attention_factor:g}")
@@ -296,7 +329,7 @@ def _check_attention_factor(name: str, attention_factor: float | None) -> None:
 @register_method("factors")
 @dataclass(frozen=True, kw_only=True)
 class Factors(RopeMethod):
-    """Any static scaling, spelled out: inverse frequency i divided by factors[i]."""
+    """Any static scaling, spelled out: the inverse frequency of pair i divided by factors[i]."""
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
@@ -310,4 +343,4 @@ class Factors(RopeMethod):
         _check_divisors(self.name, "factors", self.factors, rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        return rotary.inv_freq(device=length.device) / _on_device(self.factors, length.device), self.attention_factor
+        return rotary.inv_freq(length.device) / constant(self.factors, length.device), self.attention_factor

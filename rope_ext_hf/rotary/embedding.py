@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
     @property
     def length_dependent(self) -> bool:
         """Whether the next call's frequencies depend on how long its input is."""
-        return self.method.length_dependent and self.fixed_length is None
+        return self.fixed_length is None and self.method.depends_on_length(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Frequencies:
         """The method's frequencies for an input of `length` tokens (None: the fixed length, else the trained one)."""

@@ -1,0 +1,53 @@
+"""One patch as a value: what is saved with a model, and replayed when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import RopeMethod, Rotary, rotary_from_dict
+from rope_ext_hf.methods.registry import method_from_dict
+
+__all__ = ["PatchStep"]
+
+
+@dataclass(frozen=True)
+class PatchStep:
+    """One patch.
+
+    Attributes:
+        method: the method, every parameter filled in.
+        rotary: what it is applied to, scalings underneath included.
+        target_length: the length in tokens that was asked for; None: the method's own.
+        native: whether a native form that behaves otherwise is accepted.
+    """
+
+    method: RopeMethod
+    rotary: Rotary
+    target_length: int | None = None
+    native: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` reads it back."""
+        return {
+            "method": self.method.to_dict(),
+            "rotary": self.rotary.to_dict(),
+            "target_length": self.target_length,
+            "native": self.native,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PatchStep:
+        """The inverse of `to_dict`; other keys are left alone.
+
+        Raises:
+            MethodError: not what `to_dict` writes.
+        """
+        try:
+            method = method_from_dict(saved["method"])
+            rotary = rotary_from_dict(saved["rotary"], method_from_dict)
+            return cls(method, rotary, saved["target_length"], saved["native"])
+        except (KeyError, TypeError) as error:
+            raise MethodError(f"not a saved patch: {error!r}") from error

@@ -1,0 +1,212 @@
+"""Methods over a scaling that a model was trained with, against definitions in plain Python that share no code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods import Rotary, frequencies, method_from_dict, resolve_method
+from rope_ext_hf.methods.base import TrainedScaling, rotary_from_dict
+from rope_ext_hf.rotary import RotaryEmbedding
+
+Table = tuple[list[float], float, int]  # inverse frequencies, attention factor, context length
+
+
+def thetas(d: int, b: float) -> list[float]:
+    return [b ** (-2 * i / d) for i in range(d // 2)]
+
+
+def cycles_ramp(w: list[float], c: int, slow: float, fast: float) -> list[float]:
+    out = []
+    for each in w:
+        r = c * each / (2 * math.pi)
+        if fast == slow:
+            out.append(1.0 if r < fast else 0.0)
+        else:
+            out.append(min(1.0, max(0.0, (fast - r) / (fast - slow))))
+    return out
+
+
+def index_of(w: list[float], c: int, n: float, d: int, b: float) -> float:
+    """Where ln(c w_i / 2 pi n), piecewise linear in i, first is 0; outside with the slope of a plain model."""
+    y = [math.log(c * each / (2 * math.pi * n)) for each in w]
+    slope = 2 * math.log(b) / d
+    if y[0] <= 0:
+        return y[0] / slope
+    for i in range(1, len(y)):
+        if y[i] <= 0:
+            return i - 1 + y[i - 1] / (y[i - 1] - y[i])
+    return len(y) - 1 + y[-1] / slope
+
+
+def dimension_ramp(w: list[float], c: int, slow: float, fast: float, d: int, b: float, truncate: bool) -> list[float]:
+    low, high = index_of(w, c, fast, d, b), index_of(w, c, slow, d, b)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    if low == high:
+        high += 0.001
+    return [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(len(w))]
+
+
+def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, length: int) -> tuple[list[float], float]:
+    """One method over a table, for an input of `length` tokens."""
+    w, a, c = table
+    s = params.get("factor", 1.0)
+    if name == "default":
+        return w, a
+    if name == "linear":
+        return [each / s for each in w], a
+    if name == "factors":
+        return [each / f for each, f in zip(w, params["factors"], strict=True)], a * params.get("attention_factor", 1.0)
+    if name == "longrope":
+        lists = params["long_factor"] if length > c else params["short_factor"]
+        return [each / f for each, f in zip(w, lists, strict=True)], a * params["attention_factor"]
+    if name in ("ntk", "dynamic-ntk"):
+        ratio = length / c
+        if name == "dynamic-ntk":
+            growth = params.get("growth", "paper")
+            s = {
+                "paper": max(1.0, ratio),
+                "hf": s * max(1.0, ratio) - (s - 1),
+                "even": 1.0 if ratio <= 1 else 2.0 * math.ceil(ratio / 2),
+                "pow2": 1.0 if ratio <= 1 else 2.0 ** math.ceil(math.log2(ratio) + 1) - 1,
+            }[growth]
+        return [each * s ** (-2 * i / (d - 2)) for i, each in enumerate(w)], a
+    if name == "dynamic-yarn":
+        s = max(1.0, length / c)
+    if name == "llama3":
+        ramp = cycles_ramp(w, c, params.get("low_freq_factor", 1.0), params.get("high_freq_factor", 4.0))
+    elif params.get("ramp", "dimension") == "turns":
+        ramp = cycles_ramp(w, c, params.get("beta_slow", 1.0), params.get("beta_fast", 32.0))
+    else:
+        betas = params.get("beta_slow", 1.0), params.get("beta_fast", 32.0)
+        ramp = dimension_ramp(w, c, *betas, d, b, params.get("truncate", True))
+    mixed = [each * (1 - r) + each / s * r for each, r in zip(w, ramp, strict=True)]
+    if name in ("yarn", "dynamic-yarn"):
+        a *= params.get("attention_factor") or 0.1 * math.log(s) + 1
+    return mixed, a
+
+
+UNDERNEATH: list[tuple[str, dict[str, Any], int]] = [
+    ("llama3", {"factor": 8.0}, 131072),
+    ("llama3", {"factor": 32.0}, 131072),
+    ("linear", {"factor": 8.0}, 65536),
+    ("yarn", {"factor": 32.0, "truncate": False}, 131072),
+    ("yarn", {"factor": 40.0, "attention_factor": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}, 163840),
+    ("ntk", {"factor": 1000.0}, 32768),
+]
+ON_TOP: list[tuple[str, dict[str, Any]]] = [
+    ("default", {}),
+    ("linear", {"factor": 2.0}),
+    ("ntk", {"factor": 4.0}),
+    ("by-parts", {"factor": 2.0}),
+    ("by-parts", {"factor": 2.0, "ramp": "turns"}),
+    ("yarn", {"factor": 4.0}),
+    ("yarn", {"factor": 4.0, "truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}),
+    ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "ramp": "turns"}),
+    ("yarn", {"factor": 4.0, "attention_factor": 1.0}),
+    ("llama3", {"factor": 8.0}),
+    ("dynamic-ntk", {}),
+    ("dynamic-ntk", {"growth": "hf", "factor": 2.0}),
+    ("dynamic-ntk", {"growth": "even"}),
+    ("dynamic-ntk", {"growth": "pow2"}),
+    ("dynamic-yarn", {}),
+]
+
+
+@pytest.mark.parametrize("under", UNDERNEATH, ids=lambda under: f"{under[0]}-{under[1]['factor']:g}")
+@pytest.mark.parametrize("top", ON_TOP, ids=lambda top: "-".join([top[0], *map(str, top[1].values())]))
+@pytest.mark.parametrize(("d", "b"), [(128, 5e5), (64, 1e4), (96, 1e6), (24, 150000.0)])
+def test_composition_equals_its_definition(
+    under: tuple[str, dict[str, Any], int], top: tuple[str, dict[str, Any]], d: int, b: float
+) -> None:
+    name, params, context_length = under
+    original = 4096
+    plain: Table = thetas(d, b), 1.0, original
+    table: Table = (*apply(name, params, plain, d, b, original), context_length)
+    rotary = Rotary(d, b, original).scaled(resolve_method(name, None, **params), context_length=context_length)
+    for length in (1, original, context_length, context_length + 1, 3 * context_length):
+        expected, factor = apply(*top, table, d, b, length)
+        got = frequencies(top[0], rotary, length=length, **top[1])
+        wanted = torch.tensor(expected, dtype=torch.float64)
+        assert torch.allclose(got.inv_freq, wanted, rtol=1e-9, atol=0), length
+        assert got.attention_factor == pytest.approx(factor, rel=1e-9)
+
+
+def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
+    """FORMULAS: 1.3466 (0.1 ln 2 + 1) = 1.4399, where YaRN x64 from the original length would have 1.4159."""
+    rotary = Rotary(64, 150000.0, 4096).scaled(
+        resolve_method("yarn", None, factor=32.0, truncate=False), context_length=131072
+    )
+    assert frequencies("yarn", rotary, factor=2).attention_factor == pytest.approx(1.4399, abs=5e-5)
+    assert frequencies("yarn", rotary.plain, factor=64).attention_factor == pytest.approx(1.4159, abs=5e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(ON_TOP), st.sampled_from([32, 64, 96]), st.integers(64, 100_000), st.integers(1, 400_000))
+def test_over_nothing_it_is_the_plain_method_bit_for_bit(
+    top: tuple[str, dict[str, Any]], d: int, trained: int, length: int
+) -> None:
+    """A scaling that changes nothing, underneath, leaves the closed forms' numbers but for rounding."""
+    rotary = Rotary(d, 1e4, trained)
+    same = rotary.scaled(resolve_method("default", None), context_length=trained)
+    plain, composed = (frequencies(top[0], each, length=length, **top[1]) for each in (rotary, same))
+    assert torch.allclose(plain.inv_freq, composed.inv_freq, rtol=1e-9, atol=0)
+    assert composed.attention_factor == pytest.approx(plain.attention_factor, rel=1e-12)
+
+
+def test_two_lists_over_another_scaling_switch_at_its_context_length() -> None:
+    lists = {"short_factor": [1.0 + i for i in range(16)], "long_factor": [2.0 + i for i in range(16)]}
+    rotary = Rotary(32, 1e4, 256).scaled(resolve_method("linear", None, factor=4.0), context_length=1024)
+    table: Table = [each / 4 for each in thetas(32, 1e4)], 1.0, 1024
+    params: dict[str, Any] = lists | {"attention_factor": 1.5}
+    for length in (1, 1024, 1025):
+        expected, factor = apply("longrope", params, table, 32, 1e4, length)
+        got = frequencies("longrope", rotary, length=length, **params)
+        assert torch.allclose(got.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
+        assert got.attention_factor == factor
+    form = resolve_method("longrope", rotary, **params).rope_parameters(rotary)
+    assert form is not None
+    assert form["original_max_position_embeddings"] == 1024
+    assert form["short_factor"] == pytest.approx([4 * each for each in lists["short_factor"]])
+
+
+def test_a_rotary_embedding_with_its_scalings_is_hashable_and_goes_through_json() -> None:
+    rotary = Rotary(64, 1e4, 4096).scaled(resolve_method("yarn", None, factor=8.0), context_length=32768)
+    stacked = rotary.scaled(resolve_method("ntk", None, factor=2.0), context_length=65536)
+    for each in (rotary.plain, rotary, stacked):
+        assert rotary_from_dict(each.to_dict(), method_from_dict) == each
+        assert hash(rotary_from_dict(each.to_dict(), method_from_dict)) == hash(each)
+    assert stacked.context_length == 65536
+    assert stacked.plain == Rotary(64, 1e4, 4096)
+    for broken in ({}, {"dim": 64}, rotary.to_dict() | {"own": {}}, rotary.to_dict() | {"own": {"method": {}}}):
+        with pytest.raises(MethodError):
+            rotary_from_dict(broken, method_from_dict)
+
+
+def test_a_scaling_of_another_rotary_embedding_is_refused() -> None:
+    yarn = resolve_method("yarn", None, factor=8.0)
+    with pytest.raises(MethodError, match="another rotary embedding"):
+        Rotary(64, 1e4, 4096, own=TrainedScaling(yarn, Rotary(32, 1e4, 4096), 32768))
+    with pytest.raises(MethodError, match="context_length must be at least 1 token, got 0"):
+        Rotary(64, 1e4, 4096).scaled(yarn, context_length=0)
+    with pytest.raises(MethodError, match="no method can be applied over dynamic-ntk"):
+        Rotary(64, 1e4, 4096).scaled(resolve_method("dynamic-ntk", None), context_length=8192)
+
+
+def test_the_module_applies_the_composition() -> None:
+    rotary = Rotary(64, 5e5, 8192).scaled(resolve_method("llama3", None, factor=8.0), context_length=131072)
+    cases: list[tuple[str, dict[str, Any]]] = [("yarn", {"factor": 2.0}), ("dynamic-yarn", {})]
+    for method, params in cases:
+        module, positions = RotaryEmbedding(method, rotary, **params), torch.tensor([[0, 1, 200_000]])
+        inv_freq, factor = frequencies(method, rotary, length=200_001, **params)
+        cos, _ = module(torch.zeros(1), positions)
+        expected = (positions.double()[..., None] * inv_freq).cos() * factor
+        assert torch.allclose(cos[..., :32].double(), expected, atol=2e-6)
