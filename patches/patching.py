@@ -126,7 +126,8 @@ def _install(
     under = what_is_underneath(model, slots, config, over, context_length)
     step, live, saved = make_step(under), below or under.live, below or under.saved
     bound = bind_to(step.method, step.rotary, first.config.model_type, step.target_length)
-    step = PatchStep(bound, step.rotary, step.target_length, step.native)
+    target_length = step.target_length or bound.extended_length(step.rotary)
+    step = PatchStep(bound, step.rotary, target_length, step.native)
     method, rotary = step.method, step.rotary
 
     layers: list[Any] = []
