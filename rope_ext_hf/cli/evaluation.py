@@ -69,7 +69,7 @@ def demo(
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    trained = patch_geometry(model).trained_length
+    trained = patch_geometry(model).context_length
     methods: list[RopeMethod | None] = [
         None,
         Linear(factor=8.0),
@@ -260,7 +260,7 @@ def passkey(
     if as_json:
         print_text(text)
     else:
-        print_table(table(results, patch_geometry(loaded).trained_length))
+        print_table(table(results, patch_geometry(loaded).context_length))
         print_text(f"results  {out / 'passkey.json'}\npicture  {picture or _NO_PICTURE}")
 
 
@@ -397,7 +397,7 @@ def _measure(
             with patched(model, method) if method else nullcontext():
                 results += aggregate(saved, plan, score_plan(scorer, plan, partial(bar.advance, label(saved))))
 
-    trained = patch_geometry(model).trained_length
+    trained = patch_geometry(model).context_length
     write_json(out / "results.json", provenance(model, data), results)
     picture: Path | None = out / "perplexity.png"
     try:
