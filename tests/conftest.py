@@ -7,14 +7,16 @@ Slow tests are those marked `slow` and, of tests over model families, those of f
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
 
-from tests.models import FAMILIES, ROTATING
-from tests.saved_models import Lookup, save_case
+if TYPE_CHECKING:
+    from tests.saved_models import Lookup
 
 FAST_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
 """One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
@@ -24,10 +26,12 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    models = sys.modules.get("tests.models")  # which imports transformers; tests of pure modules need not wait for it
+    slow = set() if models is None else {*models.FAMILIES, *models.ROTATING} - FAST_FAMILIES
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         family = params.get("name", params.get("model_type"))
-        if isinstance(family, str) and family in {*FAMILIES, *ROTATING} - FAST_FAMILIES:
+        if isinstance(family, str) and family in slow:
             item.add_marker(pytest.mark.slow)
 
 
@@ -42,4 +46,6 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Lookup:
     """Patched models saved in folders, each saved when it is first asked for."""
+    from tests.saved_models import save_case
+
     return functools.cache(functools.partial(save_case, tmp_path_factory.mktemp("saved")))

@@ -87,6 +87,12 @@ def test_both_ways_give_the_same(method: RemappingMethod) -> None:
     assert not torch.equal(by_kernel, by_scores)
 
 
+@pytest.mark.parametrize("more", [{"ordered": False}, {"cap": 2.0}], ids=str)
+def test_a_sliding_window_where_every_score_is_computed(more: dict[str, Any]) -> None:
+    for window in (1, 2, 33):
+        assert_close(*attend_and_definition(ReRoPE(window=40), 40, 150, sliding=window, **more))
+
+
 # --- CUDA, as far as it can be tested without -----------------------------------------------------------------------
 
 

@@ -51,6 +51,11 @@ def test_golden(name: str) -> None:
     assert list(PROTOCOLS[name].spans(tokens, lengths, plan)) == [Span(*span) for span in spans]
 
 
+def test_a_stride_beyond_the_length_scores_all_but_the_first_token() -> None:
+    spans = list(PROTOCOLS["sliding"].spans(9, [4], ProtocolOptions(targets=1, stride=5)))
+    assert spans == [Span(4, 0, 4, 1, 4, 4), Span(4, 5, 9, 6, 9, 4)]
+
+
 def test_blocks_are_those_of_lm_eval() -> None:
     from lm_eval.utils import get_rolling_token_windows
 

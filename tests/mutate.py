@@ -1,0 +1,122 @@
+"""Mutation of the pure modules with cosmic-ray: does a test notice when one operator or number is another?
+
+    python tests/mutate.py                                      # a sample over all modules
+    python tests/mutate.py --sample 20 rope_ext_hf/methods/static.py
+    python tests/mutate.py --all eval/protocols.py
+
+The mutations are made in a copy of this checkout. Each runs the tests of its module in TESTS, the fast ones alone,
+until the first failure; without a mutation they must pass. Survivors are printed as patches; the exit status is 1 where
+fewer than 90% were noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TESTS = {
+    "rope_ext_hf/methods/base.py": ["methods_base", "methods_static", "methods_registry"],
+    "rope_ext_hf/methods/registry.py": ["methods_registry", "methods_base"],
+    "rope_ext_hf/methods/static.py": ["methods_static", "methods_registry", "methods_base"],
+    "rope_ext_hf/methods/dynamic.py": ["methods_dynamic", "methods_registry", "methods_base"],
+    "rope_ext_hf/methods/remapping.py": ["attending", "methods_base", "attention"],
+    "rope_ext_hf/methods/tiles.py": ["attending"],
+    "rope_ext_hf/attention/rules.py": ["attending", "attention"],
+    "rope_ext_hf/attention/blockwise.py": ["attending", "attention"],
+    "rope_ext_hf/rotary/phase.py": ["rotary"],
+    "rope_ext_hf/rotary/pairing.py": ["pairing"],
+    "rope_ext_hf/checkpoints/row_layouts.py": ["layouts", "families"],
+    "patches/families.py": ["families", "layouts"],
+    "eval/protocols.py": ["protocols", "perplexity"],
+}
+"""Module -> its tests, those that notice most first."""
+
+WITHOUT_A_TEST = re.compile(
+    r"core/(RemoveDecorator"  # all are registrations, dataclasses and properties
+    r"|ReplaceBinaryOperator_BitOr_.*"  # in annotations, which are not evaluated
+    r"|ReplaceBinaryOperator_\w+_(BitOr|BitAnd|BitXor|RShift|LShift)"  # TypeError for floats: noticed by anything
+    r"|ReplaceComparisonOperator_(Is|IsNot)_(Lt|LtE|Gt|GtE|Eq|NotEq)"
+    r"|ReplaceComparisonOperator_\w+_(Is|IsNot))"
+)
+NOTICED = 0.9
+
+
+def mutations(paths: list[str]) -> list[Any]:
+    """Every mutation of these files, in the working directory."""
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import WorkDB, use_db
+
+    with use_db("mutations.sqlite", WorkDB.Mode.create) as database:
+        init([Path(path) for path in paths], database, {})
+        items = [mutation for item in database.work_items for mutation in item.mutations]
+    return [item for item in items if not WITHOUT_A_TEST.fullmatch(item.operator_name)]
+
+
+def command(module: str) -> str:
+    """What runs the tests of a module."""
+    files = " ".join(f"tests/test_{name}.py" for name in TESTS[module])
+    return f"{sys.executable} -m pytest -x -q --no-header --tb=no -p no:cacheprovider -m 'not slow' {files}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", default=list(TESTS), help=f"of {', '.join(TESTS)}")
+    parser.add_argument("--sample", type=int, default=100, help="mutations drawn at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="all mutations instead of a sample")
+    parser.add_argument("--minutes", type=float, help="stop after this time and report what was run")
+    options = parser.parse_args()
+    if unknown := set(options.modules) - TESTS.keys():
+        parser.error(f"no tests are known for {', '.join(sorted(unknown))}; add them to TESTS in {__file__}")
+
+    from cosmic_ray.mutating import mutate_and_test
+    from cosmic_ray.work_item import TestOutcome
+
+    started, noticed, survivors = time.monotonic(), 0, []
+    with tempfile.TemporaryDirectory() as copy:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in filter(None, listed.split("\0")):
+            target = Path(copy, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target, follow_symlinks=False)
+        os.chdir(copy)
+        os.environ |= {"PYTHONPATH": copy, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        drawn = mutations(options.modules)
+        if not options.all:
+            drawn = random.Random(options.seed).sample(drawn, min(options.sample, len(drawn)))
+        for module in sorted({str(mutation.module_path) for mutation in drawn}):
+            subprocess.run(shlex.split(command(module)), check=True, stdout=subprocess.DEVNULL)
+        for at, mutation in enumerate(drawn, start=1):
+            if options.minutes and time.monotonic() - started > 60 * options.minutes:
+                break
+            result = mutate_and_test([mutation], command(str(mutation.module_path)), timeout=600)
+            survived = result.test_outcome == TestOutcome.SURVIVED
+            noticed += not survived
+            line = mutation.start_pos[0]
+            print(
+                f"{at}/{len(drawn)} {'SURVIVED' if survived else 'noticed'} {mutation.module_path}:{line} "
+                f"{mutation.operator_name} ({time.monotonic() - started:.0f} s)",
+                flush=True,
+            )
+            if survived:
+                survivors.append(str(result.diff))
+        os.chdir(ROOT)
+    print(*survivors, sep="\n")
+    ran = noticed + len(survivors)
+    print(f"{noticed} of {ran} mutations were noticed")
+    return int(noticed < NOTICED * ran)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
