@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files
 from rope_ext_hf.patches.config import RECORD
 
 if TYPE_CHECKING:
@@ -69,18 +69,35 @@ def rewrite_config(folder: Path) -> None:
 def save_patched_folder(model: PreTrainedModel, source: Path, out: Path) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
+    The model card of the source and its pictures describe another model; a short card takes their place.
+
     Raises:
-        CheckpointError: `out` exists, or the copy fails; nothing is left of it then.
+        FileError: `out` exists or lies inside the source, a file of the source leads out of it or changed while it was
+            copied, or the disk refuses; nothing is left of `out` then.
     """
-    if out.exists():
-        raise CheckpointError(f"{str(out)!r} exists already; give a new folder")
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(source, unfinished, ignore=shutil.ignore_patterns("config.json", "__pycache__", "__init__.py"))
-        model.config.save_pretrained(unfinished)
-        rewrite_config(unfinished)
-        unfinished.rename(out)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"{str(out)!r} could not be written: {error.strerror or error}") from error
+    names = [name for name in list_files(source) if not _left_out(Path(name))]
+    inputs = file_stamps(source / name for name in names)
+    size = sum(stamp.size for stamp in inputs.values())
+    with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
+        copy_files(source, names, staging)
+        model.config.save_pretrained(staging)
+        rewrite_config(staging)
+        (staging / "README.md").write_text(_card(model, source), encoding="utf-8")
+
+
+def _left_out(name: Path) -> bool:
+    if "__pycache__" in name.parts or name.name in ("config.json", "README.md", "__init__.py"):
+        return True
+    return name.suffix in (".png", ".jpg", ".svg")
+
+
+def _card(model: PreTrainedModel, source: Path) -> str:
+    record = next(part for part in (model.config, model.config.get_text_config()) if hasattr(part, RECORD))
+    step = getattr(record, RECORD)
+    method = ", ".join(f"{key}={value}" for key, value in step["method"].items() if not isinstance(value, list))
+    return (
+        "---\nlibrary_name: transformers\ntags: [rope, long-context]\n---\n\n"
+        f"# {source.name}, patched\n\nThe weights of `{source.name}` with another RoPE method: {method}; extended "
+        f"length: {step['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the original "
+        "describes the weights.\n"
+    )
