@@ -98,6 +98,6 @@ def _card(model: PreTrainedModel, source: Path) -> str:
     return (
         "---\nlibrary_name: transformers\ntags: [rope, long-context]\n---\n\n"
         f"# {source.name}, patched\n\nThe weights of `{source.name}` with another RoPE method: {method}; extended "
-        f"length: {step['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the original "
-        "describes the weights.\n"
+        f"length: {step['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the "
+        "original describes the weights.\n"
     )

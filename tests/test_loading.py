@@ -231,3 +231,37 @@ def test_a_missing_folder(path: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         rope.from_pretrained(tmp_path)
+
+
+# --- other classes than causal language models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{"method": "yarn", "factor": 4}, {"method": "dynamic-ntk"}, {"method": "rerope"}])
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "LlamaModel", "LlamaForTokenClassification"])
+def test_the_class_is_the_one_that_was_saved(kind: str, params: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(build("llama").config).eval()
+    ids = tokens(LONG)
+    rope.patch(model, **params)
+    with torch.no_grad():
+        expected = model(ids)[0]
+    model.save_pretrained(tmp_path)
+    loaded = rope.from_pretrained(tmp_path).eval()
+    assert type(loaded).__name__ == kind
+    with torch.no_grad():
+        assert torch.equal(loaded(ids)[0], expected)
+
+
+def test_weights_are_never_dropped_silently(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(build("llama").config)
+    rope.patch(model, "dynamic-ntk").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"LlamaModel has no place for 1 tensors.*score\.weight.*auto_class"):
+        rope.from_pretrained(tmp_path)
+    loaded = rope.from_pretrained(tmp_path, auto_class="AutoModelForSequenceClassification")
+    assert type(loaded).__name__ == "LlamaForSequenceClassification"
+    assert rope.describe(loaded).method == "dynamic-ntk"
+    with pytest.raises(CheckpointError, match="'AutoModelFor'"):
+        rope.from_pretrained(tmp_path, auto_class="AutoModelFor")
