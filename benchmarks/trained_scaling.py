@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.nn import functional
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
+from rope_ext_hf.eval.corpora import load as load_corpus
+from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.stdlib_corpus import stdlib_training
 from rope_ext_hf.eval.train_reference import encode
 from rope_ext_hf.hub import load_tokenizer
@@ -63,10 +66,13 @@ def train(model: Any, length: int, steps: int, batch: int, peak: float) -> None:
     model.eval()
 
 
+@cache
+def held_out() -> list[Tokens]:
+    return tokenize(load_corpus("stdlib"), load_tokenizer("reference"))
+
+
 def measure(model: Any, windows: int, lengths: list[int]) -> dict[int, float]:
-    results = perplexity(
-        model, "stdlib", lengths=lengths, targets=128, max_spans=windows, tokenizer=load_tokenizer("reference")
-    )
+    results = perplexity(model, held_out(), lengths=lengths, targets=128, max_spans=windows, bos=False)
     return {result.length: round(result.bits_per_byte, 4) for result in results}
 
 
