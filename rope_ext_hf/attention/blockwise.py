@@ -127,19 +127,21 @@ class _Attention:
 
     @property
     def _total(self) -> int:
-        return self.positions.key_positions.shape[-1]
+        return int(self.positions.key_positions.shape[-1])
 
     # --- fused kernels
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
         """Rows that begin with `padding` padded tokens, all others in order."""
-        evicted = self._total - key.shape[-2]  # by a sliding-window cache; outside every query's window
+        # int(): tiles follow from the length, so that torch.export refuses lengths that are to vary.
+        tokens, evicted = int(query.shape[-2]), self._total - int(key.shape[-2])
+        # Keys evicted by a sliding-window cache are outside every query's window.
         begin = max(0, padding - evicted)
         key, value = key[:, :, begin:], value[:, :, begin:]
         first_key = max(0, evicted - padding)  # positions from here on
-        last = first_key + key.shape[-2]
-        padded_queries = max(0, query.shape[-2] - last)
-        first = last - query.shape[-2] + padded_queries
+        last = first_key + int(key.shape[-2])
+        padded_queries = max(0, tokens - last)
+        first = last - tokens + padded_queries
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         block_size = max(MAX_QUERY_BLOCK, -(-(last - first) // MAX_BLOCKS))
         for start in range(first, last, block_size):
@@ -185,9 +187,9 @@ class _Attention:
 
     def _eager(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Scores of a few queries at a time, for any mask and any positions."""
-        rows, heads, tokens, _ = query.shape
+        rows, heads, tokens = int(query.shape[0]), query.shape[1], int(query.shape[2])
         score_bytes = SCORE_BYTES.get(query.device.type, SCORE_BYTES["cuda"])
-        block_size = max(1, score_bytes // (4 * rows * heads * key.shape[-2]))
+        block_size = max(1, score_bytes // (4 * rows * heads * int(key.shape[-2])))
         needs_grad = _needs_grad(query, key, value)
         out = []
         for start in range(0, tokens, block_size):
@@ -200,7 +202,7 @@ class _Attention:
 
     def _eager_block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
         """The newest queries from `block.start` to `block.stop`."""
-        rule, tokens, count, device = self.rule, query.shape[-2], key.shape[-2], query.device
+        rule, tokens, count, device = self.rule, int(query.shape[-2]), int(key.shape[-2]), query.device
         evicted, last_zone = self._total - count, rule.zones - 1
         # Of the keys here, those before `first_visible` are seen by no query of the block, those before `zone_start`
         # in the last zone only, those from `end` on by later queries only.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.constants import may_keep_tensors
 from rope_ext_hf.methods.static import ntk_theta
 from rope_ext_hf.rotary.phase import angles, fixed_point
 
@@ -17,7 +19,7 @@ __all__ = ["NTKAwareRoPE", "apply_rotary_pos_emb"]
 
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate by half pairing: dims i and i + rotated/2 turn together (RoFormer, arXiv 2104.09864, sec. 3.2).
+    """Rotate by half pairing: dims i and i + rotated/2 form a pair (RoFormer, arXiv 2104.09864, sec. 3.2).
 
     Args:
         x: (batch, length, heads, head_dim).
@@ -25,7 +27,10 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             through unchanged.
 
     Returns:
-        x's shape, dtype and device; computed in the wider of x's dtype and cos's.
+        Rotated x, in its shape, dtype and device; computed in the wider of x's dtype and cos's.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
     """
     rotated = cos.shape[-1]
     if x.ndim != 4:
@@ -39,8 +44,8 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         )
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
-    turned = x[..., :rotated] * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned.to(x.dtype), x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else turned.to(x.dtype)
+    out = x[..., :rotated] * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((out.to(x.dtype), x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else out.to(x.dtype)
 
 
 class NTKAwareRoPE(nn.Module):
@@ -50,15 +55,18 @@ class NTKAwareRoPE(nn.Module):
         head_dim: rotated dims per head, all of them; even and at least 4.
         max_seq_len: trained length L0 in tokens.
         base: theta.
-        k: NTK scale alpha; the tables reach max_seq_len x k positions. At least 1.
-        dynamic: what happens when an input is longer than the tables reach. The smallest even k' with
-            max_seq_len x k' >= length is taken in either case; True keeps k' and its tables for all later calls,
-            False uses them for that call only.
+        k: NTK scale alpha; the tables have max_seq_len x k positions. At least 1.
+        dynamic: what happens when an input is longer than the tables. The smallest even k' with max_seq_len x k' >=
+            length is taken in either case; True keeps k' and its tables for all later calls (not from a call that is
+            being traced or exported), False uses them for that call only.
         dtype: dtype of the tables.
-        device: where they are made.
+        device: device of the tables.
 
     Attributes:
         C, S: cos and sin, (max_seq_len x k, head_dim), half pairing; buffers that are not in the state_dict.
+
+    Raises:
+        MethodError: arguments that no table can be made of.
 
     The formula is `ntk`'s: base x k^(d/(d-2)) (YaRN paper, arXiv 2309.00071, sec. 3.1).
     """
@@ -99,12 +107,12 @@ class NTKAwareRoPE(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NTKAwareRoPE:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.C.device.type != "meta":  # `to_empty` leaves them uninitialised
+        if self.C.device.type != "meta":  # `to_empty` does not fill buffers
             self.C, self.S = self._tables(self.k, self.C.dtype, self.C.device)
         return self
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Rotate x: (batch, length, heads, head_dim), whose first token stands at position `offset`."""
+        """Rotate x (batch, length, heads, head_dim), whose first token has position `offset`."""
         if x.ndim != 4 or x.shape[-1] != self.rotary.dim:
             raise ValueError(f"x must be (batch, length, heads, {self.rotary.dim}), got {tuple(x.shape)}")
         if offset < 0:
@@ -113,7 +121,8 @@ class NTKAwareRoPE(nn.Module):
         cos, sin = self.C, self.S
         if reach > cos.shape[0]:
             k = 2 * math.ceil(reach / (2 * self.rotary.trained_length))
-            cos, sin = self._tables(k, cos.dtype, cos.device)
-            if self.dynamic:
+            with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+                cos, sin = self._tables(k, cos.dtype, cos.device)
+            if self.dynamic and may_keep_tensors():
                 self.k, self.C, self.S = k, cos, sin
         return apply_rotary_pos_emb(x, cos[offset:reach].to(x.device), sin[offset:reach].to(x.device))
