@@ -15,14 +15,20 @@ import argparse
 import os
 import random
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
+
+import hypothesis  # noqa: F401
+import pytest
+import torch  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401 - so that forks have it
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
@@ -50,6 +56,7 @@ WITHOUT_A_TEST = re.compile(
     r"|ReplaceComparisonOperator_\w+_(Is|IsNot))"
 )
 NOTICED = 0.9
+LIMIT = 600  # seconds for the tests of a module; a mutation that makes them slower counts as noticed
 
 
 def mutations(paths: list[str]) -> list[Any]:
@@ -63,10 +70,18 @@ def mutations(paths: list[str]) -> list[Any]:
     return [item for item in items if not WITHOUT_A_TEST.fullmatch(item.operator_name)]
 
 
-def command(module: str) -> str:
-    """What runs the tests of a module."""
-    files = " ".join(f"tests/test_{name}.py" for name in TESTS[module])
-    return f"{sys.executable} -m pytest -x -q --no-header --tb=no -p no:cacheprovider -m 'not slow' {files}"
+def tests_pass(module: str, seconds: int) -> bool:
+    """Run a module's tests in a fork of this process, which has imported the libraries but nothing of the package."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        signal.alarm(seconds)
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        files = [f"tests/test_{name}.py" for name in TESTS[module]]
+        os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow", *files]))
+    return os.waitpid(child, 0)[1] == 0
 
 
 def main() -> int:
@@ -80,8 +95,8 @@ def main() -> int:
     if unknown := set(options.modules) - TESTS.keys():
         parser.error(f"no tests are known for {', '.join(sorted(unknown))}; add them to TESTS in {__file__}")
 
-    from cosmic_ray.mutating import mutate_and_test
-    from cosmic_ray.work_item import TestOutcome
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
 
     started, noticed, survivors = time.monotonic(), 0, []
     with tempfile.TemporaryDirectory() as copy:
@@ -91,17 +106,21 @@ def main() -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target, follow_symlinks=False)
         os.chdir(copy)
-        os.environ |= {"PYTHONPATH": copy, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ |= {"PYTHONPATH": copy, "OMP_NUM_THREADS": "1"}
+        sys.path[:0] = [copy]
+        sys.dont_write_bytecode = True
         drawn = mutations(options.modules)
         if not options.all:
             drawn = random.Random(options.seed).sample(drawn, min(options.sample, len(drawn)))
         for module in sorted({str(mutation.module_path) for mutation in drawn}):
-            subprocess.run(shlex.split(command(module)), check=True, stdout=subprocess.DEVNULL)
+            if not tests_pass(module, LIMIT):
+                sys.exit(f"the tests of {module} fail, or take more than {LIMIT} s, without any mutation")
         for at, mutation in enumerate(drawn, start=1):
             if options.minutes and time.monotonic() - started > 60 * options.minutes:
                 break
-            result = mutate_and_test([mutation], command(str(mutation.module_path)), timeout=600)
-            survived = result.test_outcome == TestOutcome.SURVIVED
+            operator = get_operator(mutation.operator_name)()
+            with use_mutation(mutation.module_path, operator, mutation.occurrence) as (before, after):
+                survived = tests_pass(str(mutation.module_path), LIMIT)
             noticed += not survived
             line = mutation.start_pos[0]
             print(
@@ -110,7 +129,7 @@ def main() -> int:
                 flush=True,
             )
             if survived:
-                survivors.append(str(result.diff))
+                survivors.append("\n".join(unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)))
         os.chdir(ROOT)
     print(*survivors, sep="\n")
     ran = noticed + len(survivors)
