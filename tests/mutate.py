@@ -25,7 +25,6 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401 - so that forks have it
