@@ -1,0 +1,109 @@
+"""Tiles as batches of one kernel call, function by function."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rope_ext_hf.attention.kernels import run_kernel
+from rope_ext_hf.attention.tile_batches import batch_tiles, fold_into_batch, merge_softmax_, strided_spans
+from rope_ext_hf.methods.remapping import DualChunk, ReRoPE
+from rope_ext_hf.methods.tiles import Tile, TileRectangle
+
+
+def test_three_chunks_are_three_runs() -> None:
+    tiles = sorted(DualChunk(chunk=4, window=2).tiles(0, 12), key=lambda tile: tile.zone)
+    runs = list(batch_tiles((part for tile in tiles for part in tile.rectangles(0)), 100))
+    causal = [TileRectangle((start, start + 4), (start, start + 4), "causal") for start in (0, 4, 8)]
+    before = [TileRectangle((start, start + 4), (start - 4, start), "full") for start in (4, 8)]
+    assert runs == [causal, before, [TileRectangle((8, 12), (0, 4), "full")]]
+
+
+def test_a_window_shares_its_square_with_the_next_zone() -> None:
+    tiles = list(ReRoPE(window=4).tiles(0, 12))
+    visible: dict[tuple[int, int], int] = {}
+    for tile in tiles:
+        for (q0, q1), (k0, k1), mask in tile.rectangles(0):
+            for m in range(q0, q1):
+                for n in range(k0, k1):
+                    i, j = m - q0, n - k0
+                    if mask == "full" or (mask == "causal" and j <= i) or (mask == "anticausal" and j >= i):
+                        assert (m, n) not in visible
+                        visible[m, n] = tile.zone
+    assert visible == {(m, n): int(m - n >= 4) for m in range(12) for n in range(m + 1)}
+
+
+@pytest.mark.parametrize("low", [0, 1, 3, 6])
+def test_keys_that_are_not_there_are_left_out(low: int) -> None:
+    pairs = set()
+    for (q0, q1), (k0, k1), mask in Tile(0, (2, 9), (0, 9), 2).rectangles(low):
+        pairs |= {(m, n) for m in range(q0, q1) for n in range(k0, k1) if mask == "full" or n - k0 <= m - q0}
+    assert pairs == {(m, n) for m in range(2, 9) for n in range(low, 9) if n <= m - 2}
+
+
+def test_tiles_of_other_sizes_masks_diagonals_or_distances_are_runs_of_their_own() -> None:
+    first = TileRectangle((0, 4), (0, 4), "causal")
+    others = [
+        TileRectangle((4, 7), (4, 7), "causal"),  # smaller
+        TileRectangle((4, 8), (4, 8), "full"),
+        TileRectangle((4, 8), (3, 7), "causal"),  # on another diagonal
+    ]
+    for other in others:
+        assert list(batch_tiles([first, other], 100)) == [[first], [other]]
+    spaced = [TileRectangle((start, start + 4), (start, start + 4), "causal") for start in (0, 4, 10)]
+    assert list(batch_tiles(spaced, 100)) == [spaced[:2], spaced[2:]]
+    overlapping = [TileRectangle((start, start + 4), (start, start + 4), "causal") for start in (0, 2)]
+    assert list(batch_tiles(overlapping, 100)) == [overlapping[:1], overlapping[1:]]
+
+
+def test_anticausal_runs_are_bounded() -> None:
+    tiles = [TileRectangle((start, start + 4), (start - 4, start), "anticausal") for start in (4, 8, 12, 16, 20)]
+    assert [len(run) for run in batch_tiles(tiles, 8)] == [2, 2, 1]
+
+
+def test_spans_are_views() -> None:
+    x = torch.arange(2 * 3 * 20 * 5.0).view(2, 3, 20, 5)
+    spans = strided_spans(x, 2, 4, 6, 3)
+    assert spans.shape == (2, 3, 3, 4, 5)
+    for i, start in enumerate((2, 8, 14)):
+        assert torch.equal(spans[:, i], x[:, :, start : start + 4])
+    assert torch.equal(strided_spans(x, 7, 4, 1, 1), x[:, :, 7:11])
+    spans.zero_()
+    assert x[:, :, 8:12].abs().max() == 0
+    assert x[:, :, 6:8].abs().max() > 0
+
+
+def test_spans_fold_into_the_batch_without_a_copy_for_one_row() -> None:
+    x = torch.randn(1, 3, 20, 5)
+    folded = fold_into_batch(strided_spans(x, 0, 4, 6, 3))
+    assert folded.shape == (3, 3, 4, 5)
+    assert folded.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert fold_into_batch(x[:, :, :4]).shape == (1, 3, 4, 5)
+    several = fold_into_batch(strided_spans(torch.randn(2, 3, 20, 5), 0, 4, 6, 3))
+    assert several.shape == (6, 3, 4, 5)
+
+
+@pytest.mark.parametrize("masks", [("full", "full"), ("causal", "anticausal")])
+def test_partial_softmaxes_merge_to_the_whole(masks: tuple[str, str]) -> None:
+    """Two spans of 4 queries, 6 apart; their keys in two parts."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, 10, 8, generator=generator)
+    keys, values = (torch.randn(2, 1, 2, 4, 8, generator=generator) for _ in range(2))
+    out, lse = torch.zeros(1, 2, 10, 8), torch.full((1, 2, 10, 1), -math.inf)
+    hidden = torch.zeros(4, 8, dtype=torch.bool)
+    for i, mask in enumerate(masks):
+        parts = run_kernel(
+            fold_into_batch(strided_spans(query, 0, 4, 6, 2)), keys[i].expand(2, -1, -1, -1),
+            values[i].expand(2, -1, -1, -1), 0.3, mask,
+        )  # fmt: skip
+        merge_softmax_(strided_spans(out, 0, 4, 6, 2), strided_spans(lse, 0, 4, 6, 2), *parts)
+        ones = torch.ones(4, 4, dtype=torch.bool)
+        hidden[:, 4 * i : 4 * i + 4] = {"full": ~ones, "causal": ones.triu(1), "anticausal": ones.tril(-1)}[mask]
+    key, value = torch.cat(list(keys), dim=2), torch.cat(list(values), dim=2)
+    for start in (0, 6):
+        scores = (query[:, :, start : start + 4] @ key.transpose(-1, -2) * 0.3).masked_fill(hidden, -math.inf)
+        torch.testing.assert_close(out[:, :, start : start + 4], scores.softmax(-1) @ value)
+        torch.testing.assert_close(lse[:, :, start : start + 4, 0], scores.logsumexp(-1))
+    assert out[:, :, 4:6].abs().max() == 0
