@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,42 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"rope-ext {command}" in out
+
+
+# What makes an example quick: the last of two values of an option counts.
+QUICK = {
+    "demo": ["--spans", "1"],
+    "ppl": ["--max-spans", "1"],
+    "sweep": ["--max-spans", "1"],
+    "passkey": ["--trials", "1"],
+    "lm-eval": ["--limit", "1"],
+}
+
+
+def example(command: str) -> list[str]:
+    """The arguments of the example in a command's help."""
+    text = inspect.getdoc(next(c.callback for c in app.registered_commands if c.name == command and c.callback)) or ""
+    match = re.search(r"Example: `rope-ext ([^`]*)`", text)
+    assert match is not None, text
+    return match[1].split()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name in {*QUICK, "report"})) for c in app.registered_commands],
+)
+@pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
+def test_the_example_of_every_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if command == "lm-eval":
+        pytest.importorskip("lm_eval")
+    arguments = [*example(command), *QUICK.get(command, [])]
+    if command == "report":
+        assert run(*example("sweep"), *QUICK["sweep"])[0] == 0
+        arguments[1] = next(str(folder) for folder in Path(arguments[1]).parent.iterdir() if folder.is_dir())
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert out
 
 
 def test_methods_lists_every_method() -> None:
@@ -266,6 +304,19 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert out == "a\\x1b[2Jb\\x9bc\td\n\N{GREEK SMALL LETTER MU}\n"
     assert err == "rope-ext: bad \\x1b]0;title\\x07 name\nrun      \\rfolder\n"
+
+
+def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
+    from rope_ext_hf.eval.tables import table
+
+    setting = Setting("matched", 128, 256, False, 0)
+    method = {"method": "\x1b[31m[/red]"}
+    result = Result.from_documents(method, setting, 256, [DocumentLoss("a", 1.0, 1, 1, 1)])
+    console.print_table(table([result], 256))
+    out = capsys.readouterr().out
+    assert "[/red]" in out
+    assert "\x1b" not in out
 
 
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
