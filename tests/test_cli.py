@@ -97,7 +97,11 @@ def example(command: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name in {*QUICK, "report"})) for c in app.registered_commands],
+    [
+        pytest.param(c.name, marks=[pytest.mark.slow] * (c.name in {*QUICK, "report"}))
+        for c in app.registered_commands
+        if c.name != "detect"
+    ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
 def test_the_example_of_every_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +200,9 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["ppl", "reference", "--lengths", "9" * 400], "not a length"),
         (["ppl", "reference", "--lengths", "256", "--max-spans", "0"], "--max-spans takes a number"),
         (["describe", "reference", "-m", "yarn", "--factor", "1e308"], "--factor must be"),
+        (["describe", "reference", "--over", "original"], "add --method"),
+        (["describe", "reference", "-m", "yarn", "--factor", "2", "--over", "orginal"], "'orginal'"),
+        (["patch", "reference", "-m", "yarn", "--factor", "2", "--over", "patched", "--out", "x"], "patch"),
         (["describe", "reference", "-m", "yarn", "--factor", "8", "--beta-fast", "[" * 5000], "got '[[["),
         (["describe", "reference", "-m", "yarn", "--factor", "8", "--beta-fast", "9" * 5000], "beta_fast must be"),
         (
@@ -267,6 +274,22 @@ def test_a_parameter_may_stand_before_the_model() -> None:
     code, out, _ = run("describe", "--beta-fast", "16", "reference", "--method", "yarn", "--factor", "8", "--json")
     assert code == 0
     assert json.loads(out)["params"]["beta_fast"] == 16
+
+
+def test_what_a_method_extends() -> None:
+    common = ["describe", "reference", "-m", "yarn", "--target-length", "4k", "--json"]
+    factors = {
+        options: json.loads(run(*common, *options)[1])["params"]["factor"]
+        for options in ((), ("--over", "original"), ("--context-length", "512"))
+    }
+    assert factors == {(): 16, ("--over", "original"): 16, ("--context-length", "512"): 8}
+
+
+def test_a_factor_of_a_method_without_one_states_the_extended_length() -> None:
+    for options, extended in (((), 2048), (("--context-length", "512"), 4096)):
+        code, out, err = run("describe", "reference", "-m", "dca", "--factor", "8", *options, "--json")
+        assert code == 0, err
+        assert json.loads(out)["extended_length"] == extended
 
 
 def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,12 +44,12 @@ def print_text(text: str) -> None:
 
 def print_note(name: str, text: str) -> None:
     """Print one line of information, under a name, on standard error."""
-    typer.echo(printable(f"{name:<9}{text}"), err=True)
+    print(printable(f"{name:<9}{text}"), file=sys.stderr)
 
 
 def print_error(text: str) -> None:
     """Print an error as one line on standard error, long values in it cut short."""
-    typer.echo(f"rope-ext: {printable(bounded(text))}", err=True)
+    print(f"rope-ext: {printable(bounded(text))}", file=sys.stderr)
 
 
 def print_table(table: Table) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rope_ext_hf.cli.console import json_text, make_folder, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, MethodOptions, Model, parse_length
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, parse_length
 from rope_ext_hf.errors import MethodError, short
 
 __all__ = ["lm_eval"]
@@ -21,7 +21,7 @@ def lm_eval(
     tasks: Annotated[
         str, typer.Option(metavar="NAMES", help="Names, groups or YAML files, e.g. niah_single_1,longbench_*.")
     ],
-    methods: MethodOptions,
+    methods: PatchOptions,
     load: LoadOptions,
     include_path: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with task definitions of your own.")
@@ -43,7 +43,7 @@ def lm_eval(
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
-    arguments = methods.single()
+    methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
     length = parse_length(max_length) if max_length else None
@@ -53,13 +53,10 @@ def lm_eval(
         from rope_ext_hf.eval.lm_eval_adapter import evaluate
     except ImportError as error:
         raise MethodError(f"lm-eval is needed here ({error}): install the extra [eval] of this package") from error
-    from rope_ext_hf.patches.patching import patch
-
     quiet_transformers()
     loaded = load.model(model)
     tokenizer = load.tokenizer(model)
-    if arguments is not None:
-        patch(loaded, **arguments)
+    methods.apply(loaded)
     with redirect_stdout(sys.stderr):  # tasks print to standard output, which is for results
         results = evaluate(
             loaded,

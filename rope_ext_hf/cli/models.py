@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import json_text, print_note, print_table, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, MethodOptions, Model, Plot, SourceOptions, parse_length
+from rope_ext_hf.cli.options import Json, Model, PatchOptions, Plot, SourceOptions, parse_length
 from rope_ext_hf.errors import MethodError, one_line, short
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _options_text(row: dict[str, Any]) -> str:
 
 def describe(
     model: Model,
-    methods: MethodOptions,
+    methods: PatchOptions,
     source: SourceOptions,
     plot: Plot = None,
     as_json: Json = False,
@@ -92,15 +92,13 @@ def describe(
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.patches.patching import patch as patch_model
     from rope_ext_hf.patches.patching import patched_method
 
-    arguments = methods.single()
+    methods.check_single()
     quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be described"):
-        if arguments is not None:
-            patch_model(empty, **arguments)
+        methods.apply(empty)
         description = describe_model(empty)
     if plot is not None:
         method = patched_method(empty)
@@ -112,7 +110,7 @@ def describe(
 def patch(
     model: Model,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
-    methods: MethodOptions,
+    methods: PatchOptions,
     source: SourceOptions,
     native: Annotated[
         bool, typer.Option("--native", help="Save in transformers' own form even where that behaves otherwise.")
@@ -125,16 +123,13 @@ def patch(
     """
     from rope_ext_hf.hub import foreign_errors, model_folder
     from rope_ext_hf.patches.describing import describe as describe_model
-    from rope_ext_hf.patches.patching import patch as patch_model
     from rope_ext_hf.patches.saving import save_patched_folder
 
-    arguments = methods.single()
-    if arguments is None:
-        raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
+    methods.check_single(required=True)
     quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
-        patch_model(empty, native=native, **arguments)
+        methods.apply(empty, native=native)
         save_patched_folder(empty, model_folder(model, revision=source.revision), out)
         description = describe_model(empty)
     print_text(

@@ -39,6 +39,7 @@ __all__ = [
     "MethodOptions",
     "Model",
     "Out",
+    "PatchOptions",
     "Plot",
     "SourceOptions",
     "SpanOptions",
@@ -199,7 +200,7 @@ class MethodOptions:
     ] = None
     factor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NUMBERS", help="How many times the trained length, e.g. 8 (or 4,8 to compare)."),
+        typer.Option(metavar="NUMBERS", help="How many times the length the model is for, e.g. 8 (or 4,8 to compare)."),
     ] = None
     target_length: Annotated[
         str | None,
@@ -241,27 +242,6 @@ class MethodOptions:
         if options and not self.names:
             raise MethodError(f"{', '.join(options)} given without a method; add --method")
 
-    def single(self) -> dict[str, Any] | None:
-        """The arguments of `rope_ext_hf.patch` for the one method asked for, None where there is none.
-
-        Raises:
-            MethodError: several methods or factors.
-        """
-        self.check()
-        if len(self.names) > 1 or len(self.factors) > 1:
-            raise MethodError(
-                f"this command takes one method and one factor, got {', '.join([*self.names, *map(str, self.factors)])}"
-            )
-        if not self.names:
-            return None
-        factor = self.factors[0] if self.factors else None
-        return {
-            "method": self.names[0],
-            "factor": factor,
-            "target_length": self.extended_length,
-            **self.parameters,
-        }
-
     def resolve(self, model: nn.Module, longest: int) -> list[RopeMethod]:
         """Every method asked for, with every factor.
 
@@ -302,6 +282,68 @@ class MethodOptions:
             for parameter, value in self.parameters.items()
             if takes(name, parameter) or not any(takes(other, parameter) for other in self.names)
         }
+
+
+@dataclass(frozen=True)
+class PatchOptions(MethodOptions):
+    """One method, and what it extends."""
+
+    over: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="What is extended. own: the model as loaded, with the scaling it was trained under. original: the "
+            "model without that scaling. patched: the model with its present patch, if it was trained under that.",
+        ),
+    ] = "own"
+    context_length: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="The length that the model as loaded is for, if its config misleads."),
+    ] = None
+
+    def check_single(self, *, required: bool = False) -> None:
+        """Refuse several methods or factors, and options that no method was given for.
+
+        Raises:
+            MethodError: one of these, or no method where one is required.
+        """
+        self.check()
+        if required and not self.names:
+            raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
+        if not self.names and (self.over != "own" or self.context_length):
+            raise MethodError("--over and --context-length say what a method extends; add --method")
+        if len(self.names) > 1 or len(self.factors) > 1:
+            given = ", ".join([*self.names, *(f"{factor:g}" for factor in self.factors)])
+            raise MethodError(f"this command takes one method and one factor, got {given}")
+
+    def apply(self, model: nn.Module, *, native: bool = False) -> None:
+        """Patch a model, in place, with the method that was asked for, if there is one.
+
+        A factor of a method without one states the extended length.
+        """
+        from rope_ext_hf.methods.registry import accepts_factor
+        from rope_ext_hf.patches.geometry import patch_geometry
+        from rope_ext_hf.patches.patching import patch
+
+        if not self.names:
+            return
+        length = parse_length(self.context_length) if self.context_length else None
+        factor = self.factors[0] if self.factors else None
+        target = self.extended_length
+        if factor is not None and target is None and not accepts_factor(self.names[0]):
+            rotary = patch_geometry(model, over=self.over, context_length=length)
+            target = round(factor * rotary.context_length)
+            factor = None
+        patch(
+            model,
+            self.names[0],
+            factor=factor,
+            target_length=target,
+            over=self.over,
+            context_length=length,
+            native=native,
+            **self.parameters,
+        )
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
