@@ -79,7 +79,8 @@ def tests_pass(module: str, seconds: int) -> bool:
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         files = [f"tests/test_{name}.py" for name in TESTS[module]]
-        os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow", *files]))
+        options = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that transformers has imported
+        os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow", *options, *files]))
     return os.waitpid(child, 0)[1] == 0
 
 
