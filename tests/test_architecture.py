@@ -91,7 +91,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "rope_ext_hf.methods.remapping.DEFAULT_GROUP",
         "rope_ext_hf.methods.remapping.DEFAULT_TEMPERATURE",
         "rope_ext_hf.methods.remapping.TEMPERATURES",
-        "rope_ext_hf.patches.attention_hooks.remapped_attention",
         "rope_ext_hf.patches.attention_hooks.remapped_mask",
         "rope_ext_hf.patches.config.Config",
         "rope_ext_hf.patches.config.PLUGIN_PREFIX",
