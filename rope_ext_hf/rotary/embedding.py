@@ -179,7 +179,8 @@ class RotaryEmbedding(nn.Module):
         if not self.method.sticky_length:
             return lengths
         self.longest_seen.copy_(torch.maximum(lengths.amax().to(self.longest_seen.device), self.longest_seen))
-        return self.longest_seen.to(lengths.device).expand_as(lengths)
+        # A copy: a cache keeps these lengths while later forwards write to the buffer.
+        return self.longest_seen.to(lengths.device, copy=True).expand_as(lengths)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:

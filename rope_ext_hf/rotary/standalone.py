@@ -99,7 +99,7 @@ class NTKAwareRoPE(nn.Module):
         self.register_buffer("S", sin, persistent=False)
 
     def _tables(self, k: float, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        frequency = fixed_point(self.rotary.inv_freq(ntk_theta(self.rotary, k))).to(device)
+        frequency = fixed_point(self.rotary.theta_inv_freq(ntk_theta(self.rotary, k))).to(device)
         reach = math.floor(round(self.rotary.trained_length * k, 6))  # 100 x 1.15 is 114.99999999999999
         positions = torch.arange(reach, device=frequency.device)
         angle = angles(positions, frequency)
