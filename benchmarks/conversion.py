@@ -40,7 +40,7 @@ def make(folder: Path, size: int) -> int:
     import torch
     from transformers import LlamaConfig
 
-    from rope_ext_hf.checkpoints.weight_files import Entry, write_safetensors
+    from rope_ext_hf.checkpoints.weight_files import TensorInfo, write_safetensors
 
     heads, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     layer = {
@@ -59,17 +59,17 @@ def make(folder: Path, size: int) -> int:
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     shapes |= {f"model.layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in layer.items()}
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    entries = {name: Entry("BF16", shape, 0, 2 * math.prod(shape)) for name, shape in shapes.items()}
-    largest = max(entry.end for entry in entries.values())
+    infos = {name: TensorInfo.from_shape("BF16", shape) for name, shape in shapes.items()}
+    largest = max(info.size for info in infos.values())
     noise = torch.randint(-(2**15), 2**15, (largest // 2,), dtype=torch.int16).view(torch.bfloat16)
-    parts: list[dict[str, Entry]] = [{}]
-    room = most = min(PART, sum(entry.end for entry in entries.values()) // 3)
-    for name, entry in entries.items():
-        if parts[-1] and entry.end > room:
+    parts: list[dict[str, TensorInfo]] = [{}]
+    room = most = min(PART, sum(info.size for info in infos.values()) // 3)
+    for name, info in infos.items():
+        if parts[-1] and info.size > room:
             parts.append({})
             room = most
-        parts[-1][name] = entry
-        room -= entry.end
+        parts[-1][name] = info
+        room -= info.size
     where = {}
     for i, part in enumerate(parts, 1):
         file = f"model-{i:05}-of-{len(parts):05}.safetensors"
@@ -81,7 +81,7 @@ def make(folder: Path, size: int) -> int:
             {"format": "pt"},
             lambda count: None,
         )
-    index = {"metadata": {"total_size": sum(entry.end for entry in entries.values())}, "weight_map": where}
+    index = {"metadata": {"total_size": sum(info.size for info in infos.values())}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     LlamaConfig(
         vocab_size=VOCABULARY,
@@ -102,7 +102,7 @@ def one(way: str, source: Path, target: Path) -> dict[str, Any]:
 
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 
-    model = transformers.LlamaForCausalLM  # imports it
+    model = transformers.LlamaForCausalLM  # imports the class
     started = time.perf_counter()
     if way == "copy":
         subprocess.run(["sh", "-c", 'cp -r "$1" "$2" && sync', "sh", str(source), str(target)], check=True)
@@ -112,7 +112,7 @@ def one(way: str, source: Path, target: Path) -> dict[str, Any]:
     else:
         loaded = model.from_pretrained(source, dtype="auto")
         for parameter in loaded.parameters():
-            parameter.view(-1).sum()  # until then it is but a place in a file
+            parameter.view(-1).sum()  # loads it: before, it is memory-mapped
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"call": time.perf_counter() - started, "megabytes": peak / 1e6}
 
@@ -121,7 +121,7 @@ def run(way: str, source: Path, target: Path) -> dict[str, Any]:
     """One process, from its start to its end."""
     command = [sys.executable, __file__, "--one", way, "--folder", str(source), "--target", str(target)]
     os.sync()
-    for path in source.iterdir():  # into the page cache
+    for path in source.iterdir():  # read into the page cache
         with path.open("rb") as file:
             while file.read(2**24):
                 pass

@@ -1,47 +1,91 @@
-"""The family table: what a live model does not tell about itself, read from `families.toml`.
+"""The family table: what a live model does not reveal about itself, read from `families.toml`.
 
 >>> family("phi3").rope_types
 ('default', 'longrope')
+
+The comments at the top of families.toml explain every field, and how to add a family.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["PIECES", "WORDS", "Family", "choose", "families", "family", "look_up", "parse_families"]
+from rope_ext_hf.errors import did_you_mean
 
-PIECES = frozenset({"q", "q+gate", "k", "v", "head", "nope+rope", "latent", "rope", "index_q", "index_k"})
-"""What the rows of a tensor are made up of, see families.toml."""
-WORDS = frozenset(
-    {"num_hidden_layers", "num_key_value_heads", "head_dim", "rotary_dim", "rope_theta", "max_position_embeddings"}
-)
-"""What a family may say by other keys of its config than transformers mostly does."""
-_CHOICE = re.compile(r"(?P<what>.+?)( if (?P<key>[A-Za-z_]\w*(\.\w+)*))?")
-_ROWS = re.compile(r"((grouped|[1-9]\d* of) )?(?P<pieces>.+)")
-_PRODUCT = re.compile(r"(\d+(\.\d+)?|[A-Za-z_]\w*(\.\w+)*)( \* (\d+(\.\d+)?|[A-Za-z_]\w*(\.\w+)*))*")
+__all__ = [
+    "KV_HEADS",
+    "ConfigNumber",
+    "Family",
+    "ModuleRows",
+    "choose",
+    "families",
+    "family",
+    "look_up",
+    "parse_families",
+]
 
-_LINEAR_ORIGINAL = frozenset({"rope_theta", "max_position_embeddings"})
-_NOT_INHERITED = frozenset({"linear_lengths", "linear_original", "original_length"})
-"""Facts about published checkpoints, which another family with the same code need not share."""
+BLOCKS = ("q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k")
+KV_HEADS = "num_key_value_heads"
+CONFIG_KEYS = ("num_hidden_layers", KV_HEADS, "head_dim", "rotary_dim", "rope_theta", "max_position_embeddings")
+LINEAR_ORIGINAL_KEYS = ("max_position_embeddings", "rope_theta")
+# Facts about published checkpoints, which another family with the same code need not share.
+NOT_INHERITED = frozenset({"linear_lengths", "linear_original", "original_length"})
+_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRows:
+    """How the rows of one module's weight are stored, for configs in which `when` is true.
+
+    Attributes:
+        blocks: what follows what; names of `BLOCKS`.
+        repeat: how many times that is repeated, each with its share of the heads; or `KV_HEADS`, for every key head.
+        when: a config key that must be true; None: no condition.
+    """
+
+    blocks: tuple[str, ...]
+    repeat: int | str = 1
+    when: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigNumber:
+    """A number that a config gives under a family's own keys, for configs in which `when` is true.
+
+    Attributes:
+        product: config keys and numbers to be multiplied.
+        when: a config key that must be true; None: no condition.
+    """
+
+    product: tuple[str | float, ...]
+    when: str | None = None
+
+
+class _Conditional(Protocol):
+    @property
+    def when(self) -> str | None: ...
+
+
+T = TypeVar("T", bound=_Conditional)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One table of families.toml; the comments there say what each field means."""
+    """One table of families.toml; the comments there explain each field."""
 
     pairing: str | None = None
     pairing_switch: str | None = None
-    rotates: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    stays: tuple[str, ...] = ()
-    words: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    own_code: str | None = None
-    unlike: dict[str, str] = field(default_factory=dict)
+    rotated: Mapping[str, tuple[ModuleRows, ...]] = field(default_factory=dict)
+    unrotated: tuple[str, ...] = ()
+    config_keys: Mapping[str, tuple[ConfigNumber, ...]] = field(default_factory=dict)
+    remote_attention: str | None = None
+    reject_if: Mapping[str, str] = field(default_factory=dict)
     rope_types: tuple[str, ...] | None = None
     original_in_config: bool = False
     softmax_mscale: bool = False
@@ -49,59 +93,11 @@ class Family:
     short_list_only: bool = False
     own_temperature: bool = False
     linear_lengths: str = "original"
-    linear_original: dict[str, float] | None = None
+    linear_original: Mapping[str, float] | None = None
     original_length: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.pairing not in (None, "half", "interleaved"):
-            raise ValueError(f"pairing must be 'half' or 'interleaved', got {self.pairing!r}")
-        flags = ("original_in_config", "softmax_mscale", "static_alpha", "short_list_only", "own_temperature")
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.linear_lengths not in ("original", "extended"):
-            raise ValueError(f"linear_lengths must be 'original' or 'extended', got {self.linear_lengths!r}")
-        if self.linear_original is not None and set(self.linear_original) != _LINEAR_ORIGINAL:
-            raise ValueError(f"linear_original must give {' and '.join(sorted(_LINEAR_ORIGINAL))}")
-        if self.original_length is not None and not (type(self.original_length) is int and self.original_length > 0):
-            raise ValueError(f"original_length must be a number of tokens, got {self.original_length!r}")
-        if self.pairing_switch is not None and not isinstance(self.pairing_switch, str):
-            raise ValueError(f"pairing_switch must be the name of a config key, got {self.pairing_switch!r}")
-        for name in ("rope_types", "stays"):
-            names: object = getattr(self, name)
-            if names is not None:
-                if not isinstance(names, (list, tuple)) or not all(isinstance(item, str) for item in names):
-                    raise ValueError(f"{name} must be a list of names, got {names!r}")
-                object.__setattr__(self, name, tuple(names))
-        for name in ("rotates", "words"):
-            object.__setattr__(self, name, _choices(name, getattr(self, name)))
-        for module, choices in self.rotates.items():
-            for rows in map(_what, choices):
-                found = _ROWS.fullmatch(rows)
-                if found is None or not set(found["pieces"].split(" ")) <= PIECES:
-                    known = ", ".join(sorted(PIECES))
-                    raise ValueError(
-                        f"rotates.{module} must be words of {known}, after 'grouped' or 'N of' or not; got {rows!r}"
-                    )
-        for word, choices in self.words.items():
-            if word not in WORDS:
-                raise ValueError(f"words.{word} is none of {', '.join(sorted(WORDS))}")
-            for product in map(_what, choices):
-                if not _PRODUCT.fullmatch(product):
-                    raise ValueError(
-                        f"words.{word} must be config keys and numbers with ' * ' between, got {product!r}"
-                    )
-        unlike: object = self.unlike
-        if not isinstance(unlike, dict) or not all(isinstance(text, str) for text in unlike.values()):
-            raise ValueError(f"unlike must be a table of config keys and what they are a sign of, got {unlike!r}")
-        if self.own_code is not None:
-            if not isinstance(self.own_code, str) or not re.fullmatch(r"\w+\.\{\}\.\w+", self.own_code):
-                raise ValueError(f"own_code must be like 'layers.{{}}.self_attention', got {self.own_code!r}")
-            if "rotary_dim" not in self.words:
-                raise ValueError("own_code needs words.rotary_dim: no model is built that could tell")
-
     def linear_is_extended(self, theta: float, max_position_embeddings: int) -> bool:
-        """Whether max_position_embeddings beside a linear scaling is the extended length, not the original one."""
+        """Return whether max_position_embeddings beside a linear scaling is the extended length, not the original."""
         if self.linear_original is not None:
             most = self.linear_original["max_position_embeddings"]
             if theta == self.linear_original["rope_theta"] and max_position_embeddings <= most:
@@ -109,73 +105,200 @@ class Family:
         return self.linear_lengths == "extended"
 
 
-def _choices(name: str, table: object) -> dict[str, tuple[str, ...]]:
-    """Each value as a list of `X if KEY`, of which the last, or only one, has no condition."""
-    if not isinstance(table, dict):
-        raise ValueError(f"{name} must be a table, got {table!r}")
-    found: dict[str, tuple[str, ...]] = {}
-    for key, value in table.items():
-        choices = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
-        parts = [_CHOICE.fullmatch(choice) if isinstance(choice, str) else None for choice in choices]
-        if [part and bool(part["key"]) for part in parts] != [True] * (len(parts) - 1) + [False]:
-            raise ValueError(
-                f"{name}.{key} must be a string, or several of which all but the last end in ' if KEY'; got {value!r}"
-            )
-        found[key] = tuple(choices)
-    return found
-
-
-def _what(choice: str) -> str:
-    return choice.partition(" if ")[0]
-
-
-def choose(choices: Sequence[str], config: Any) -> str:
-    """The X of the first `X if KEY` where this config has a KEY that is true, else the last, which has no condition."""
-    split = (choice.partition(" if ") for choice in choices)
-    return next(what for what, _, key in split if not key or look_up(config, key))
+def choose(alternatives: Iterable[T], config: Any) -> T:
+    """Return the first alternative without a condition, or whose condition this config meets."""
+    return next(each for each in alternatives if each.when is None or look_up(config, each.when))
 
 
 def look_up(config: Any, key: str) -> Any:
-    """A key of a config, `outer.inner` for one inside another; None where it is not there."""
+    """Return the value of a config key, `outer.inner` for one inside another; None where it is missing."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
     return config
 
 
-def parse_families(text: str) -> dict[str, Family]:
-    """Read the table strictly.
-
-    Raises:
-        ValueError: naming the table, on an unknown key, a wrong value, or a `like` that names no earlier table.
-    """
-    known = {item.name for item in fields(Family)}
-    raw: dict[str, dict[str, Any]] = {}
-    parsed: dict[str, Family] = {}
-    for name, table in tomllib.loads(text).items():
-        if not isinstance(table, dict):
-            raise ValueError(f"{name} stands outside any table; known keys of one: like, {', '.join(sorted(known))}")
-        base = table.pop("like", None)
-        if base is not None and base not in raw:
-            raise ValueError(f"[{name}]: like = {base!r} names no table above it")
-        if unknown := sorted(set(table) - known):
-            raise ValueError(
-                f"[{name}]: unknown key {', '.join(unknown)}; known keys: like, {', '.join(sorted(known))}"
-            )
-        inherited = {key: value for key, value in raw[base].items() if key not in _NOT_INHERITED} if base else {}
-        raw[name] = inherited | table
-        try:
-            parsed[name] = Family(**raw[name])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"[{name}]: {error}") from error
-    return parsed
-
-
 @cache
 def families() -> dict[str, Family]:
-    """Every family by the `model_type` of its text config."""
+    """Return every family by the `model_type` of its text config."""
     return parse_families(files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8"))
 
 
 def family(model_type: str) -> Family:
-    """The family of a model_type; one that is not in the table has nothing special to it."""
+    """Return the family of a model_type; without a table, one with nothing special about it."""
     return families().get(model_type, Family())
+
+
+def parse_families(text: str) -> dict[str, Family]:
+    """Parse the table strictly.
+
+    Raises:
+        ValueError: an unknown key, a wrong value, or a `like` that names no earlier table; the message names the table.
+    """
+    known = {item.name for item in fields(Family)}
+    inherited: dict[str, dict[str, Any]] = {}
+    parsed: dict[str, Family] = {}
+    for name, table in tomllib.loads(text).items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{name} stands outside any table; known keys of one: like, {', '.join(sorted(known))}")
+        try:
+            base = table.pop("like", None)
+            if base is not None and base not in inherited:
+                raise ValueError(f"like = {base!r} names no table above it")
+            for key in table:
+                if key not in known:
+                    raise ValueError(
+                        f"unknown key {key}; known keys: like, {', '.join(sorted(known))}.{did_you_mean(key, known)}"
+                    )
+            own = {key: _PARSERS[key](key, value) for key, value in table.items()}
+            taken_over = inherited[base] if base else {}
+            inherited[name] = {key: value for key, value in taken_over.items() if key not in NOT_INHERITED} | own
+            parsed[name] = Family(**inherited[name])
+            _check(parsed[name])
+        except ValueError as error:
+            raise ValueError(f"[{name}]: {error}") from error
+    return parsed
+
+
+def _check(known: Family) -> None:
+    """Check what several fields say together."""
+    if known.remote_attention is not None and "rotary_dim" not in known.config_keys:
+        raise ValueError("remote_attention needs config_keys.rotary_dim: there is no model that could be asked")
+
+
+def _pairing(key: str, value: object) -> str:
+    if value not in ("half", "interleaved"):
+        raise ValueError(f"{key} must be 'half' or 'interleaved', got {value!r}")
+    return str(value)
+
+
+def _flag(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, got {value!r}")
+    return value
+
+
+def _names(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{key} must be a list of names, got {value!r}")
+    return tuple(value)
+
+
+def _config_key(key: str, value: object) -> str:
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        raise ValueError(f"{key} must be the name of a config key, got {value!r}")
+    return value
+
+
+def _module_pattern(key: str, value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"\w+\.\{\}\.\w+", value):
+        raise ValueError(f"{key} must be like 'layers.{{}}.self_attention', got {value!r}")
+    return value
+
+
+def _descriptions(key: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError(f"{key} must be a table of config keys and descriptions, got {value!r}")
+    return value
+
+
+def _linear_lengths(key: str, value: object) -> str:
+    if value not in ("original", "extended"):
+        raise ValueError(f"{key} must be 'original' or 'extended', got {value!r}")
+    return str(value)
+
+
+def _linear_original(key: str, value: object) -> dict[str, float]:
+    numbers = isinstance(value, dict) and all(type(number) in (int, float) for number in value.values())
+    if not isinstance(value, dict) or not numbers or sorted(value) != sorted(LINEAR_ORIGINAL_KEYS):
+        raise ValueError(f"{key} must give the numbers {' and '.join(LINEAR_ORIGINAL_KEYS)}, got {value!r}")
+    return value
+
+
+def _tokens(key: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} must be a number of tokens, got {value!r}")
+    return value
+
+
+def _rotated(key: str, value: object) -> dict[str, tuple[ModuleRows, ...]]:
+    return _alternatives(key, value, _module_rows)
+
+
+def _config_numbers(key: str, value: object) -> dict[str, tuple[ConfigNumber, ...]]:
+    parsed = _alternatives(key, value, _config_number)
+    for name in parsed:
+        if name not in CONFIG_KEYS:
+            raise ValueError(
+                f"{key}.{name} is unknown; known: {', '.join(CONFIG_KEYS)}.{did_you_mean(name, CONFIG_KEYS)}"
+            )
+    return parsed
+
+
+def _alternatives(key: str, value: object, parse: Callable[[str, object], T]) -> dict[str, tuple[T, ...]]:
+    """Parse a table of values, each of which may be a list of alternatives: all but the last with a condition."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be a table, got {value!r}")
+    parsed: dict[str, tuple[T, ...]] = {}
+    for name, given in value.items():
+        several = isinstance(given, list) and any(isinstance(item, dict) for item in given)
+        alternatives = tuple(parse(f"{key}.{name}", item) for item in (given if several else [given]))
+        if [each.when is None for each in alternatives] != [False] * (len(alternatives) - 1) + [True]:
+            raise ValueError(f"{key}.{name}: every alternative but the last must have `when`, got {given!r}")
+        parsed[name] = alternatives
+    return parsed
+
+
+def _module_rows(key: str, value: object) -> ModuleRows:
+    table = _table(key, value if isinstance(value, dict) else {"blocks": value}, {"blocks", "repeat", "when"})
+    blocks, repeat = table.get("blocks"), table.get("repeat", 1)
+    if not isinstance(blocks, list) or not blocks or not all(block in BLOCKS for block in blocks):
+        raise ValueError(f"{key} must be a list of blocks ({', '.join(BLOCKS)}), got {blocks!r}")
+    if repeat != KV_HEADS and (type(repeat) is not int or repeat < 1):
+        raise ValueError(f"{key}: repeat must be a positive whole number or '{KV_HEADS}', got {repeat!r}")
+    return ModuleRows(blocks=tuple(blocks), repeat=repeat, when=_condition(key, table))
+
+
+def _config_number(key: str, value: object) -> ConfigNumber:
+    table = _table(key, value if isinstance(value, dict) else {"value": value}, {"value", "product", "when"})
+    if ("value" in table) == ("product" in table):
+        raise ValueError(f"{key} must have either `value` or `product`, got {value!r}")
+    factors = table["product"] if "product" in table else [table["value"]]
+    if not isinstance(factors, list) or not factors or not all(map(_is_factor, factors)):
+        raise ValueError(f"{key} must be a config key, a positive number, or a product of those, got {value!r}")
+    return ConfigNumber(product=tuple(factors), when=_condition(key, table))
+
+
+def _is_factor(value: object) -> bool:
+    if isinstance(value, str):
+        return _KEY.fullmatch(value) is not None
+    return type(value) in (int, float) and 0 < value < float("inf")  # type: ignore[operator]
+
+
+def _table(key: str, table: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    if unknown := sorted(set(table) - known):
+        raise ValueError(f"{key}: unknown key {unknown[0]}; known keys: {', '.join(sorted(known))}")
+    return table
+
+
+def _condition(key: str, table: dict[str, Any]) -> str | None:
+    return _config_key(f"{key}.when", table["when"]) if "when" in table else None
+
+
+_PARSERS: dict[str, Callable[[str, object], Any]] = {
+    "pairing": _pairing,
+    "pairing_switch": _config_key,
+    "rotated": _rotated,
+    "unrotated": _names,
+    "config_keys": _config_numbers,
+    "remote_attention": _module_pattern,
+    "reject_if": _descriptions,
+    "rope_types": _names,
+    "original_in_config": _flag,
+    "softmax_mscale": _flag,
+    "static_alpha": _flag,
+    "short_list_only": _flag,
+    "own_temperature": _flag,
+    "linear_lengths": _linear_lengths,
+    "linear_original": _linear_original,
+    "original_length": _tokens,
+}

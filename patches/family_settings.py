@@ -1,4 +1,4 @@
-"""What a config says in the words of its family: rotary dims, theta, pairing."""
+"""What a config says about its rotary embedding, its pairing and its sizes, under the keys of its family."""
 
 from __future__ import annotations
 
@@ -9,85 +9,142 @@ from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, choose, family, look_up
 
-__all__ = ["class_pairing", "config_pairing", "set_pairing_switch", "stated_rotary"]
+__all__ = [
+    "check_sizes",
+    "class_pairing",
+    "config_number",
+    "config_pairing",
+    "head_dim",
+    "set_pairing_switch",
+    "stated_rotary",
+    "supported_family",
+]
+
+MAX_HEAD_DIM = 65_536  # the widest published heads have 512 dims
+MAX_LAYERS = 10_000  # the deepest published models have a few hundred
+
+
+def check_sizes(config: Any) -> None:
+    """Check that a model of this config can be built in reasonable time and memory, even without weights.
+
+    Raises:
+        CheckpointError: more layers or wider heads than any model has.
+    """
+    text = config.get_text_config()
+    heads = _number_or_zero(text, "num_attention_heads")
+    width = _number_or_zero(text, "head_dim") or (_number_or_zero(text, "hidden_size") / heads if heads else 0)
+    layers = _number_or_zero(text, "num_hidden_layers")
+    for name, value, most in (("layers", layers, MAX_LAYERS), ("dims per head", width, MAX_HEAD_DIM)):
+        if value > most:
+            raise CheckpointError(
+                f"the config of this {text.model_type!r} has {value:,.0f} {name}; at most {most:,} are supported. "
+                "Correct the config"
+            )
+
+
+def _number_or_zero(text: Any, key: str) -> float:
+    """A number of a config, 0 where it has none: whoever needs the number reports that."""
+    keys = family(text.model_type).config_keys
+    try:
+        value = config_number(text, key) if key in keys else getattr(text, key, None)
+    except CheckpointError:
+        return 0
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
 
 
 def stated_rotary(config: Any) -> Rotary | None:
-    """The rotary embedding of a family of which the table says how its config has it; None for others.
+    """Return the rotary embedding of a family whose table gives rotary_dim; None for other families.
 
     Raises:
-        CheckpointError: a config that does not say it, or says what cannot be.
+        CheckpointError: the config lacks a number, or has an impossible one.
+        UnsupportedModelError: the config marks another architecture of the same model_type.
     """
     text = config.get_text_config()
-    if "rotary_dim" not in _family(text).words:
+    if "rotary_dim" not in supported_family(text).config_keys:
         return None
-    words = ("rotary_dim", "rope_theta", "max_position_embeddings")
-    dim, theta, length = (_number(text, word) for word in words)
-    if not 2 <= int(dim) <= _head_dim(text) or int(dim) % 2:
+    dim, theta, length = (config_number(text, key) for key in ("rotary_dim", "rope_theta", "max_position_embeddings"))
+    width = head_dim(text)
+    if not 2 <= int(dim) <= width or int(dim) % 2:
         raise CheckpointError(
-            f"by the config {int(dim)} of the {_head_dim(text)} dims of a head rotate; that cannot be"
+            f"by the config, {int(dim)} of the {width} dims of a head rotate; the number must be even, at least 2 "
+            f"and at most {width}"
         )
     return Rotary(int(dim), theta, int(length))
 
 
-def _family(text: Any) -> Family:
-    """Of a config, unless one of its keys is a sign of another family by the same model_type."""
+def supported_family(text: Any) -> Family:
+    """Return the family of a text config.
+
+    Raises:
+        UnsupportedModelError: the config marks another architecture of the same model_type.
+    """
     known = family(text.model_type)
-    for key, other in known.unlike.items():
+    for key, other in known.reject_if.items():
         if look_up(text, key) is not None:
             raise UnsupportedModelError(
-                f"by {key!r} in its config this {text.model_type!r} is {other}; that is not in the family table"
+                f"by {key!r} in its config this {text.model_type!r} is {other}; that one is not in the family table"
             )
     return known
 
 
-def _head_dim(text: Any) -> int:
-    return int(_number(text, "head_dim", 0) or _number(text, "hidden_size") // _number(text, "num_attention_heads"))
+def head_dim(text: Any) -> int:
+    """Return the dims of an attention head by a text config."""
+    stated = config_number(text, "head_dim", 0)
+    return int(stated or config_number(text, "hidden_size") // config_number(text, "num_attention_heads"))
 
 
-def _number(text: Any, word: str, default: float | None = None) -> float:
-    """What a config says by one of the words of the family table, by its family's own keys where there are such.
+def config_number(text: Any, key: str, default: float | None = None) -> float:
+    """Return a number of a text config, which its family may keep under keys of its own.
 
     Raises:
-        CheckpointError: nothing where there is no default, or what is no number above zero.
+        CheckpointError: missing where there is no default, or not a finite number above zero.
     """
-    own = family(text.model_type).words.get(word)
+    own = family(text.model_type).config_keys.get(key)
     if own is None and default is not None:
-        return getattr(text, word, None) or default
+        return getattr(text, key, None) or default
     number = 1.0
-    for factor in choose(own or [word], text).split(" * "):
-        said = float(factor) if factor[0].isdigit() else look_up(text, factor)
-        if not isinstance(said, (int, float)) or isinstance(said, bool) or not 0 < said < math.inf:
+    for factor in (key,) if own is None else choose(own, text).product:
+        value = look_up(text, factor) if isinstance(factor, str) else factor
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise CheckpointError(
-                f"{factor!r} in the config of this {text.model_type!r} should be a number above zero, and is {said!r}"
+                f"{factor!r} in the config of this {text.model_type!r} must be a number above zero, and is {value!r}"
             )
-        number *= said
+        number *= value
     return number
 
 
 def set_pairing_switch(config: Any, to: str) -> None:
-    """Have the class of this config run that pairing, where a key of the config can."""
+    """Have the class of this config run a pairing, in families whose config has a switch for it."""
     text = config.get_text_config()
     switch = family(text.model_type).pairing_switch
     if switch is not None:
         setattr(text, switch, to == "interleaved")
 
 
-def config_pairing(config: Any) -> str | None:
-    """The pairing that a config says its weights are in, by its family; None where the table does not say."""
-    text = config.get_text_config()
-    known: Family = family(text.model_type)
-    if known.pairing_switch is not None:
-        return "interleaved" if getattr(text, known.pairing_switch, True) else "half"
-    return known.pairing
+def config_pairing(config: Any, after: str | None = None) -> str | None:
+    """Return the pairing of the weights by family and switch; None where the family table has none.
 
-
-def class_pairing(config: Any) -> str | None:
-    """The pairing that the transformers class of this config runs; None where the table does not say.
-
-    Or that the code beside a checkpoint runs, where transformers has no class of its family: not all of that heeds a
-    switch, so what one that is set otherwise does is not known.
+    Args:
+        config: a Hugging Face config.
+        after: answer as if the switch, where the family has one, were set to this pairing.
     """
-    stated = config_pairing(config)
+    text = config.get_text_config()
+    known = family(text.model_type)
+    if known.pairing_switch is None:
+        return known.pairing
+    return after or ("interleaved" if getattr(text, known.pairing_switch, True) else "half")
+
+
+def class_pairing(config: Any, after: str | None = None) -> str | None:
+    """Return the pairing that the transformers class of this config runs; None where that is unknown.
+
+    For families with remote code this is what that code runs. Not every version of it reads the switch, so the answer
+    is None where the switch differs from the family's own pairing.
+
+    Args:
+        config: a Hugging Face config.
+        after: answer as if the switch, where the family has one, were set to this pairing.
+    """
+    stated = config_pairing(config, after)
     known = family(config.get_text_config().model_type)
-    return None if known.own_code is not None and stated != known.pairing else stated
+    return None if known.remote_attention is not None and stated != known.pairing else stated

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
+from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained, load_config, restore_patch
 from rope_ext_hf.reference import path as reference_folder
@@ -31,6 +32,7 @@ __all__ = [
     "find_device",
     "find_dtype",
     "foreign_errors",
+    "leading_token",
     "load_empty",
     "load_model",
     "load_tokenizer",
@@ -146,11 +148,12 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
     """The causal language model of a config, on the meta device: modules and shapes, no weights.
 
     Raises:
-        CheckpointError: no such model can be built.
+        CheckpointError: no such model can be built, or it would have more layers or wider heads than any model has.
     """
     from transformers import AutoModelForCausalLM
 
     try:
+        check_sizes(config)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except RopeExtError:
@@ -267,6 +270,12 @@ def load_tokenizer(
         )
         tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
+
+
+def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The BOS token of a tokenizer that puts one before every text; None for others."""
+    token: int | None = tokenizer.bos_token_id
+    return token if token is not None and list(tokenizer("a")["input_ids"])[:1] == [token] else None
 
 
 @contextmanager

@@ -376,9 +376,9 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
 }
 
 
-WITH_A_CLASS = [name for name, known in families().items() if known.own_code is None]
+WITH_A_CLASS = [name for name, known in families().items() if known.remote_attention is None]
 """Families that transformers has a class of; the others have tests of their own: test_chatglm.py."""
-ROTATING = [name for name in WITH_A_CLASS if families()[name].rotates]
+ROTATING = [name for name in WITH_A_CLASS if families()[name].rotated]
 
 _OWN_CODE: dict[str, dict[str, Any]] = {  # the keys that decide, as they stand in the config.json of ChatGLM2-6B
     "chatglm": {
@@ -423,7 +423,7 @@ def modeling(model_type: str) -> Any:
 
 def known_config(model_type: str, **overrides: Any) -> Any:
     """A small config of any family of the table; keys that it does not know are left out."""
-    if family(model_type).own_code is not None:
+    if family(model_type).remote_attention is not None:
         return transformers.PreTrainedConfig(**own_config(model_type, **overrides))
     cls = transformers.CONFIG_MAPPING[model_type]
     known = {item.name for item in fields(cls)} | set(cls.attribute_map)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import Layout, Piece, rotating_rows
+from rope_ext_hf.checkpoints.row_layouts import HeadBlock, RowLayout, rotary_tensors
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -231,10 +231,10 @@ def test_logits_are_equal_under_the_other_rotation(name: str, trust: bool, tmp_p
     before = content(source)
     with pytest.warns(UserWarning, match="holds half weights, which the code of 'chatglm' models does not run"):
         report = rope.convert_checkpoint(source, tmp_path / "half", "half", verify=True, trust_remote_code=trust)
-    assert (report.source, report.to, report.runs) == ("interleaved", "half", False)
+    assert (report.source, report.to, report.loads_natively) == ("interleaved", "half", False)
     assert report.converted == config["num_layers"] * (2 if config["add_qkv_bias"] else 1)
     assert "q.k of" in str(report.verified)
-    assert "no class of 'chatglm', and the code beside it is not run" in str(report.verified)
+    assert "no class of 'chatglm', and code in the folder is not run" in str(report.verified)
     converted = read(tmp_path / "half")
     expected = run(tensors, config, ids, "interleaved")
     torch.testing.assert_close(run(converted, config, ids, "half"), expected, atol=1e-4, rtol=0)
@@ -246,7 +246,7 @@ def test_logits_are_equal_under_the_other_rotation(name: str, trust: bool, tmp_p
     assert json.loads(after["config.json"]) == config | said
 
     back = rope.convert_checkpoint(tmp_path / "half", tmp_path / "back", "interleaved", trust_remote_code=trust)
-    assert back.runs
+    assert back.loads_natively
     after = content(tmp_path / "back")
     assert [file for file in before if file.endswith(".safetensors") and after[file] != before[file]] == []
     assert json.loads(after["config.json"]) == config | {"rope_pairing": "interleaved"}
@@ -258,10 +258,10 @@ def test_a_model_that_is_half_by_its_own_word(tmp_path: Path) -> None:
     config = own_config("chatglm", original_rope=False)
     tensors, ids = random_tensors(config), tokens(24)[0]
     source = write(tmp_path / "source", tensors, config)
-    with pytest.raises(rope.CheckpointError, match="are half already, by their config"):
+    with pytest.raises(rope.CheckpointError, match="are half already, by the config"):
         rope.convert_checkpoint(source, tmp_path / "half", "half")
     report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
-    assert report.runs
+    assert report.loads_natively
     found = run(read(tmp_path / "converted"), config, ids, "interleaved")
     torch.testing.assert_close(found, run(tensors, config, ids, "half"), atol=1e-4, rtol=0)
 
@@ -327,8 +327,8 @@ def test_the_sizes_of_the_public_models() -> None:
     rotary = stated_rotary(config)
     assert rotary is not None
     assert (rotary.dim, rotary.theta, rotary.trained_length) == (64, 5_000_000.0, 131072)
-    known = rotating_rows(config, rotary.dim)
-    layout = Layout(1, (Piece(32, 128, 64), Piece(2, 128, 64), Piece(2, 128)))
+    known = rotary_tensors(config, rotary.dim)
+    layout = RowLayout(1, (HeadBlock(32, 128, 64), HeadBlock(2, 128, 64), HeadBlock(2, 128)))
     assert known.find(QKV.format(0) + "weight", (4608, 4096)) == layout
     assert known.find("transformer.encoder.layers.0.self_attention.dense.weight", (4096, 4096)) is None
     of_glm_4v = "transformer.vision.transformer.layers.0.attention.query_key_value.weight"
@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], dict[str, T
         r"layers.1.self_attention.query_key_value.weight' has shape \(192, 64\), but by the config 128 rows",
     ),
     "another layout": ({"multi_query_attention": None}, dict, r"has shape .*, but by the config 192 rows"),
-    "a tensor that is not known": ({}, with_a_norm, "q_norm.weight' belongs to an attention of 'chatglm', and whether"),
+    "a tensor that is not known": ({}, with_a_norm, "q_norm.weight' belongs to an attention module of 'chatglm', and"),
     "no size of heads": ({"kv_channels": None}, dict, "'kv_channels' in the config .* above zero, and is None"),
     "no number of layers": ({"num_layers": None}, dict, "'num_layers' in the config .* above zero, and is None"),
     "no number of groups": ({"multi_query_group_num": None}, dict, "'multi_query_group_num' in the config"),
@@ -367,12 +367,16 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], dict[str, T
     "a list": ({"kv_channels": [16]}, dict, r"'kv_channels' in the config .*, and is \[16\]"),
     "yes": ({"kv_channels": True}, dict, "'kv_channels' in the config .*, and is True"),
     "less than nothing": ({"multi_query_group_num": -2}, dict, "'multi_query_group_num' in the config .*, and is -2"),
-    "layers without end": ({"num_layers": 10**15}, dict, "by the config there are 1000000000000000 layers"),
+    "layers without end": (
+        {"num_layers": 10**15},
+        dict,
+        "has 1,000,000,000,000,000 layers; at most 10,000",
+    ),
     "no end": ({"rope_ratio": math.inf}, dict, "'rope_ratio' in the config .*, and is inf"),
     "no number": ({"rope_ratio": math.nan}, dict, "'rope_ratio' in the config .*, and is nan"),
-    "an odd number of dims": ({"kv_channels": 18}, dict, "by the config 9 of the 18 dims of a head rotate"),
-    "a key that hides the config": ({"get_text_config": "no"}, dict, "the config of .* cannot be used"),
-    "a name of another kind": ({"model_type": ["chatglm"]}, dict, "the config of .* cannot be used"),
+    "an odd number of dims": ({"kv_channels": 18}, dict, "by the config, 9 of the 18 dims of a head rotate"),
+    "a key that hides the config": ({"get_text_config": "no"}, dict, "the config of .* could not be loaded"),
+    "a name of another kind": ({"model_type": ["chatglm"]}, dict, "the config of .* could not be loaded"),
 }
 
 
@@ -405,7 +409,7 @@ def test_the_first_chatglm_is_another_model(tmp_path: Path) -> None:
     name = "transformer.layers.0.attention.query_key_value"
     tensors = {f"{name}.weight": torch.zeros(192, 64), f"{name}.bias": torch.zeros(192)}
     source = write(tmp_path / "source", tensors, config, 1)
-    with pytest.raises(rope.UnsupportedModelError, match="this 'chatglm' is the first ChatGLM-6B, which turns either"):
+    with pytest.raises(rope.UnsupportedModelError, match="this 'chatglm' is the first ChatGLM-6B, which rotates each"):
         rope.convert_checkpoint(source, tmp_path / "converted", "half")
     with pytest.raises(rope.UnsupportedModelError, match="the first ChatGLM-6B"):
         rope.detect_pairing(source)
@@ -436,6 +440,6 @@ def test_planted_pairs_are_found(groups: bool, pairing: str, tmp_path: Path) -> 
 
 def test_random_weights_do_not_tell_and_a_text_cannot_be_run(source: Path, tmp_path: Path) -> None:
     assert rope.detect_pairing(source).pairing is None
-    with pytest.raises(rope.CheckpointError, match="transformers has no class of 'chatglm' to run on a text"):
+    with pytest.raises(rope.CheckpointError, match="transformers has no class of 'chatglm' that could read a text"):
         rope.detect_pairing(source, text="a text", trust_remote_code=True)
     assert not (tmp_path / "was run").exists()

@@ -1,4 +1,4 @@
-"""Conversion of loaded models; the checkpoints on disk are in test_checkpoint.py."""
+"""Conversion of loaded models; the checkpoints on disk are in checkpoint_folders.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_wrongly_paired_model_is_mended(name: str) -> None:
         rope.convert(wrong, to)
     del wrong.config.rope_pairing  # nobody said so
     assert not torch.allclose(logits(wrong, tokens(24)), expected, atol=1e-2)
-    rope.convert(wrong, runs, source=to)
+    rope.convert(wrong, runs, source_pairing=to)
     torch.testing.assert_close(logits(wrong, tokens(24)), expected, atol=0, rtol=0)
 
 
@@ -93,7 +93,7 @@ def test_adapters_come_along(dora: bool) -> None:
         rope.convert(model, "interleaved")
     del model.config.rope_pairing
     assert not torch.allclose(merged(model, tokens(24)), expected, atol=1e-2)
-    rope.convert(model, "half", source="interleaved")
+    rope.convert(model, "half", source_pairing="interleaved")
     torch.testing.assert_close(merged(model, tokens(24)), expected)
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
     model = build("llama")
     with pytest.raises(rope.CheckpointError, match="half already"):
         rope.convert(model, "half")
-    with pytest.raises(rope.MethodError, match="pairings are half and interleaved, got 'neox'"):
+    with pytest.raises(rope.MethodError, match="must be one of half, interleaved, got 'neox'"):
         rope.convert(model, "neox")
     with pytest.raises(rope.MethodError, match="unpatch it"):
         rope.convert(rope.patch(build("llama"), "yarn", factor=2), "interleaved")

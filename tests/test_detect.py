@@ -18,7 +18,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import detection as detect
-from rope_ext_hf.checkpoints import detection_sources, detection_text
+from rope_ext_hf.checkpoints import detection_text
 from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path
@@ -87,7 +87,7 @@ def test_loaded_patched_and_with_an_adapter() -> None:
 def test_what_the_config_says_is_not_asked() -> None:
     report = rope.detect_pairing(converted(bundled()))
     assert (report.pairing, report.stated) == ("interleaved", "half")
-    assert "by its config or family it is half" in str(report)
+    assert "the config or the family table states half" in str(report)
 
 
 def test_half_precision_and_torchs_own_files(tmp_path: Path) -> None:
@@ -98,27 +98,35 @@ def test_half_precision_and_torchs_own_files(tmp_path: Path) -> None:
     assert rope.detect_pairing(tmp_path / "bin").pairing == "half"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_numbers_of_few_bits_with_scales_of_rows(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [
+        (torch.float8_e4m3fn, (1, 256)),
+        (torch.int8, (1, 256)),
+        (torch.float8_e4m3fn, (64, 128)),
+        (torch.float8_e4m3fn, (256, 256)),
+    ],
+)
+def test_quantised_weights_with_scales(tmp_path: Path, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """With a scale per row, per block, and (of the queries, which have 256 rows) per tensor."""
+
     def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
             weight = tensors[name].float()
-            scale = weight.abs().amax(1, keepdim=True) / 100
-            tensors |= {name: (weight / scale).to(dtype), f"{name}_scale": scale}
+            rows, columns = min(block[0], len(weight)), block[1]
+            blocks = weight.reshape(len(weight) // rows, rows, -1, columns)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 100
+            tensors |= {name: (blocks / scale).to(dtype).reshape(weight.shape), f"{name}_scale_inv": scale[:, 0, :, 0]}
         return tensors
 
-    report = rope.detect_pairing(changed(path(), tmp_path / "few", quantised))
+    folder = changed(path(), tmp_path / "few", quantised)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if block[0] > 1:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    report = rope.detect_pairing(folder)
     assert report.pairing == "half"
     assert report.score == pytest.approx(rope.detect_pairing(path()).score, abs=0.01)
-
-
-def test_scales_of_blocks() -> None:
-    weight = torch.ones(5, 3)
-    scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    expected = [[1, 1, 2], [1, 1, 2], [3, 3, 4], [3, 3, 4], [5, 5, 6]]
-    assert detection_sources._scaled(weight, scale).tolist() == expected
-    assert detection_sources._scaled(weight, torch.arange(5.0)).tolist() == [[float(i)] * 3 for i in range(5)]
-    assert detection_sources._scaled(weight, torch.tensor([[7.0]])).tolist() == (7 * weight).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:Meta's format has no place:UserWarning")
@@ -156,8 +164,8 @@ def test_random_weights_do_not_tell(name: str) -> None:
     for seed in range(4):
         report = rope.detect_pairing(build(name, seed=seed))
         assert report.pairing is None
-        assert report.reason == "chance could make such a difference between the readings"
-        assert "cannot tell" in str(report)
+        assert report.reason == "chance could give so small a difference between the pairings"
+        assert "undecided" in str(report)
 
 
 @pytest.mark.parametrize("name", ROTATING)
@@ -197,7 +205,7 @@ def test_a_quarter_of_the_layers_may_say_otherwise(monkeypatch: pytest.MonkeyPat
     assert verdict([0.3, 0.3, 0.3, -0.05]).pairing == "half"
     assert verdict([-0.3, -0.3, -0.3, 0.05]).pairing == "interleaved"
     divided = verdict([0.3, 0.3, -0.05, -0.05])
-    assert (divided.pairing, divided.reason) == (None, "2 of 4 layers say the contrary of the others")
+    assert (divided.pairing, divided.reason) == (None, "2 of 4 layers contradict the others")
 
 
 def test_packed_damaged_and_missing_weights_do_not_tell(tmp_path: Path) -> None:
@@ -217,13 +225,12 @@ def test_packed_damaged_and_missing_weights_do_not_tell(tmp_path: Path) -> None:
     assert "config and weights disagree" in verdict("shape", lambda t: t | {name: t[name][:96].clone()})
     gptq = name.replace(".weight", ".qweight")
     without = verdict("gptq", lambda t: {k: v for k, v in t.items() if k != name} | {gptq: torch.zeros(32, 256)})
-    assert "packed, or those of an adapter" in without
+    assert "packed, or of an adapter" in without
 
 
 def test_two_dims_are_one_pair_either_way() -> None:
     found = detect.scores(torch.randn(4, 2, 8), torch.randn(2, 2, 8), torch.ones(1))
     assert found.tolist() == [[0.0, 0.0]] * 4
-    assert detect._chance(torch.ones(1).double()) == 0
 
 
 # --- planted pairs: that the right rows of every kind of tensor are looked at -----------------------------------------
@@ -345,7 +352,7 @@ def test_a_text_says_the_same(folders: dict[str, Path], pairing: str) -> None:
     assert report.text.pairing == pairing
     worse, better = sorted([report.text.half, report.text.interleaved], reverse=True)
     assert worse - better > 2  # nats per byte: 3.77 and 1.43 when this was written
-    assert report.text.tokens == detection_text.WINDOWS * (detection_text.WINDOW - 1)
+    assert report.text.tokens == detection_text.SPANS * (detection_text.SPAN_TOKENS - 1)
     assert "loss on text" in str(report)
 
 
@@ -364,9 +371,15 @@ def test_the_weights_are_put_back(method: str | None) -> None:
 def test_the_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bundled()
     before = copy.deepcopy(model.state_dict())
-    calls = iter([torch.zeros(8)])
-    monkeypatch.setattr(detection_text, "_losses", lambda *arguments: next(calls))  # the second call ends the iterator
-    with pytest.raises((StopIteration, RuntimeError)):
+    forward, calls = model.forward, iter(range(detection_text.SPANS + 3))
+
+    def failing(**arguments: Any) -> Any:
+        if next(calls) == detection_text.SPANS + 2:  # in the other order already
+            raise KeyboardInterrupt
+        return forward(**arguments)
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(KeyboardInterrupt):
         rope.detect_pairing(model, text=TEXT)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -391,14 +404,14 @@ def test_weights_and_text_are_weighed_together() -> None:
         "interleaved": detection_text.TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
     }
     mute = detection_text.TextLosses(3.0, 3.0, 0.1, 99, None)
-    assert detect._with_text(base, says["half"]).pairing == "half"
-    assert detect._with_text(base, mute).pairing == "half"
-    assert detect._with_text(base, says["interleaved"]).pairing is None
-    assert "the text says interleaved" in (detect._with_text(base, says["interleaved"]).reason or "")
-    found = detect._with_text(unsure, says["interleaved"])
+    assert detect.combine_evidence(base, says["half"]).pairing == "half"
+    assert detect.combine_evidence(base, mute).pairing == "half"
+    assert detect.combine_evidence(base, says["interleaved"]).pairing is None
+    assert "the text interleaved" in (detect.combine_evidence(base, says["interleaved"]).reason or "")
+    found = detect.combine_evidence(unsure, says["interleaved"])
     assert (found.pairing, found.reason) == ("interleaved", None)
     assert found.confidence > 0.9999
-    assert detect._with_text(unsure, mute).reason == "chance"
+    assert detect.combine_evidence(unsure, mute).reason == "chance"
 
 
 def test_texts_that_cannot_be_read() -> None:
@@ -422,9 +435,3 @@ def test_the_report() -> None:
 def test_folders_that_are_not_there() -> None:
     with pytest.raises(rope.CheckpointError, match="no such folder"):
         rope.detect_pairing("./nowhere")
-
-
-def test_evenly() -> None:
-    assert detect._evenly(3, 8) == [0, 1, 2]
-    assert detect._evenly(8, 8) == list(range(8))
-    assert detect._evenly(32, 8) == [0, 4, 9, 13, 18, 22, 27, 31]

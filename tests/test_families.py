@@ -15,7 +15,15 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.families import Family, families, family, parse_families
+from rope_ext_hf.patches.families import (
+    ConfigNumber,
+    Family,
+    ModuleRows,
+    choose,
+    families,
+    family,
+    parse_families,
+)
 from tests.models import FAMILIES, ROTATING, TRAINED, WITH_A_CLASS, build, known_config, modeling, static_cases
 
 DIM = 8
@@ -47,6 +55,35 @@ def test_reads_tables_in_order() -> None:
     assert read["four"] == Family()
 
 
+def test_reads_rows_and_numbers() -> None:
+    read = parse_families("""
+        [one.rotated]
+        plain = ["q"]
+        fused = { blocks = ["q", "k", "v"], repeat = "num_key_value_heads" }
+        several = [{ blocks = ["k"], repeat = 2, when = "outer.inner" }, { blocks = ["q"] }]
+
+        [one.config_keys]
+        head_dim = "kv_channels"
+        rope_theta = 10000
+        rotary_dim = { product = [0.5, "kv_channels"] }
+        num_key_value_heads = [{ value = "groups", when = "grouped" }, 1]
+    """)["one"]
+    assert read.rotated == {
+        "plain": (ModuleRows(blocks=("q",)),),
+        "fused": (ModuleRows(blocks=("q", "k", "v"), repeat="num_key_value_heads"),),
+        "several": (ModuleRows(blocks=("k",), repeat=2, when="outer.inner"), ModuleRows(blocks=("q",))),
+    }
+    assert read.config_keys == {
+        "head_dim": (ConfigNumber(product=("kv_channels",)),),
+        "rope_theta": (ConfigNumber(product=(10000,)),),
+        "rotary_dim": (ConfigNumber(product=(0.5, "kv_channels")),),
+        "num_key_value_heads": (ConfigNumber(product=("groups",), when="grouped"), ConfigNumber(product=(1,))),
+    }
+    assert choose(read.rotated["several"], {"outer": {"inner": True}}).blocks == ("k",)
+    for other in ({}, {"outer": None}, {"outer": {"inner": False}}):
+        assert choose(read.rotated["several"], other).blocks == ("q",)
+
+
 @pytest.mark.parametrize(
     ("table", "said"),
     [
@@ -59,37 +96,51 @@ def test_reads_tables_in_order() -> None:
         ('pairing = "both"', "both"),
         ("pairing = 1", "1"),
         ('pairing = ""', "''"),
-        ("rope_types = 3", "3|int"),
+        ("rope_types = 3", "rope_types must be a list of names, got 3"),
         ('rope_types = "longrope"', "longrope"),
         ("rope_types = [1]", "1"),
         ('original_in_config = "yes"', "yes"),
         ("softmax_mscale = 1", "1"),
-        ("rotates = 3", "rotates must be a table, got 3"),
-        ("rotates = { a = 3 }", "rotates.a must be a string, or several"),
-        ("rotates = { a = [] }", "rotates.a must be a string, or several"),
-        ('rotates = { a = "" }', "rotates.a must be a string, or several"),
-        ('rotates = { a = ["q", 3] }', "rotates.a must be a string, or several"),
-        ('rotates = { a = "q z" }', "rotates.a must be words of .*; got 'q z'"),
-        ('rotates = { a = "grouped" }', "rotates.a must be words of .*; got 'grouped'"),
-        ('rotates = { a = "0 of q" }', "rotates.a must be words of .*; got '0 of q'"),
-        ('rotates = { a = "4 of" }', "rotates.a must be words of .*; got '4 of'"),
-        ('rotates = { a = ["q", "k"] }', "rotates.a .* all but the last end in ' if KEY'"),
-        ('rotates = { a = "q if key" }', "rotates.a .* all but the last end in ' if KEY'"),
-        ('rotates = { a = ["q if key", "k if key"] }', "rotates.a .* all but the last end in ' if KEY'"),
-        ('rotates = { a = ["q if 3", "k"] }', "rotates.a .* all but the last end in ' if KEY'; got .'q if 3', 'k'."),
-        ('words = "head_dim"', "words must be a table, got 'head_dim'"),
-        ('words = { heads = "a" }', "words.heads is none of head_dim, max_position_embeddings, num_"),
-        ("words = { head_dim = 64 }", "words.head_dim must be a string, or several"),
-        ('words = { head_dim = "a + b" }', "words.head_dim must be config keys and numbers .*, got 'a . b'"),
-        ('words = { head_dim = "a*b" }', "words.head_dim must be config keys and numbers"),
-        ('words = { head_dim = "-1" }', "words.head_dim must be config keys and numbers"),
-        ('words = { head_dim = "1e3" }', "words.head_dim must be config keys and numbers"),
-        ('words = { head_dim = "a..b" }', "words.head_dim must be config keys and numbers"),
-        ("own_code = true", "own_code must be like 'layers.{}.self_attention', got True"),
-        ('own_code = "layers.0.attn"', "own_code must be like"),
-        ('own_code = "layers.{}.attn"', "own_code needs words.rotary_dim"),
-        ("unlike = 3", "unlike must be a table of config keys"),
-        ("unlike = { a = 3 }", "unlike must be a table of config keys"),
+        ("pairing_switch = 3", "pairing_switch must be the name of a config key, got 3"),
+        ('pairing_switch = "a b"', "pairing_switch must be the name of a config key"),
+        ('unrotated = "a"', "unrotated must be a list of names, got 'a'"),
+        ("rotated = 3", "rotated must be a table, got 3"),
+        ("rotated = { a = 3 }", "rotated.a must be a list of blocks .*, got 3"),
+        ("rotated = { a = [] }", r"rotated.a must be a list of blocks .*, got \[\]"),
+        ('rotated = { a = "q" }', "rotated.a must be a list of blocks .*, got 'q'"),
+        ('rotated = { a = ["q", 3] }', "rotated.a must be a list of blocks"),
+        ('rotated = { a = ["q", "z"] }', r"rotated.a must be a list of blocks \(q, k, v, .*'z'"),
+        ("rotated = { a = { repeat = 4 } }", "rotated.a must be a list of blocks .*, got None"),
+        ('rotated = { a = { blocks = ["q"], repeat = 0 } }', "rotated.a: repeat must be a positive whole number .* 0"),
+        ('rotated = { a = { blocks = ["q"], repeat = true } }', "rotated.a: repeat must be a positive whole .* True"),
+        ('rotated = { a = { blocks = ["q"], repeat = "heads" } }', "rotated.a: repeat .* or 'num_key_value_heads'"),
+        ('rotated = { a = { blocks = ["q"], times = 4 } }', "rotated.a: unknown key times; known keys: blocks, repeat"),
+        ('rotated = { a = { blocks = ["q"], when = "b" } }', "rotated.a: every alternative but the last must have"),
+        ('rotated = { a = [{ blocks = ["q"] }, { blocks = ["k"] }] }', "rotated.a: every alternative but the last"),
+        ('rotated = { a = [["q"], { blocks = ["k"] }] }', "rotated.a: every alternative but the last"),
+        (
+            'rotated = { a = [{ blocks = ["q"], when = "3" }, ["k"]] }',
+            "rotated.a.when must be the name of a config key",
+        ),
+        ('config_keys = "head_dim"', "config_keys must be a table, got 'head_dim'"),
+        ('config_keys = { head_dims = "a" }', "config_keys.head_dims is unknown; .* Did you mean 'head_dim'"),
+        ('config_keys = { head_dim = "a + b" }', "config_keys.head_dim must be a config key, a positive number"),
+        ('config_keys = { head_dim = "a * b" }', "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = -1 }", "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = inf }", "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = true }", "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = [] }", "config_keys.head_dim must be a config key, a positive number"),
+        ('config_keys = { head_dim = "a..b" }', "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = { product = [] } }", "config_keys.head_dim must be a config key"),
+        ("config_keys = { head_dim = { product = [0] } }", "config_keys.head_dim must be a config key"),
+        ("config_keys = { head_dim = { value = 1, product = [1] } }", "must have either `value` or `product`"),
+        ("config_keys = { head_dim = {} }", "must have either `value` or `product`"),
+        ("config_keys = { head_dim = { sum = [1] } }", "config_keys.head_dim: unknown key sum"),
+        ("remote_attention = true", "remote_attention must be like 'layers.{}.self_attention', got True"),
+        ('remote_attention = "layers.0.attn"', "remote_attention must be like"),
+        ('remote_attention = "layers.{}.attn"', "remote_attention needs config_keys.rotary_dim"),
+        ("reject_if = 3", "reject_if must be a table of config keys"),
+        ("reject_if = { a = 3 }", "reject_if must be a table of config keys"),
     ],
 )
 def test_refuses_what_it_does_not_know(table: str, said: str) -> None:
@@ -183,11 +234,11 @@ def test_pairing_is_what_transformers_computes(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", families())
 def test_every_model_type_exists(model_type: str) -> None:
     """Or has code of its own: never both."""
-    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).own_code is None)
+    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).remote_attention is None)
 
 
 def test_a_pairing_is_said_where_rows_rotate() -> None:
-    assert [name for name, known in families().items() if bool(known.rotates) != bool(known.pairing)] == []
+    assert [name for name, known in families().items() if bool(known.rotated) != bool(known.pairing)] == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)

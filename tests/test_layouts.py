@@ -1,4 +1,4 @@
-"""What rotates in a checkpoint: found by name and shape, refused where it is not known. Logits: test_checkpoint.py."""
+"""Which rows of a checkpoint rotate: by name and shape, and refused if unknown. Logits: test_conversion_families.py."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import Blocks, Layout, Piece, RotatingRows, rotating_rows
+from rope_ext_hf.checkpoints.row_layouts import HeadBlock, RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import class_pairing, config_pairing, stated_rotary
 from tests.models import known_config
 
 
-def rows(quantization: dict[str, Any] | None = None, **overrides: Any) -> RotatingRows:
+def rows(quantization: dict[str, Any] | None = None, **overrides: Any) -> RotaryTensors:
     """Of a Llama with 8 query and 2 key heads of 16 dims."""
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16} | overrides
     config = transformers.LlamaConfig(**sizes)
     if quantization is not None:
         config.quantization_config = quantization
-    return rotating_rows(config, sizes["head_dim"])
+    return rotary_tensors(config, sizes["head_dim"])
 
 
-QUERIES, KEYS = Layout(1, (Piece(8, 16, 16),)), Layout(1, (Piece(2, 16, 16),))
+QUERIES, KEYS = RowLayout(1, (HeadBlock(8, 16, 16),)), RowLayout(1, (HeadBlock(2, 16, 16),))
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.language_model.", "base_model.model.model.", "model.mtp_"])
@@ -59,7 +59,9 @@ QUERIES, KEYS = Layout(1, (Piece(8, 16, 16),)), Layout(1, (Piece(2, 16, 16),))
         ("o_proj.qweight", (16, 128), None),
     ],
 )
-def test_what_rotates_in_an_attention(prefix: str, name: str, shape: tuple[int, ...], expected: Layout | None) -> None:
+def test_what_rotates_in_an_attention(
+    prefix: str, name: str, shape: tuple[int, ...], expected: RowLayout | None
+) -> None:
     assert rows().find(f"{prefix}layers.3.self_attn.{name}", shape) == expected
 
 
@@ -86,10 +88,10 @@ PACKED = "packs several rows into one number"
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("q_norm.weight", (16,), "whether it rotates is not known; known there: q_proj, k_proj, v_proj, o_proj"),
-        ("W_pack.weight", (384, 128), "whether it rotates is not known"),
-        ("q_proj.vera_lambda_b", (128,), "what a 'vera_lambda_b' holds is not known"),
-        ("k_proj.ia3_l", (32, 1), "what a 'ia3_l' holds is not known"),
+        ("q_norm.weight", (16,), "whether it rotates; listed: q_proj, k_proj, v_proj, o_proj"),
+        ("W_pack.weight", (384, 128), "does not list whether it rotates"),
+        ("q_proj.vera_lambda_b", (128,), "'vera_lambda_b' is not a known kind of parameter"),
+        ("k_proj.ia3_l", (32, 1), "'ia3_l' is not a known kind of parameter"),
         ("k_proj.weight", (128, 128), "by the config 32 rows; config and weights disagree"),
         ("k_proj.weight", (), "disagree"),
         ("k_proj.weight", (4, 8), "disagree"),
@@ -114,7 +116,7 @@ def test_what_is_not_known_is_refused(name: str, shape: tuple[int, ...], message
     ["model.attn.w_q.weight", "encoder.block.1.attention.self.query.weight", "model.blocks.0.attn.Wqkv.weight"],
 )
 def test_no_attention_is_passed_by_silently(name: str) -> None:
-    with pytest.raises(rope.CheckpointError, match="not known"):
+    with pytest.raises(rope.CheckpointError, match="does not list"):
         rows().find(name, (128, 128))
 
 
@@ -129,9 +131,9 @@ BLOCKS_OF_32 = [
 def test_scales_of_blocks(quantization: dict[str, Any], name: str) -> None:
     """Two heads of 16 to a block: rows move within it, and the scales stay; four blocks of half a head move whole."""
     found = rows(quantization).find(f"layers.0.self_attn.q_proj.{name}", (4, 4))
-    assert found == Blocks(QUERIES, 32)
+    assert found == ScaleBlocks(QUERIES, 32)
     scales = torch.arange(16.0).reshape(4, 4)
-    assert torch.equal(found.repaired(scales, "interleaved"), scales)
+    assert torch.equal(found.to_pairing(scales, "interleaved"), scales)
     with pytest.raises(rope.CheckpointError, match=r"shape \(5, 4\), but by the config 128 rows in blocks of 32"):
         rows(quantization).find(f"layers.0.self_attn.q_proj.{name}", (5, 4))
 
@@ -148,10 +150,10 @@ def test_blocks_that_move_whole_take_their_scales_along() -> None:
     """With one row to a block every scale moves like its row."""
     found = rows({"weight_block_size": [1, 128]}).find("layers.0.self_attn.k_proj.weight_scale_inv", (32, 1))
     assert found == KEYS
-    layout = Layout(1, (Piece(1, 8, 4, 4),))  # the last four rows turn; in blocks of two, pairs are split
+    layout = RowLayout(1, (HeadBlock(1, 8, 4, 4),))  # the last four rows turn; in blocks of two, pairs are split
     with pytest.raises(ValueError, match="several"):
-        Blocks(layout, 2)
-    assert Blocks(layout, 4).repaired(torch.tensor([1.0, 2.0]), "half").tolist() == [1.0, 2.0]
+        ScaleBlocks(layout, 2)
+    assert ScaleBlocks(layout, 4).to_pairing(torch.tensor([1.0, 2.0]), "half").tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("module", "blocks"), [("q_b_proj", 192), ("kv_a_proj_with_mqa", 5)])
@@ -159,11 +161,11 @@ def test_latent_attention_in_blocks_of_128(module: str, blocks: int) -> None:
     """DeepSeek-V3's own sizes: 128 heads of 128 + 64 dims, a latent of 512 + 64, the last block half full."""
     config = transformers.DeepseekV3Config()
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    known = rotating_rows(config, 64)
+    known = rotary_tensors(config, 64)
     found = known.find(f"model.layers.0.self_attn.{module}.weight_scale_inv", (blocks, 56))
-    assert isinstance(found, Blocks)
+    assert isinstance(found, ScaleBlocks)
     scales = torch.randn(blocks, 56)
-    assert torch.equal(found.repaired(scales, "half"), scales)
+    assert torch.equal(found.to_pairing(scales, "half"), scales)
     assert known.find("model.layers.0.self_attn.kv_b_proj.weight_scale_inv", (256, 4)) is None
 
 
@@ -171,26 +173,26 @@ def test_latent_attention_in_blocks_of_128(module: str, blocks: int) -> None:
     "said", [[], "fp8", {"weight_block_size": 128}, {"config_groups": {"a": None}}, {"weight_block_size": ["128", 1]}]
 )
 def test_strange_words_about_quantisation_are_no_blocks(said: Any) -> None:
-    assert rows(said).block is None
+    assert rows(said).scale_rows is None
 
 
 def test_the_places_of_what_rotates() -> None:
     known = rows()
-    assert known.place("model.language_model.layers.3.self_attn.q_proj.weight") == (
+    assert known.locate("model.language_model.layers.3.self_attn.q_proj.weight") == (
         "model.language_model",
         "layers.3.self_attn.q_proj",
     )
-    assert known.place("layers.3.self_attn.k_proj.lora_B.weight") == ("", "layers.3.self_attn.k_proj")
+    assert known.locate("layers.3.self_attn.k_proj.lora_B.weight") == ("", "layers.3.self_attn.k_proj")
     for name in ("v_proj.weight", "o_proj.weight", "q_norm.weight"):
-        assert known.place(f"model.layers.3.self_attn.{name}") is None
+        assert known.locate(f"model.layers.3.self_attn.{name}") is None
     for prefix in ("mtp.layers", "model.mtp_layers", "model.nextn_predict_layers"):
-        assert known.place(f"{prefix}.0.self_attn.q_proj.weight") is None
+        assert known.locate(f"{prefix}.0.self_attn.q_proj.weight") is None
 
 
 def test_fused_rows_by_hand() -> None:
     """Two key heads, each with its two queries, its key and its value; heads of four."""
-    grouped = Layout(2, (Piece(2, 4, 4), Piece(1, 4, 4), Piece(1, 4)))
-    found = grouped.repaired(torch.arange(32), "half").tolist()
+    grouped = RowLayout(2, (HeadBlock(2, 4, 4), HeadBlock(1, 4, 4), HeadBlock(1, 4)))
+    found = grouped.to_pairing(torch.arange(32), "half").tolist()
     turned = [0, 2, 1, 3]
     assert found == [8 * 2 * g + 4 * h + i for g in range(2) for h in range(4) for i in (turned if h < 3 else range(4))]
 
@@ -205,26 +207,26 @@ def test_fused_rows_by_hand() -> None:
 )
 def test_the_three_fused_layouts_of_falcon(overrides: dict[str, Any], keys: int) -> None:
     config = known_config("falcon", **overrides)
-    expected = Layout(keys, (Piece(4 // keys, 16, 16), Piece(1, 16, 16), Piece(1, 16)))
-    assert rotating_rows(config, 16).layouts["query_key_value"] == expected
+    expected = RowLayout(keys, (HeadBlock(4 // keys, 16, 16), HeadBlock(1, 16, 16), HeadBlock(1, 16)))
+    assert rotary_tensors(config, 16).layouts["query_key_value"] == expected
 
 
 def test_the_four_parts_of_codegen() -> None:
     """Each of a quarter of the queries, then of the values, then of the keys."""
-    rows = rotating_rows(known_config("codegen"), 4)
-    expected = Layout(4, (Piece(2, 8, 4), Piece(2, 8), Piece(2, 8, 4)))
+    rows = rotary_tensors(known_config("codegen"), 4)
+    expected = RowLayout(4, (HeadBlock(2, 8, 4), HeadBlock(2, 8), HeadBlock(2, 8, 4)))
     assert rows.find("transformer.h.3.attn.qkv_proj.weight", (192, 64)) == expected
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_the_buffers_of_old_checkpoints_pass_by(model_type: str) -> None:
-    rows = rotating_rows(known_config(model_type), 4)
+    rows = rotary_tensors(known_config(model_type), 4)
     for name in ("bias", "masked_bias", "embed_positions"):
         assert rows.find(f"transformer.h.3.attn.{name}", (1, 1, 64, 64)) is None
 
 
 @pytest.mark.parametrize(
-    ("dims", "message"), [(7, "by the config 7 of the 16"), (18, "18 of the 16"), (0, "'rotary_dim' in")]
+    ("dims", "message"), [(7, "by the config, 7 of the 16"), (18, "18 of the 16"), (0, "'rotary_dim' in")]
 )
 def test_rotated_dims_that_cannot_be(dims: int, message: str) -> None:
     with pytest.raises(rope.CheckpointError, match=message):
@@ -233,35 +235,37 @@ def test_rotated_dims_that_cannot_be(dims: int, message: str) -> None:
 
 def test_the_index_of_latent_attention() -> None:
     """GLM-5's own sizes: 32 heads of 128 dims, of which the first 64 rotate as in the attention itself."""
-    rows = rotating_rows(transformers.GlmMoeDsaConfig(), 64)
+    rows = rotary_tensors(transformers.GlmMoeDsaConfig(), 64)
     found = rows.find("model.layers.0.self_attn.indexer.wq_b.weight", (4096, 2048))
-    assert found == Layout(1, (Piece(32, 128, 64),))
-    assert rows.find("model.layers.0.self_attn.indexer.k_norm.bias", (128,)) == Layout(1, (Piece(1, 128, 64),))
+    assert found == RowLayout(1, (HeadBlock(32, 128, 64),))
+    assert rows.find("model.layers.0.self_attn.indexer.k_norm.bias", (128,)) == RowLayout(1, (HeadBlock(1, 128, 64),))
     assert rows.find("model.layers.0.self_attn.indexer.weights_proj.weight", (32, 6144)) is None
 
 
 def test_the_attention_of_dbrx_has_a_place() -> None:
     """It stands a step deeper in its layer than others do."""
-    rows = rotating_rows(known_config("dbrx"), 16)
+    rows = rotary_tensors(known_config("dbrx"), 16)
     name = "transformer.blocks.3.norm_attn_norm.attn.Wqkv"
-    assert rows.parts(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn", "Wqkv")
-    assert rows.place(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn.Wqkv")
+    assert rows.split_name(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn", "Wqkv")
+    assert rows.locate(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn.Wqkv")
 
 
 def test_a_family_that_is_not_in_the_table_is_refused() -> None:
     with pytest.raises(rope.UnsupportedModelError, match="which tensors of 'gpt2' rotate is not in the family table"):
-        rotating_rows(transformers.GPT2Config(), 64)
+        rotary_tensors(transformers.GPT2Config(), 64)
 
 
 @pytest.mark.parametrize("model_type", [name for name, known in families().items() if known.pairing])
 def test_a_pairing_comes_with_what_rotates(model_type: str) -> None:
     known = families()[model_type]
-    assert known.rotates
-    assert known.stays
-    assert not set(known.rotates) & set(known.stays)
+    assert known.rotated
+    assert known.unrotated
+    assert not set(known.rotated) & set(known.unrotated)
     config = known_config(model_type)
     assert class_pairing(config) == known.pairing
     if known.pairing_switch:
         other = known_config(model_type, **{known.pairing_switch: False})
         assert config_pairing(other) == "half"
-        assert class_pairing(other) == ("half" if known.own_code is None else None)  # not all of that code heeds it
+        assert class_pairing(other) == (
+            "half" if known.remote_attention is None else None
+        )  # not all of that code heeds it

@@ -23,11 +23,12 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints import meta_import
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
-from rope_ext_hf.checkpoints.meta_export import hf_to_meta
-from rope_ext_hf.checkpoints.meta_import import meta_to_hf, read_meta
-from rope_ext_hf.checkpoints.meta_params import Llama
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.checkpoints.meta_params import Llama, Weight
+from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint, read_meta
+from rope_ext_hf.checkpoints.report import ConversionReport
+from rope_ext_hf.errors import CheckpointError, FileError
 from tests.models import build, logits
 
 Part = dict[str, Tensor]
@@ -35,6 +36,16 @@ LENGTH = 192  # long enough for the scaling of Llama 3.1 to show in the logits
 
 
 # --- Meta's model -------------------------------------------------------------------------------------------------
+
+
+def meta_to_hf(src: Path, dst: Path, to: str = "half", **options: Any) -> ConversionReport:
+    source = open_checkpoint(src)
+    assert isinstance(source, MetaSource)
+    return meta_import.meta_to_hf(source, dst, to, **options)
+
+
+def hf_to_meta(src: Path, dst: Path, **options: Any) -> ConversionReport:
+    return convert_checkpoint(src, dst, "meta", **options)
 
 
 def freqs_cis(dim: int, theta: float, factor: float | None) -> Tensor:
@@ -262,7 +273,7 @@ def test_from_meta_the_same_logits(name: str, count: int, tmp_path: Path) -> Non
     assert (config["vocab_size"], config["intermediate_size"]) == (VOCABULARY, FFN)
     assert config["tie_word_embeddings"] == (case.tied is not None)
     assert config["rope_parameters"].get("factor") == case.factor
-    assert (report.source, report.to, report.converted, report.runs) == ("meta", "half", 4, True)
+    assert (report.source, report.to, report.converted, report.loads_natively) == ("meta", "half", 4, True)
     names = {path.name for path in (tmp_path / "hf").iterdir()}
     assert {"config.json", "tokenizer.model"} <= names
     assert not names & {"params.json", "checklist.chk"}
@@ -281,7 +292,7 @@ def test_to_meta_the_same_logits(name: str, count: int, tmp_path: Path) -> None:
     torch.testing.assert_close(
         meta_logits(params, parts, IDS, case.factor), hf_logits(source, IDS), atol=1e-4, rtol=1e-4
     )
-    assert (report.source, report.to, report.runs) == ("half", "meta", False)
+    assert (report.source, report.to, report.loads_natively) == ("half", "meta", False)
     assert sorted(p.name for p in (tmp_path / "meta").glob("*[!h]")) == [
         "generation_config.json",
         "params.json",
@@ -341,9 +352,9 @@ def test_params_there_and_back(name: str, tmp_path: Path) -> None:
 def test_interleaved_folders(tmp_path: Path) -> None:
     """Rows stay where they are, both ways, by what the config says or the caller."""
     save_meta(tmp_path / "meta", CASES["3"], 2)
-    with pytest.warns(UserWarning, match="does not run; for it, convert .*meta' to half"):
+    with pytest.warns(UserWarning, match="does not run; for transformers, convert .*meta' to half"):
         report = meta_to_hf(tmp_path / "meta", tmp_path / "interleaved", "interleaved")
-    assert (report.converted, report.runs) == (0, False)
+    assert (report.converted, report.loads_natively) == (0, False)
     found = load_file(tmp_path / "interleaved" / "model.safetensors")
     assert torch.equal(
         found["model.layers.1.self_attn.k_proj.weight"], whole(CASES["3"])["layers.1.attention.wk.weight"]
@@ -352,7 +363,7 @@ def test_interleaved_folders(tmp_path: Path) -> None:
     assert (report.source, report.converted) == ("interleaved", 0)
     config = json.loads((tmp_path / "interleaved" / "config.json").read_text())
     (tmp_path / "interleaved" / "config.json").write_text(json.dumps(config | {"rope_pairing": None}))
-    hf_to_meta(tmp_path / "interleaved", tmp_path / "said", model_parallel=2, source="interleaved")
+    hf_to_meta(tmp_path / "interleaved", tmp_path / "said", model_parallel=2, source_pairing="interleaved")
     original = read_parts(tmp_path / "meta")[1]
     for folder in ("again", "said"):
         for part, other in zip(original, read_parts(tmp_path / folder)[1], strict=True):
@@ -383,9 +394,9 @@ def test_parts_are_read_tensor_by_tensor(tmp_path: Path) -> None:
     largest = 2 * max(tensor.nbytes for tensor in parts[0].values())
     read_meta(tmp_path / "meta")
     tracemalloc.start()
-    found = read_meta(tmp_path / "meta")
+    source = read_meta(tmp_path / "meta")
     assert tracemalloc.get_traced_memory()[1] < 3 * largest < sum(tensor.nbytes for tensor in parts[0].values())
-    assert found.read(next(found.weights())).shape == (VOCABULARY, DIM)
+    assert source.view().read("model.embed_tokens.weight").shape == (VOCABULARY, DIM)
     tracemalloc.stop()
 
 
@@ -443,14 +454,14 @@ def test_published_params(name: str) -> None:
         factor=(32.0 if tied else 8.0) if params.get("use_scaled_rope") else None,
         tied=tied,
     )
-    assert llama.params() == params | {"vocab_size": 32000}
+    assert llama.to_params() == params | {"vocab_size": 32000}
 
 
 @given(dim=st.integers(1, 4096).map(lambda n: 2 * n), ffn=st.integers(1, 60_000))
 @settings(max_examples=300, deadline=None)
 def test_metas_formula_gives_every_size(dim: int, ffn: int) -> None:
     known: dict[str, Any] = {"layers": 1, "heads": 1, "kv_heads": 1, "vocab": 1, "eps": 1e-5, "theta": 1e4}
-    params = Llama(dim=dim, ffn=ffn, factor=None, tied=False, **known).params()
+    params = Llama(dim=dim, ffn=ffn, factor=None, tied=False, **known).to_params()
     hidden = int(2 * (4 * dim) / 3)
     if "ffn_dim_multiplier" in params:
         hidden = int(params["ffn_dim_multiplier"] * hidden)
@@ -497,36 +508,36 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda f: (f / "consolidated.00.pth").rename(f / "consolidated.0.pth"),
         "'consolidated.00.pth' is missing .* has consolidated.0.pth, consolidated.01.pth",
     ),
-    "one part of two": (lambda f: (f / "consolidated.01.pth").unlink(), "says vocab_size 100; .* has 50 rows"),
-    "no size": (edit_params(dim=None), "does not say dim"),
+    "one part of two": (lambda f: (f / "consolidated.01.pth").unlink(), "has vocab_size 100; .* has 50 rows"),
+    "no size": (edit_params(dim=None), "lacks dim"),
     "a size in words": (edit_params(n_heads="8"), "n_heads is '8', not a positive number"),
     "a negative size": (edit_params(n_layers=-1), "n_layers is -1, not a positive"),
     "no bool": (edit_params(use_scaled_rope=1), "use_scaled_rope is 1, not a bool"),
     "no number for a computer": (edit_params(norm_eps=10**400), "norm_eps is 1000"),
     "nan": (edit_params(norm_eps=float("nan")), "norm_eps is nan"),
-    "an unknown key": (edit_params(vision_chunk_size=448), "says vision_chunk_size = 448.*known: dim, n_layers"),
-    "heads": (edit_params(n_heads=7), "dim 64, n_heads 7 and n_kv_heads 4 do not fit"),
-    "key heads": (edit_params(n_kv_heads=3), "n_kv_heads 3 do not fit"),
+    "an unknown key": (edit_params(vision_chunk_size=448), "has vision_chunk_size = 448.*known: dim, n_layers"),
+    "heads": (edit_params(n_heads=7), "dim 64, n_heads 7 and n_kv_heads 4 contradict"),
+    "key heads": (edit_params(n_kv_heads=3), "n_kv_heads 3 contradict"),
     "key heads among parts": (edit_params(n_kv_heads=1), "1 key heads cannot be divided among 2 parts"),
     "other key heads": (
         edit_params(n_kv_heads=2),
         r"attention.wk.weight' .* has shape \(16, 64\).*should have \(8, 64",
     ),
-    "vocabulary": (edit_params(vocab_size=128256), "says vocab_size 128256; .* has 100 rows"),
+    "vocabulary": (edit_params(vocab_size=128256), "has vocab_size 128256; .* has 100 rows"),
     "too many layers": (edit_params(n_layers=10**12), "'layers.2.attention.wq.weight' is missing"),
     "too few layers": (edit_params(n_layers=1), "'layers.1.attention.*; 9 such tensors"),
     "a factor alone": (edit_params(rope_scaling_factor=8.0), "rope_scaling_factor, but not use_scaled_rope"),
     "no embeddings": (edit_part(0, lambda p: p.pop("tok_embeddings.weight")), "'tok_embeddings.weight' is missing"),
     "a missing tensor": (edit_part(1, lambda p: p.pop("output.weight")), "'output.weight' is missing in .*01.pth"),
-    "an unknown tensor": (edit_part(1, lambda p: p.update(bias=torch.ones(1))), "'bias' in .*01.pth' is no tensor"),
+    "an unknown tensor": (edit_part(1, lambda p: p.update(bias=torch.ones(1))), "'bias' in .*01.pth' does not belong"),
     "another shape": (edit_part(1, lambda p: p.update({W1: p[W1][:-1]})), r"has shape \(127, 64\).*have \(128, 64\)"),
     "a vector": (edit_part(0, lambda p: p.update({W1: p[W1][0]})), r"has shape \(64,\), not two dimensions"),
     "another dtype": (edit_part(1, lambda p: p.update({W1: p[W1].half()})), "is F16, in the first part F32"),
     "whole numbers": (
         edit_part(1, lambda p: p.update({"norm.weight": p["norm.weight"].int()})),
-        "is I32, in the first part F32; known: F64",
+        "is I32, in the first part F32; all parts must have one of F64",
     ),
-    "unequal norms": (edit_part(1, lambda p: p["norm.weight"].add_(1)), "'norm.weight' in .*01.pth' is not what it is"),
+    "unequal norms": (edit_part(1, lambda p: p["norm.weight"].add_(1)), "'norm.weight' in .*01.pth' differs from"),
     "code": (
         lambda f: (f / "consolidated.01.pth").write_bytes(pickle.dumps({"norm.weight": Code()})),
         "cannot be read as tensors alone",
@@ -554,7 +565,7 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path, monkeypat
     save_meta(tmp_path / "meta", CASES["3"], 2)
     change(tmp_path / "meta")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises((CheckpointError, FileError), match=message):
         meta_to_hf(tmp_path / "meta", tmp_path / "hf")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -585,20 +596,20 @@ def patched(folder: Path) -> None:
 
 RAMP = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 UNSAYABLE: dict[str, tuple[Any, str]] = {
-    "mistral": (edit_config(model_type="mistral"), "it is a 'mistral', and Meta's code runs 'llama' alone"),
-    "activation": (edit_config(hidden_act="gelu"), "hidden_act is 'gelu', and Meta's code runs 'silu' alone"),
+    "mistral": (edit_config(model_type="mistral"), "it is a 'mistral', and Meta's code runs only 'llama'"),
+    "activation": (edit_config(hidden_act="gelu"), "hidden_act is 'gelu', and Meta's code runs only 'silu'"),
     "biases": (edit_config(attention_bias=True), "attention_bias is True"),
     "mlp biases": (edit_config(mlp_bias=True), "mlp_bias is True"),
-    "head_dim": (edit_config(head_dim=16), "head_dim is 16, and Meta's code runs 8 alone"),
+    "head_dim": (edit_config(head_dim=16), "head_dim is 16, and Meta's code runs only 8"),
     "linear": (
         edit_config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}),
-        "rope_type is 'linear', and Meta's code runs 'default' and 'llama3' alone",
+        "rope_type is 'linear', and Meta's code runs only 'default' and 'llama3'",
     ),
     "another ramp": (
         edit_config(
             rope_parameters=RAMP | {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "high_freq_factor": 8.0}
         ),
-        "high_freq_factor is 8.0, and Meta's code runs 4.0 alone",
+        "high_freq_factor is 8.0, and Meta's code runs only 4.0",
     ),
     "a patch": (patched, "saved with a patch; unpatch"),
     "adapter": (
@@ -644,23 +655,27 @@ def test_arguments(tmp_path: Path) -> None:
     source = hf_llama(tmp_path / "hf", CASES["3"])
     save_meta(tmp_path / "meta", CASES["3"])
     new = tmp_path / "new"
-    for count, message in [(3, "kv_heads 4 cannot be divided among 3 parts"), (0, "must be a positive"), (8, "kv_he")]:
-        with pytest.raises(CheckpointError, match=message):
-            hf_to_meta(source, new, model_parallel=count)
     refused: list[tuple[Any, str]] = [
+        (lambda: hf_to_meta(source, new, model_parallel=3), "kv_heads 4 cannot be divided among 3 parts"),
+        (lambda: hf_to_meta(source, new, model_parallel=0), "must be a positive"),
+        (lambda: hf_to_meta(source, new, model_parallel=8), "kv_heads 4 cannot be divided"),
         (lambda: meta_to_hf(tmp_path / "meta", new, "neox"), "got 'neox'"),
-        (lambda: meta_to_hf(tmp_path / "meta", new, source="half"), "are interleaved; source says 'half'"),
         (lambda: meta_to_hf(tmp_path / "meta", new, max_shard_bytes=0), "must be positive, got 0"),
-        (lambda: meta_to_hf(tmp_path / "meta", tmp_path / "hf"), "exists already"),
-        (lambda: meta_to_hf(tmp_path / "none", new), "no such folder"),
-        (lambda: meta_to_hf(tmp_path / "meta", tmp_path / "meta" / "new"), "lies in the source"),
-        (lambda: hf_to_meta(source, source / "new"), "lies in the source"),
-        (lambda: hf_to_meta(source, tmp_path / "meta"), "exists already"),
-        (lambda: hf_to_meta(source, new, source="neox"), "got 'neox'"),
-        (lambda: hf_to_meta(tmp_path / "meta", new), "in Meta's format already"),
+        (lambda: convert_checkpoint(tmp_path / "meta", new, "neox"), "got to='neox'"),
+        (
+            lambda: convert_checkpoint(tmp_path / "meta", new, "half", source_pairing="half"),
+            "are interleaved, got source_pairing='half'",
+        ),
+        (lambda: convert_checkpoint(source, new, "meta", source_pairing="neox"), "got 'neox'"),
+        (lambda: convert_checkpoint(tmp_path / "meta", new, "meta"), "in Meta's format already"),
+        (lambda: convert_checkpoint(tmp_path / "none", new, "half"), "no such folder"),
+        (lambda: convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half"), "exists already"),
+        (lambda: convert_checkpoint(tmp_path / "meta", tmp_path / "meta" / "new", "half"), "lies inside the source"),
+        (lambda: convert_checkpoint(source, source / "new", "meta"), "lies inside the source"),
+        (lambda: convert_checkpoint(source, tmp_path / "meta", "meta"), "exists already"),
     ]
     for call, message in refused:
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises((CheckpointError, FileError), match=message):
             call()
     assert not new.exists()
 
@@ -670,9 +685,7 @@ def test_what_gets_lost_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Meta's") as caught:
         hf_to_meta(source, tmp_path / "meta")
     said = [str(warning.message) for warning in caught]
-    assert any(
-        "no place for max_position_embeddings, 32768 here; who reads it will take it for 131072" in s for s in said
-    )
+    assert any("no place for max_position_embeddings, 32768 here; readers will assume 131072" in s for s in said)
     assert any("this model needs 4, which stands there as rope_scaling_factor" in s for s in said)
     meta_to_hf(tmp_path / "meta", tmp_path / "back", max_position_embeddings=32768)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -742,7 +755,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hf_llama(tmp_path / "hf", CASES["3"])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"are to be written to .* are free"):
+    with pytest.raises(FileError, match=r"are to be written to .* are free"):
         hf_to_meta(source, tmp_path / "meta")
     assert not (tmp_path / "meta").exists()
 
@@ -752,7 +765,6 @@ def test_convert_checkpoint_both_ways(tmp_path: Path) -> None:
     report = convert_checkpoint(source, tmp_path / "meta", to="meta", model_parallel=2, verify=True)
     assert "half -> meta" in str(report)
     assert str(report.verified).startswith("q.k of 2 of 2 layers, half on the source against interleaved on the copy")
-    assert "--to half" in str(report)
     report = convert_checkpoint(tmp_path / "meta", tmp_path / "back", to="half", verify=True)
     assert "meta -> half" in str(report)
     assert str(report.verified).startswith("q.k of 2 of 2 layers, interleaved on the source against half on the copy")
@@ -760,7 +772,7 @@ def test_convert_checkpoint_both_ways(tmp_path: Path) -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
     with pytest.warns(UserWarning, match="holds interleaved"):
         report = convert_checkpoint(tmp_path / "meta", tmp_path / "interleaved", to="interleaved", verify=True)
-    assert "--to half" in str(report)
+    assert "to half" in str(report)
     assert report.verified == "21 tensors equal to the source's"
     with pytest.raises(CheckpointError, match="in Meta's format already"):
         convert_checkpoint(tmp_path / "meta", tmp_path / "again", to="meta")
@@ -769,7 +781,7 @@ def test_convert_checkpoint_both_ways(tmp_path: Path) -> None:
 def test_verification_sees_rows_that_did_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hf_llama(tmp_path / "hf", CASES["3"])
     save_meta(tmp_path / "meta", CASES["3"], 2)
-    monkeypatch.setattr("rope_ext_hf.checkpoints.meta_import.repair", lambda tensor, to, heads: tensor)
+    monkeypatch.setattr(Weight, "to_pairing", lambda self, tensor, now, to: tensor)
     for convert, folder in ((hf_to_meta, source), (meta_to_hf, tmp_path / "meta")):
         with pytest.raises(CheckpointError, match="verification failed"):
             convert(folder, tmp_path / "new", verify=True)

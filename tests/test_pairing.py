@@ -1,3 +1,5 @@
+"""Both pairings: the permutation by its definition, the rotation by its laws and as transformers computes it."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,9 +14,9 @@ from rope_ext_hf.rotary.pairing import (
     PAIRINGS,
     half_to_interleaved,
     interleaved_to_half,
-    repair,
+    other_pairing,
     rotate,
-    rotate_complex,
+    to_pairing,
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
@@ -55,25 +57,25 @@ def test_any_shape_any_slice_any_dimension(data: st.DataObject) -> None:
     raw = torch.randint(0, 256, (*shape, torch.empty(0, dtype=dtype).element_size()), dtype=torch.uint8)
     tensor = raw.view(dtype)[..., 0]
     options: dict[str, Any] = {"heads": heads, "rotary_dim": 2 * pairs, "start": start, "dim": len(before)}
-    moved = repair(tensor, to, **options)
+    moved = to_pairing(tensor, to, **options)
     assert (moved.shape, moved.dtype) == (tensor.shape, tensor.dtype)
     order = moved_by_hand(list(range(heads * head_dim)), heads, 2 * pairs, start, to)
     by_rows = raw.movedim(len(before), 0)[order].movedim(0, len(before))
     assert torch.equal(moved.contiguous().view(torch.uint8).reshape(raw.shape), by_rows)
-    back = repair(moved, "interleaved" if to == "half" else "half", **options)
+    back = to_pairing(moved, other_pairing(to), **options)
     assert torch.equal(back.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 3}, "8 rows are not 3 heads"),
-        ({"heads": 0}, "8 rows are not 0 heads"),
+        ({"heads": 3}, "8 rows cannot be divided into 3 heads"),
+        ({"heads": 0}, "8 rows cannot be divided into 0 heads"),
         ({"heads": 1, "rotary_dim": 3}, "3 rotated dims"),
-        ({"heads": 2, "rotary_dim": 6}, "do not lie in pairs in a head of 4"),
+        ({"heads": 2, "rotary_dim": 6}, "are not pairs within a head of 4"),
         ({"heads": 1, "rotary_dim": 4, "start": 6}, "from 6 on"),
         ({"heads": 1, "start": -2}, "rotated dims from -2"),
-        ({"heads": 1, "dim": 1}, "dim 1 is not one of"),
+        ({"heads": 1, "dim": 1}, "dim 1 does not exist in"),
         ({"heads": 8}, "1 rotated dims"),
     ],
 )
@@ -84,12 +86,23 @@ def test_what_does_not_fit_is_refused(options: dict[str, int], message: str) -> 
 
 def test_unknown_pairings_are_refused() -> None:
     with pytest.raises(ValueError, match="must be one of half, interleaved, got 'neox'"):
-        repair(torch.arange(8), "neox", heads=1)
+        to_pairing(torch.arange(8), "neox", heads=1)
+    with pytest.raises(ValueError, match="must be one of half, interleaved, got 'neox'"):
+        other_pairing("neox")
     with pytest.raises(ValueError, match="must be one of half, interleaved, got 'neox'"):
         rotate(torch.ones(8), torch.ones(4), "neox")
 
 
-# The laws of the rotation, for all three forms.
+def rotate_complex(x: Tensor, angles: Tensor) -> Tensor:
+    """The interleaved rotation as Meta's Llama writes it: adjacent dims are one complex number, times e^(i angle)."""
+    count = angles.shape[-1]
+    wide = torch.promote_types(torch.promote_types(x.dtype, angles.dtype), torch.float32)
+    pairs = torch.view_as_complex(x[..., : 2 * count].to(wide).reshape(*x.shape[:-1], count, 2).contiguous())
+    out = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles, dtype=wide), angles.to(wide))).flatten(-2)
+    return torch.cat([out.to(x.dtype), x[..., 2 * count :].expand(*out.shape[:-1], -1)], -1)
+
+
+# The laws of the rotation, for both pairings and for Meta's form.
 FORMS = {
     "half": lambda x, angles: rotate(x, angles, "half"),
     "interleaved": lambda x, angles: rotate(x, angles, "interleaved"),
@@ -110,14 +123,14 @@ def at(position: int) -> Tensor:
 @given(x=vectors, m=positions, n=positions)
 @settings(max_examples=50, deadline=None)
 def test_laws_of_the_rotation(form: str, x: Tensor, m: int, n: int) -> None:
-    turn = FORMS[form]
+    rotated = FORMS[form]
     q, k = x
-    torch.testing.assert_close(turn(q, at(m)).norm(), q.norm())
-    torch.testing.assert_close(turn(turn(q, at(m)), at(n)), turn(q, at(m + n)))
-    torch.testing.assert_close(turn(q, at(0)), q)
-    shifted = turn(q, at(m + 7)) @ turn(k, at(n + 7))
-    torch.testing.assert_close(turn(q, at(m)) @ turn(k, at(n)), shifted)
-    torch.testing.assert_close(turn(q, at(m))[8:], q[8:])
+    torch.testing.assert_close(rotated(q, at(m)).norm(), q.norm())
+    torch.testing.assert_close(rotated(rotated(q, at(m)), at(n)), rotated(q, at(m + n)))
+    torch.testing.assert_close(rotated(q, at(0)), q)
+    shifted = rotated(q, at(m + 7)) @ rotated(k, at(n + 7))
+    torch.testing.assert_close(rotated(q, at(m)) @ rotated(k, at(n)), shifted)
+    torch.testing.assert_close(rotated(q, at(m))[8:], q[8:])
 
 
 @given(x=vectors, m=positions)

@@ -1,4 +1,4 @@
-"""Query and key weights for pairing detection: from a live model, a folder, a checkpoint in Meta's format."""
+"""Query and key weights for pairing detection: of a loaded model, a folder, or a folder in Meta's format."""
 
 from __future__ import annotations
 
@@ -10,46 +10,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.row_layouts import Layout, RotatingRows, rotating_rows
-from rope_ext_hf.checkpoints.source import read_source
+from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, rotary_tensors
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.hub import empty_model, loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
+from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["LAYERS"]
-LAYERS = 8  # looked at, evenly over the depth
+__all__ = ["AttentionWeights", "weights_from_model", "weights_from_path"]
 
 _INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
-_LATENT = {"q_b_proj": ("q_a_proj", "q_a_layernorm")}  # queries that are made from a latent, and what makes that
+_LATENT = {"q_b_proj": ("q_a_proj", "q_a_layernorm")}  # modules that read a latent, and the modules that compute it
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 
 
-# --- where the weights come from -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class _Weights:
-    """Tensors by name, wherever they come from.
+class AttentionWeights:
+    """The weights of a model, read one tensor at a time.
 
     Attributes:
-        path: what the report calls them.
-        rows: what rotates.
-        rotary: the geometry of that.
-        norms: a module of each kind of norm, by the last part of its name, for what it does with its weight.
-        shapes: of all tensors.
-        read: one of them.
-        stated: the pairing that the config or the family says.
-        load: the model itself.
+        path: how the report names them.
+        tensors: what rotates.
+        rotary: its rotary embedding.
+        norms: one module of each kind of norm, by the last part of its name; it is called to learn what it does.
+        shapes: of all tensors, by name.
+        read: returns one of them.
+        stated: the pairing by the config or the family table.
+        load: returns the model itself.
     """
 
     path: str
-    rows: RotatingRows
+    tensors: RotaryTensors
     rotary: Rotary
     norms: dict[str, nn.Module]
     shapes: Mapping[str, Sequence[int]]
@@ -58,53 +55,61 @@ class _Weights:
     load: Callable[[], PreTrainedModel]
 
     def attentions(self) -> list[str]:
-        """The names of the modules that hold queries and keys, in order."""
-        found = dict.fromkeys(self._attention(name) for name in self.shapes)
-        return sorted((name for name in found if name is not None), key=_by_number)
+        """Return the names of the attention modules, in the order of their layers."""
+        names = dict.fromkeys(self._attention(name) for name in self.shapes)
+        return sorted((name for name in names if name is not None), key=_layer_order)
 
     def _attention(self, name: str) -> str | None:
-        parts = self.rows.parts(name)
+        parts = self.tensors.split_name(name)
         return None if parts is None else ".".join(filter(None, parts[:2]))
 
     def queries_and_keys(self, attention: str) -> tuple[Tensor, Tensor]:
-        """The rows of one layer that rotate: (heads, dims, width) and (key heads, dims, width), float32.
+        """Return the rotated rows of one attention module: (heads, dims, width) and (key heads, dims, width), float32.
 
-        With the norms before and behind the projections in them, so that W_q W_k^T is what the scores are made with.
-        Where queries are made from a latent, what makes that is in the keys.
+        The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
+        scores. Where queries read a latent, its projection is multiplied into the keys.
 
         Raises:
-            CheckpointError: packed, missing or not finite.
+            CheckpointError: weights that are packed, missing, of a wrong shape or not finite.
         """
         sides: dict[str, Tensor] = {}
         gains: dict[str, Tensor] = {}
         latent: tuple[str, str] | None = None
-        for module, layout in self.rows.layouts.items():
+        for module, layout in self.tensors.layouts.items():
             weight = self._weight(f"{attention}.{module}")
             if weight is None:
                 continue
-            a_norm = weight.numel() == layout.rows
-            if a_norm:
-                weight = self._gain(module, weight).reshape(layout.rows, 1)
+            is_norm = weight.numel() == layout.rows
+            if is_norm:
+                weight = self._gain(module, weight, layout.rows).reshape(layout.rows, 1)
             else:
                 latent = _LATENT.get(module, latent)
-            for side, part in _rotating(weight, layout):
-                (gains if a_norm else sides)[side] = part
+            for side, part in _rotated_rows(weight, layout):
+                (gains if is_norm else sides)[side] = part
         if not {"q", "k"} <= set(sides):
-            raise CheckpointError(f"{attention!r} has no weights that can be read: packed, or those of an adapter")
+            raise CheckpointError(
+                f"{attention!r} has no readable query and key weights: they are packed, or of an adapter"
+            )
         query, key = (sides[side] * gains.get(side, 1.0) for side in ("q", "k"))
         for name in _INPUT_NORMS:
             weight = self._weight(f"{attention.rpartition('.')[0]}.{name}")
             if weight is not None:
-                key = key * self._gain(name, weight).square()
+                key = key * self._gain(name, weight, key.shape[-1]).square()
         if latent is not None:
-            down, norm = (self._needed(f"{attention}.{name}") for name in latent)
-            key = key @ down.mT * self._gain(latent[1], norm)
+            down, norm = (self._required_weight(f"{attention}.{name}") for name in latent)
+            if down.ndim != 2 or down.shape[1] != key.shape[-1]:
+                raise CheckpointError(f"{latent[0]!r} of {attention!r} has shape {tuple(down.shape)}; {_DISAGREE}")
+            key = key @ down.mT * self._gain(latent[1], norm, len(down))
+        if key.shape[-1] != query.shape[-1]:
+            raise CheckpointError(
+                f"queries and keys of {attention!r} read {query.shape[-1]} and {key.shape[-1]} inputs; {_DISAGREE}"
+            )
         if not (query.isfinite().all() and key.isfinite().all()):
             raise CheckpointError(f"{attention!r} has weights that are not finite")
         return query, key
 
     def _weight(self, module: str) -> Tensor | None:
-        """Of a module, float32: also where an adapter wraps it, or where it is a number of few bits times a scale."""
+        """Read the weight of a module as float32, also if an adapter wraps it or it is quantised with a scale."""
         path = next((p for p in (module, f"{module}.base_layer") if f"{p}.weight" in self.shapes), None)
         if path is None:
             return None
@@ -114,32 +119,42 @@ class _Weights:
             raise CheckpointError(f"'{path}.weight' is offloaded to disk; give the folder instead of the model")
         if not weight.is_floating_point() and (weight.dtype != torch.int8 or scale is None):
             raise CheckpointError(f"'{path}.weight' is packed into {weight.dtype}")
-        self.rows.find(f"{path}.weight", weight.shape)  # whether config and weights agree
+        self.tensors.find(f"{path}.weight", weight.shape)  # raises if config and weights disagree
         return weight.float() if scale is None else _scaled(weight.float(), scale.float())
 
-    def _needed(self, module: str) -> Tensor:
+    def _required_weight(self, module: str) -> Tensor:
         weight = self._weight(module)
         if weight is None:
             raise CheckpointError(f"'{module}.weight' is missing")
         return weight
 
-    def _gain(self, name: str, weight: Tensor) -> Tensor:
-        """What a norm with this weight multiplies each dim by, in some families (Gemma) 1 + the weight."""
+    def _gain(self, name: str, weight: Tensor, size: int) -> Tensor:
+        """What a norm with this weight multiplies each dim by: the weight, or in some families (Gemma) 1 + weight."""
+        if weight.numel() != size:
+            raise CheckpointError(f"the norm {name!r} has a weight of shape {tuple(weight.shape)}; {_DISAGREE}")
         norm = self.norms.get(name)
         if norm is None:
             return weight
-        signs = 1.0 - 2.0 * (torch.arange(weight.numel(), device=weight.device) % 2).view(weight.shape)
+        signs = 1.0 - 2.0 * (torch.arange(size, device=weight.device) % 2).view(weight.shape)
         parameters = {key: torch.zeros(p.shape, device=weight.device) for key, p in norm.named_parameters()}
-        gain: Tensor = torch.func.functional_call(norm, parameters | {"weight": weight}, (signs,)) * signs
+        try:
+            gain: Tensor = torch.func.functional_call(norm, parameters | {"weight": weight}, (signs,)) * signs
+        except RuntimeError as error:  # a norm of a fixed shape
+            raise CheckpointError(
+                f"the norm {name!r} has a weight of shape {tuple(weight.shape)}; {_DISAGREE}"
+            ) from error
         return gain
 
 
-def _by_number(name: str) -> list[tuple[bool, int, str]]:
+_DISAGREE = "config and weights disagree"
+
+
+def _layer_order(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
-    """By one scale, one for each row, or one for each block of rows and columns."""
+    """Multiply a weight by one scale, one per row, or one per block of rows and columns."""
     if scale.numel() == 1:
         return weight * scale.reshape(())
     scale = scale.reshape(len(scale), -1)
@@ -150,24 +165,27 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale
 
 
-def _rotating(weight: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Whose heads rotate, and the rows of them that do: (heads, dims, width)."""
-    groups = weight.view(layout.groups, -1, weight.shape[1])
+def _rotated_rows(weight: Tensor, layout: RowLayout) -> Iterator[tuple[str, Tensor]]:
+    """Yield the side and the rotated rows (heads, dims, width) of each head block."""
+    if weight.ndim != 2:
+        raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
+    repeats = weight.view(layout.repeat, layout.rows // layout.repeat, weight.shape[1])
     at = 0
-    for piece in layout.pieces:
-        part = groups.narrow(1, at, piece.count * piece.size)
+    for block in layout.blocks:
+        part = repeats.narrow(1, at, block.count * block.size)
         at += part.shape[1]
-        if piece.rotary:
-            heads = part.reshape(layout.groups * piece.count, piece.size, -1)
-            yield piece.side, heads.narrow(1, piece.start, piece.rotary)
+        if block.rotary:
+            heads = part.reshape(layout.repeat * block.count, block.size, weight.shape[1])
+            yield block.side, heads.narrow(1, block.start, block.rotary)
 
 
-def _of_model(model: Any) -> _Weights:
+def weights_from_model(model: Any) -> AttentionWeights:
+    """Return the weights of a loaded model, patched or under PEFT or not."""
     rotary = checkpoint_geometry(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    return _Weights(
+    return AttentionWeights(
         path=model.name_or_path or type(model).__name__,
-        rows=rotating_rows(model.config, rotary.dim),
+        tensors=rotary_tensors(model.config, rotary.dim),
         rotary=rotary,
         norms=_norms(model),
         shapes={name: tensor.shape for name, tensor in tensors.items()},
@@ -177,73 +195,55 @@ def _of_model(model: Any) -> _Weights:
     )
 
 
-def _of_folder(path: str | Path, revision: str | None, trust_remote_code: bool) -> _Weights:
-    from transformers import AutoModelForCausalLM
+def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_code: bool) -> AttentionWeights:
+    """Return the weights of a folder or Hub id, in Hugging Face's or Meta's format."""
+    source = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
+    if isinstance(source, MetaSource):
+        return _from_meta(source)
+    return _from_source(source, str(path), trust_remote_code)
 
-    from rope_ext_hf.checkpoints.meta_import import is_meta
 
-    folder = Path(path).expanduser()
-    if folder.is_dir() and is_meta(folder):
-        return _of_meta(folder)
-    found = read_source(path, revision=revision, trust_remote_code=trust_remote_code)
-    files = {name: file for file in found.files.values() for name in file.tensors}
-    model_type = found.rows.model_type
-    with_own_code = family(model_type).own_code is not None
-
+def _from_source(source: Source, path: str, trust_remote_code: bool) -> AttentionWeights:
     def load() -> PreTrainedModel:
-        if with_own_code:
-            raise CheckpointError(f"transformers has no class of {model_type!r} to run on a text; give no text")
-        settings = {"config": found.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
-        return AutoModelForCausalLM.from_pretrained(found.folder, **settings)
+        from transformers import AutoModelForCausalLM
 
-    twin = None if with_own_code else _twin(found.config, trust_remote_code)
-    rotary = stated_rotary(found.config) if twin is None else checkpoint_geometry(twin)
-    assert rotary is not None  # the table has it for every family with code of its own
-    return _Weights(
-        path=str(path),
-        rows=found.rows,
-        rotary=rotary,
-        norms={} if twin is None else _norms(twin),
-        shapes={name: file.tensors[name].shape for name, file in files.items()},
-        read=lambda name: files[name].read(name),
-        stated=found.pairing,
+        if source.model is None:
+            model_type = source.tensors.model_type
+            raise CheckpointError(f"transformers has no class of {model_type!r} that could read a text; give no text")
+        settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
+        with loading(f"the model in {path!r}"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source.folder, **settings)
+        return model
+
+    return AttentionWeights(
+        path=path,
+        tensors=source.tensors,
+        rotary=source.rotary,
+        norms={} if source.model is None else _norms(source.model),
+        shapes={name: info.shape for name, info in source.view.tensors.items()},
+        read=source.view.read,
+        stated=source.pairing,
         load=load,
     )
 
 
-def _of_meta(folder: Path) -> _Weights:
-    from rope_ext_hf.checkpoints.meta_import import read_meta
-
-    source = read_meta(folder)
-    weights = {weight.hf: weight for weight in source.weights()}
-    config = source.llama.config("interleaved", torch.float32, None)
-
+def _from_meta(source: MetaSource) -> AttentionWeights:
     def load() -> PreTrainedModel:
         raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")
 
-    twin = _twin(config, False)
-    rotary = patch_geometry(twin)
-    return _Weights(
-        path=str(folder),
-        rows=rotating_rows(config, rotary.dim),
+    view = source.view()
+    model = empty_model(source.llama.to_config("interleaved", torch.float32, None))
+    rotary = patch_geometry(model)
+    return AttentionWeights(
+        path=str(source.folder),
+        tensors=rotary_tensors(model.config, rotary.dim),
         rotary=rotary,
-        norms=_norms(twin),
-        shapes={name: weight.shape for name, weight in weights.items()},
-        read=lambda name: source.read(weights[name]),
+        norms=_norms(model),
+        shapes={name: info.shape for name, info in view.tensors.items()},
+        read=view.read,
         stated="interleaved",
         load=load,
     )
-
-
-def _twin(config: Any, trust_remote_code: bool) -> nn.Module:
-    """The model of a config without any numbers."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config.get_text_config(), trust_remote_code=trust_remote_code
-        )
-    return model
 
 
 def _norms(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""Pairing detection by the loss on text."""
+"""Pairing detection by the loss on a text, with the rows in either order."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.detection import SURE, _other
-from rope_ext_hf.checkpoints.detection_sources import _Weights
-from rope_ext_hf.checkpoints.row_layouts import Blocks, Layout, RotatingRows
+from rope_ext_hf.checkpoints.detection_sources import AttentionWeights
+from rope_ext_hf.checkpoints.live_model import rotated_parameters
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
+from rope_ext_hf.hub import leading_token, load_tokenizer
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["MARGIN", "WINDOW", "WINDOWS", "TextLosses"]
-WINDOW, WINDOWS = 256, 8  # tokens of text that are read at a time, and how many times
-MARGIN = 0.1  # nats per token: how much better than the other reading, and than knowing nothing, the better one must be
+__all__ = ["MIN_SIGMA", "SPANS", "SPAN_TOKENS", "TextLosses", "compare_losses"]
+
+SPAN_TOKENS, SPANS = 256, 8  # tokens read at a time, and how many times
+MARGIN = 0.1  # nats per token by which the better loss must beat the other, and the loss of a uniform guess
+MIN_SIGMA = 4.5  # standard errors; chance alone exceeds them 7 times in a million
 
 
 @dataclass(frozen=True)
 class TextLosses:
-    """What a text says: nats per token under either reading.
+    """The loss on a text with the weights read as either pairing.
 
     Attributes:
-        error: standard error of their difference, over windows.
-        tokens: that were predicted.
-        pairing: the one that is clearly better; None where neither is, or the model knows nothing of such text.
+        half, interleaved: nats per token.
+        error: standard error of their difference, over spans.
+        tokens: predicted tokens.
+        pairing: the clearly better one; None: neither is, or the model cannot predict such text.
     """
 
     half: float
@@ -44,54 +49,64 @@ class TextLosses:
     pairing: str | None
 
 
-def _by_text(weights: _Weights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
-    from rope_ext_hf.eval.plan import own_tokenizer, prefix_token
+def compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
+    """Measure the loss on a text with the rows as they are and in the other order.
 
+    Raises:
+        CorpusError: a text that is too short, or no tokenizer.
+        CheckpointError, UnsupportedModelError: a model that cannot be run, or whose rows cannot be moved.
+    """
     model = weights.load()
     runs = class_pairing(model.config)
     if runs is None:
-        raise UnsupportedModelError(f"which pairing {weights.rows.model_type!r} runs is not in the family table")
-    try:
-        tokenizer = tokenizer or own_tokenizer(model, needed=True)
-    except (OSError, ValueError) as missing:
-        raise CorpusError(f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)") from missing
-    assert tokenizer is not None  # it was needed
-    enough = text[: 20 * WINDOW * WINDOWS]  # no need to take a whole book apart
-    ids = tokenizer(enough, add_special_tokens=False, return_tensors="pt").input_ids[0]
-    length = min(WINDOW, weights.rotary.trained_length)
-    windows = ids[: len(ids) // length * length].view(-1, length)[:WINDOWS]
-    if len(windows) < 2:
-        raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
-    first = prefix_token(tokenizer, None)
-    if first is not None:
-        windows = torch.cat([windows.new_full((len(windows), 1), first), windows], 1)
+        raise UnsupportedModelError(f"the family table has no pairing for {weights.tensors.model_type!r}")
+    spans = _spans(text, tokenizer or _load_tokenizer(model, weights.path), weights.rotary.trained_length)
     with _evaluating(model), torch.no_grad():
-        losses = {runs: _losses(model, windows)}
-        with _reordered(model, weights.rows, runs):
-            losses[_other(runs)] = _losses(model, windows)
+        losses = {runs: _losses(model, spans)}
+        with _reordered(model, weights.tensors, runs):
+            losses[other_pairing(runs)] = _losses(model, spans)
     half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())
-    apart = losses["half"] - losses["interleaved"]
-    error = float(apart.std()) / math.sqrt(len(apart))
-    clear = abs(half - interleaved) >= max(MARGIN, SURE * error)
-    learned = min(half, interleaved) <= math.log(model.get_input_embeddings().weight.shape[0]) - MARGIN
+    differences = losses["half"] - losses["interleaved"]
+    error = float(differences.std()) / math.sqrt(len(differences))
+    clear = abs(half - interleaved) >= max(MARGIN, MIN_SIGMA * error)
+    uniform = math.log(model.get_input_embeddings().weight.shape[0])
+    learned = min(half, interleaved) <= uniform - MARGIN
     better = "half" if half < interleaved else "interleaved"
-    return TextLosses(half, interleaved, error, windows[:, 1:].numel(), better if clear and learned else None)
+    return TextLosses(half, interleaved, error, spans[:, 1:].numel(), better if clear and learned else None)
 
 
-def _losses(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """(windows, length) -> (windows,) float64: nats per token, of all but the first token."""
+def _load_tokenizer(model: PreTrainedModel, path: str) -> PreTrainedTokenizerBase:
+    try:
+        return load_tokenizer(model.name_or_path)
+    except CheckpointError as error:
+        raise CorpusError(f"no tokenizer for the text beside {path!r}; give one (tokenizer=...)") from error
+
+
+def _spans(text: str, tokenizer: PreTrainedTokenizerBase, trained_length: int) -> Tensor:
+    """Tokenise the beginning of a text: (spans, tokens), with a BOS token if the tokenizer puts one before texts."""
+    beginning = text[: 20 * SPAN_TOKENS * SPANS]  # tokenising a whole book would take long
+    ids = tokenizer(beginning, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    length = min(SPAN_TOKENS, trained_length)
+    spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
+    if len(spans) < 2:
+        raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
+    first = leading_token(tokenizer)
+    return spans if first is None else torch.cat([spans.new_full((len(spans), 1), first), spans], 1)
+
+
+def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
+    """Nats per token of each span (spans, tokens), without its first token: (spans,), float64."""
     device = model.get_input_embeddings().weight.device
-    held = fixed_length(model, windows.shape[1]) if patched_slots(model) else nullcontext()
-    with held:
-        logits = (model(input_ids=window[None].to(device), use_cache=False).logits[0, :-1] for window in windows)
-        pairs = zip(logits, windows, strict=True)
-        found = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
-    return torch.stack([loss.cpu().double() for loss in found])
+    with fixed_length(model, spans.shape[1]) if patched_slots(model) else nullcontext():
+        logits = (model(input_ids=span[None].to(device), use_cache=False).logits[0, :-1] for span in spans)
+        pairs = zip(logits, spans, strict=True)
+        losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
+    return torch.stack([loss.cpu().double() for loss in losses])
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout."""
+    """Put a model into eval mode, and every module back into its own mode at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -102,23 +117,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _reordered(model: nn.Module, rows: RotatingRows, runs: str) -> Iterator[None]:
-    """With weights as if they had been in the pairing that the model does not run, and were mended."""
-    moving = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        layout = rows.find(name, tensor.shape)
-        if layout is not None:
-            if tensor.is_meta or hasattr(tensor, "quant_state"):
-                raise CheckpointError(
-                    f"{name!r} is packed or offloaded; its rows cannot be moved to try them on a text"
-                )
-            moving.append((tensor, layout))
-    moved: list[tuple[Tensor, Layout | Blocks]] = []
+def _reordered(model: nn.Module, tensors: RotaryTensors, runs: str) -> Iterator[None]:
+    """Convert the weights to the pairing that the model runs, as if they were in the other, and undo it at the end."""
+    rotated = rotated_parameters(model, tensors)
+    moved = 0
     try:
-        for tensor, layout in moving:
-            moved.append((tensor, layout))
-            tensor.copy_(layout.repaired(tensor.detach(), runs))
+        for tensor, layout in rotated:
+            reordered = layout.to_pairing(tensor.detach(), runs)
+            moved += 1
+            tensor.copy_(reordered)
         yield
     finally:
-        for tensor, layout in moved:
-            tensor.copy_(layout.repaired(tensor.detach(), _other(runs)))
+        for tensor, layout in rotated[:moved]:
+            tensor.copy_(layout.to_pairing(tensor.detach(), other_pairing(runs)))

@@ -1,6 +1,6 @@
-"""A loaded model from one RoPE layout to the other, in memory.
+"""Convert a loaded model between RoPE layouts, in memory.
 
-    convert(model, to="half", source="interleaved")      # the folder said half and held interleaved weights
+    convert(model, to="half", source_pairing="interleaved")    # its config says half, its weights are interleaved
 
 The pairing of the weights is recorded as `rope_pairing` in the config, and saved with it.
 """
@@ -11,9 +11,9 @@ import warnings
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.row_layouts import rotating_rows
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing, set_pairing_switch
@@ -21,54 +21,46 @@ from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
-__all__ = ["convert"]
+__all__ = ["convert", "rotated_parameters"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def convert(model: M, to: str, *, source: str | None = None) -> M:
-    """Reorder the rows of every weight, bias, norm and adapter that rotates, in place, one after the other.
+def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
+    """Reorder the rows of every weight, bias, norm and adapter that rotates, in place, one tensor at a time.
 
     Args:
         model: a transformers model, also under PEFT.
         to: "half" or "interleaved".
-        source: the pairing of the weights now; default: the config's `rope_pairing`, else what the class runs.
+        source_pairing: pairing of the weights now; default: the config's `rope_pairing`, else what the class runs.
 
     Returns:
-        The same model. If its class does not run that pairing, a warning says so: it is for saving only.
+        The same model. A warning tells if its class does not run the new pairing: then it is for saving only.
 
     Raises:
-        CheckpointError: weights that are in that pairing already, or that no reordering of rows is exact for.
-        MethodError: not a pairing, or a patched model.
-        UnsupportedModelError: a family that the table says nothing of.
+        CheckpointError: weights that are in that pairing already, or for which no reordering of rows is exact.
+        MethodError: an unknown pairing, or a patched model.
+        UnsupportedModelError: a family that the table does not list.
     """
     config: Any = model.config
-    if to not in PAIRINGS or source not in (None, *PAIRINGS):
-        raise MethodError(f"pairings are half and interleaved, got {to!r}" + (f" and {source!r}" if source else ""))
+    for name, value, allowed in (("to", to, PAIRINGS), ("source_pairing", source_pairing, (None, *PAIRINGS))):
+        if value not in allowed:
+            raise MethodError(f"{name} must be one of {', '.join(PAIRINGS)}, got {value!r}")
     if patched_method(model) is not None:
         raise MethodError("this model is patched: unpatch it, convert it, and patch it again")
-    now = source or getattr(config, PAIRING_KEY, None) or class_pairing(config)
+    now = source_pairing or getattr(config, PAIRING_KEY, None) or class_pairing(config)
     if now is None:
         raise CheckpointError(
-            f"which pairing {config.model_type!r} runs is not in the family table; say which one the weights are in "
-            "(source=...)"
+            f"the family table has no pairing for {config.model_type!r}; state the pairing of the weights "
+            "(source_pairing=...)"
         )
     if now == to:
-        raise CheckpointError(f"the weights are {to} already; if they are not, say what they are (source=...)")
-    rows = rotating_rows(config, checkpoint_geometry(model).dim)
-    moving = []
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        layout = rows.find(name, parameter.shape)
-        if layout is None:
-            continue
-        if hasattr(parameter, "quant_state"):
-            raise CheckpointError(f"{name!r} is packed by bitsandbytes; convert the checkpoint before it is quantised")
-        if parameter.is_meta:
-            raise CheckpointError(f"{name!r} is offloaded to disk; convert the folder instead (convert_checkpoint)")
-        moving.append((parameter, layout))
+        raise CheckpointError(
+            f"the weights are {to} already; if they are not, state their pairing (source_pairing=...)"
+        )
     with torch.no_grad():
-        for parameter, layout in moving:
-            parameter.copy_(layout.repaired(parameter.data, to))
+        for parameter, layout in rotated_parameters(model, rotary_tensors(config, checkpoint_geometry(model).dim)):
+            parameter.copy_(layout.to_pairing(parameter.data, to))
     set_pairing_switch(config, to)
     setattr(config, PAIRING_KEY, to)
     runs = class_pairing(config)
@@ -79,3 +71,22 @@ def convert(model: M, to: str, *, source: str | None = None) -> M:
             stacklevel=2,
         )
     return model
+
+
+def rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
+    """Return every parameter and buffer of a model with rotated rows, and its layout.
+
+    Raises:
+        CheckpointError: one that is packed or offloaded, so that its rows cannot be moved.
+    """
+    rotated = []
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        layout = tensors.find(name, parameter.shape)
+        if layout is None:
+            continue
+        if hasattr(parameter, "quant_state"):
+            raise CheckpointError(f"{name!r} is packed by bitsandbytes; convert the checkpoint before it is quantised")
+        if parameter.is_meta:
+            raise CheckpointError(f"{name!r} is offloaded to disk; convert the folder instead (convert_checkpoint)")
+        rotated.append((parameter, layout))
+    return rotated

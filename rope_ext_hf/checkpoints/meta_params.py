@@ -1,18 +1,18 @@
-"""A Llama as Meta's params.json and as a Hugging Face config say it, and its tensors by both of their names.
+"""A Llama in Meta's params.json and in a Hugging Face config, and the names of its tensors in both formats.
 
 For Llama 1, 2, 3, 3.1 to 3.3 and Code Llama, after Meta's code (github.com/meta-llama: llama, llama/model.py;
 llama-models, models/llama3/args.py, models/llama3/model.py, models/checkpoint.py) and transformers'
-convert_llama_weights_to_hf.py. What params.json does not say follows from what it does say:
+convert_llama_weights_to_hf.py. What params.json does not contain is derived from what it does:
 
 - max_position_embeddings: with use_scaled_rope 131072 (Llama 3.1 and later); else with rope_theta 1e6 16384 (Code
   Llama), with any other but 1e4 8192 (Llama 3); else with norm_eps 1e-5 4096 (Llama 2), with any other 2048 (Llama 1).
-  Llama 1 65B says 1e-5 too: give max_position_embeddings there.
-- the factor of use_scaled_rope: `rope_scaling_factor`, a key of ours that Meta's code passes over; where it is not
-  given, 32 if the embeddings are tied (Llama 3.2 1B and 3B), else 8, which Meta's code has built in for all of them
+  Llama 1 65B has 1e-5 too: give max_position_embeddings there.
+- the factor of use_scaled_rope: `rope_scaling_factor`, a key of this package that Meta's code ignores; without it, 32
+  if the embeddings are tied (Llama 3.2 1B and 3B), else 8, which Meta's code has built in for all of them
   (github.com/meta-llama/llama-models/issues/241).
 - rope_theta: 500000 with use_scaled_rope, else 1e4, as the code of each generation has it.
-- the token ids of begin and end: 128000 and 128001 from a vocabulary of 128256 on, else 1 and 2. Chat models end turns
-  with further ones, which neither params.json nor the weights name.
+- the token ids of begin and end: 128000 and 128001 from a vocabulary of 128256 on, else 1 and 2. Chat models have
+  further end tokens, which neither params.json nor the weights name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,22 +29,36 @@ from torch import Tensor
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import PAIRING_KEY
+from rope_ext_hf.rotary.pairing import to_pairing
 
-__all__ = ["Llama", "Weight", "read_params"]
+__all__ = [
+    "EMBEDDING",
+    "FREQUENCIES",
+    "HF_EMBEDDING",
+    "HF_OUTPUT",
+    "LLAMA_3_THETA",
+    "META_DTYPES",
+    "OUTPUT",
+    "Llama",
+    "Weight",
+    "read_params",
+]
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+LLAMA_3_THETA = 500_000.0  # what Meta's Llama 3 code assumes where params.json has no rope_theta
+META_DTYPES = ("F64", "F32", "F16", "BF16")
 
-# Keys of params.json and the type of their values; null says nothing. Any other key may change the model: refused.
+# Keys of params.json and the type of their values; null counts as missing. Any other key is refused: it may change
+# the model.
 _PARAMS: dict[str, type] = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of"), int),
-    **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # of a run, not of the model
+    **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # settings of a run; the model does not depend on them
     **dict.fromkeys(("norm_eps", "rope_theta", "ffn_dim_multiplier", "rope_scaling_factor"), float),
     "use_scaled_rope": bool,
 }
 _REQUIRED = ("dim", "n_layers", "n_heads")
 
-# What both formats say, here, in params.json and in a config.
-_SAID: tuple[tuple[str, str, str], ...] = (
+# What both formats contain: the names here, in params.json and in a config.
+_SHARED_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("dim", "dim", "hidden_size"),
     ("layers", "n_layers", "num_hidden_layers"),
     ("heads", "n_heads", "num_attention_heads"),
@@ -53,8 +67,8 @@ _SAID: tuple[tuple[str, str, str], ...] = (
     ("eps", "norm_eps", "rms_norm_eps"),
 )
 
-# The tensors of a layer: Meta's name, Hugging Face's, shape, the dimension that parts divide (None: every part has all
-# of it), the count of heads its rows rotate in.
+# The tensors of a layer: Meta's name, Hugging Face's, shape, the dimension that parts divide (None: every part holds a
+# full copy), and the number of heads in its rotated rows (None: no row rotates).
 _LAYER: tuple[tuple[str, str, tuple[str, ...], int | None, str | None], ...] = (
     ("attention.wq", "self_attn.q_proj", ("dim", "dim"), 0, "heads"),
     ("attention.wk", "self_attn.k_proj", ("kv_dim", "dim"), 0, "kv_heads"),
@@ -68,10 +82,10 @@ _LAYER: tuple[tuple[str, str, tuple[str, ...], int | None, str | None], ...] = (
 )
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-FREQUENCIES = "rope.freqs"  # Llama 1 and 2 saved their frequencies; rope_theta says the same
+FREQUENCIES = "rope.freqs"  # Llama 1 and 2 saved their inverse frequencies, which follow from rope_theta
 
-# Of a Hugging Face config: what Meta's code has no setting for, and the one value it works with.
-_MUST: tuple[tuple[str, Any], ...] = (
+# Config keys that Meta's code has no setting for, and the one value that it works with.
+_REQUIRED_VALUES: tuple[tuple[str, Any], ...] = (
     ("hidden_act", "silu"),
     ("attention_bias", False),
     ("mlp_bias", False),
@@ -79,7 +93,7 @@ _MUST: tuple[tuple[str, Any], ...] = (
 )
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# multiple_of and ffn_dim_multiplier of the published models: 1 and 2; 3.2 1B; 2 and 3 70B; 3.1 405B; 3 8B.
+# multiple_of and ffn_dim_multiplier of published models: 1 and 2; 3.2 1B; 2 and 3 70B; 3.1 405B; 3 8B.
 _FFN: tuple[tuple[int, float | None], ...] = ((256, None), (256, 1.5), (4096, 1.3), (4096, 1.2), (1024, 1.3))
 
 
@@ -89,9 +103,9 @@ class Weight:
 
     Attributes:
         meta, hf: its names.
-        shape: whole.
-        split: the dimension that model-parallel parts divide; None: each of them has all of it.
-        heads: that its rows rotate in; None: they do not.
+        shape: of the whole tensor.
+        split: the dimension that model-parallel parts divide; None: every part holds a full copy.
+        heads: heads in its rotated rows; None: no row rotates.
     """
 
     meta: str
@@ -101,19 +115,40 @@ class Weight:
     heads: int | None
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
+        """Return the shape of a part, of so many."""
         return tuple(size // parts if dim == self.split else size for dim, size in enumerate(self.shape))
 
     def part(self, tensor: Tensor, index: int, parts: int) -> Tensor:
-        """The part of the whole tensor that a model-parallel part has."""
+        """Return one of so many parts of the whole tensor."""
         return tensor if self.split is None else tensor.chunk(parts, self.split)[index]
+
+    def to_pairing(self, tensor: Tensor, now: str, to: str) -> Tensor:
+        """Reorder the rows of the whole tensor, if they rotate, from one pairing to another."""
+        return to_pairing(tensor, to, heads=self.heads) if self.heads and now != to else tensor
+
+
+class Generation(NamedTuple):
+    """What follows from a Llama's generation.
+
+    Attributes:
+        length: its trained length in tokens.
+        split: the dimension of the embeddings that its code divides among model-parallel parts.
+    """
+
+    length: int
+    split: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """What both formats say of a model, in the words of neither.
+    """A model, by what both formats contain.
 
     Attributes:
-        eps: of its norms.
+        dim: hidden size.
+        layers, heads, kv_heads: their numbers.
+        ffn: width of the feed-forward layers.
+        vocab: vocabulary size.
+        eps: epsilon of its norms.
         theta: base of its rotary embedding.
         factor: of Llama 3.1's scaling; None: not scaled.
         tied: its output weights are its embeddings.
@@ -139,18 +174,18 @@ class Llama:
         return self.head_dim * self.kv_heads
 
     @property
-    def generation(self) -> tuple[int, int]:
-        """Its trained length, and the dimension of the embeddings that the code of its generation divides."""
+    def generation(self) -> Generation:
+        """What follows from its generation, which the module's docstring derives."""
         if self.factor is not None:
-            return 131_072, 0
+            return Generation(131_072, 0)
         if self.theta == 1e6:
-            return 16_384, 1
+            return Generation(16_384, 1)
         if self.theta != 1e4:
-            return 8_192, 0
-        return (4_096, 1) if self.eps == 1e-5 else (2_048, 1)
+            return Generation(8_192, 0)
+        return Generation(4_096 if self.eps == 1e-5 else 2_048, 1)
 
     def weights(self, split: int) -> Iterator[Weight]:
-        """Every tensor, the output weights even if tied; parts divide dimension `split` of the embeddings."""
+        """Return every tensor, the output weights even if tied; parts divide dimension `split` of the embeddings."""
         yield Weight(EMBEDDING, HF_EMBEDDING, (self.vocab, self.dim), split, None)
         for layer in range(self.layers):
             for meta, hf, shape, dim, heads in _LAYER:
@@ -164,23 +199,23 @@ class Llama:
         yield Weight("norm.weight", "model.norm.weight", (self.dim,), None, None)
         yield Weight(OUTPUT, HF_EMBEDDING if self.tied else HF_OUTPUT, (self.vocab, self.dim), 0, None)
 
-    def params(self) -> dict[str, Any]:
-        """As params.json, without the keys that the code of its generation would not know."""
+    def to_params(self) -> dict[str, Any]:
+        """Return the content of params.json, without keys that the code of its generation does not take."""
         multiple_of, multiplier = _ffn_numbers(self.dim, self.ffn)
         scaled = self.factor is not None
-        known = {meta: getattr(self, ours) for ours, meta, _ in _SAID} | {
+        known = {meta: getattr(self, ours) for ours, meta, _ in _SHARED_FIELDS} | {
             "n_kv_heads": self.kv_heads if self.kv_heads != self.heads else None,
             "multiple_of": multiple_of,
             "ffn_dim_multiplier": multiplier,
-            # The code of Llama 1 and 2 takes no such key.
+            # The code of Llama 1 and 2 takes no such key; meta_export tells the user.
             "rope_theta": self.theta if scaled or self.theta != 1e4 else None,
             "use_scaled_rope": scaled or None,
             "rope_scaling_factor": self.factor if self.factor != _usual_factor(self.tied) else None,
         }
         return {key: value for key, value in known.items() if value is not None}
 
-    def config(self, to: str, dtype: torch.dtype, max_position_embeddings: int | None) -> Any:
-        """As a Hugging Face config whose weights are in this pairing."""
+    def to_config(self, to: str, dtype: torch.dtype, max_position_embeddings: int | None) -> Any:
+        """Return the Hugging Face config of this model with weights in this pairing."""
         from transformers import LlamaConfig
 
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
@@ -190,36 +225,40 @@ class Llama:
         return LlamaConfig(
             architectures=["LlamaForCausalLM"],
             intermediate_size=self.ffn,
-            max_position_embeddings=max_position_embeddings or self.generation[0],
+            max_position_embeddings=max_position_embeddings or self.generation.length,
             rope_parameters=rope,
             tie_word_embeddings=self.tied,
             bos_token_id=begin,
             eos_token_id=end,
             dtype=str(dtype).removeprefix("torch."),
-            **{hf: getattr(self, ours) for ours, _, hf in _SAID},
+            **{hf: getattr(self, ours) for ours, _, hf in _SHARED_FIELDS},
             **{PAIRING_KEY: to},
         )
 
     @classmethod
-    def of_params(cls, params: dict[str, Any], vocab: int, ffn: int, tied: bool) -> Llama:
-        """The model of what `read_params` found and the weights say."""
+    def from_params(cls, params: dict[str, Any], vocab: int, ffn: int, tied: bool) -> Llama:
+        """Return the model of `read_params` and what the shapes of the tensors give."""
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
-        said = {ours: params[meta] for ours, meta, _ in _SAID} | {"vocab": vocab}
-        return cls(**said, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied)
+        shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
+        return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied)
 
     @classmethod
-    def of_config(cls, config: Any, where: str) -> Llama:
-        """The model of a Hugging Face config.
+    def from_config(cls, config: Any, where: str) -> Llama:
+        """Return the model of a Hugging Face config.
+
+        Args:
+            config: a LlamaConfig.
+            where: begins the message of an error.
 
         Raises:
-            CheckpointError: what Meta's format cannot say; `where` begins the message.
+            CheckpointError: a model that Meta's format cannot express.
         """
         if config.model_type != "llama":
-            raise CheckpointError(f"{where} it is a {config.model_type!r}, and Meta's code runs 'llama' alone")
+            raise CheckpointError(f"{where} it is a {config.model_type!r}, and Meta's code runs only 'llama'")
         rope = config.rope_parameters
         rope_type = rope.get("rope_type", "default")
         rules: list[tuple[str, Any, tuple[Any, ...]]] = [
-            *((key, getattr(config, key, value), (value,)) for key, value in _MUST),
+            *((key, getattr(config, key, value), (value,)) for key, value in _REQUIRED_VALUES),
             ("head_dim", config.head_dim, (config.hidden_size // config.num_attention_heads,)),
             ("rope_type", rope_type, ("default", "llama3")),
             ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
@@ -228,9 +267,9 @@ class Llama:
         for key, value, allowed in rules:
             if value not in allowed:
                 known = " and ".join(map(repr, allowed))
-                raise CheckpointError(f"{where} {key} is {value!r}, and Meta's code runs {known} alone")
+                raise CheckpointError(f"{where} {key} is {value!r}, and Meta's code runs only {known}")
         return cls(
-            **{ours: getattr(config, hf) for ours, _, hf in _SAID},
+            **{ours: getattr(config, hf) for ours, _, hf in _SHARED_FIELDS},
             ffn=config.intermediate_size,
             theta=float(rope["rope_theta"]),
             factor=float(rope["factor"]) if rope_type == "llama3" else None,
@@ -243,7 +282,7 @@ def _usual_factor(tied: bool) -> float:
 
 
 def _ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Meta's formula (FeedForward in llama3/model.py)."""
+    """The width of the feed-forward layers by Meta's formula (FeedForward in llama3/model.py)."""
     hidden = int(2 * 4 * dim / 3)
     if multiplier is not None:
         hidden = int(multiplier * hidden)
@@ -251,42 +290,42 @@ def _ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def _ffn_numbers(dim: int, ffn: int) -> tuple[int, float | None]:
-    """Numbers for which Meta's formula gives this size; those of a published model if they do, else short ones."""
+    """Return multiple_of and ffn_dim_multiplier that give this width: of a published model if possible."""
     multiple_of = math.gcd(ffn, 256)
-    exact = (ffn + 0.5) / int(2 * 4 * dim / 3)  # int() takes the half away again, whatever the product is rounded to
-    found = ((multiple_of, round(exact, digits)) for digits in range(1, 17))
-    return next(pair for pair in (*_FFN, *found, (multiple_of, exact)) if _ffn_size(dim, *pair) == ffn)
+    exact = (ffn + 0.5) / int(2 * 4 * dim / 3)  # int() removes the half again, however the product is rounded
+    short = ((multiple_of, round(exact, digits)) for digits in range(1, 17))
+    return next(pair for pair in (*_FFN, *short, (multiple_of, exact)) if _ffn_size(dim, *pair) == ffn)
 
 
 def read_params(path: Path) -> dict[str, Any]:
-    """A params.json, with what Meta's code takes where it says nothing.
+    """Read params.json; what it lacks gets the default of Meta's code.
 
     Raises:
-        CheckpointError: anything missing, unknown or contradictory.
+        CheckpointError, FileError: something missing, unknown or contradictory.
     """
-    found = read_json(path)
-    if isinstance(found.get("model"), dict):  # as some releases nest them
-        found = found["model"]
-    params = {key: value for key, value in found.items() if value is not None}
+    content = read_json(path)
+    if isinstance(content.get("model"), dict):  # some releases nest them
+        content = content["model"]
+    params = {key: value for key, value in content.items() if value is not None}
     where = f"params.json in {str(path.parent)!r}"
     if unknown := sorted(set(params) - set(_PARAMS)):
         raise CheckpointError(
-            f"{where} says {unknown[0]} = {params[unknown[0]]!r}, which no Llama from 1 to 3.3 for text has; "
+            f"{where} has {unknown[0]} = {params[unknown[0]]!r}, which no text model of Llama 1 to 3.3 has; "
             f"known: {', '.join(_PARAMS)}"
         )
     for key, value in params.items():
         kind = _PARAMS[key]
-        unsaid = key == "vocab_size" and value == -1
-        number = type(value) in (int, kind) and (0 < value < 2**63 or unsaid)
+        missing_size = key == "vocab_size" and value == -1
+        number = type(value) in (int, kind) and (0 < value < 2**63 or missing_size)
         if not (type(value) is bool if kind is bool else number):
             raise CheckpointError(f"{where}: {key} is {value!r}, not a {'bool' if kind is bool else 'positive number'}")
     if missing := [key for key in _REQUIRED if key not in params]:
-        raise CheckpointError(f"{where} does not say {missing[0]}")
+        raise CheckpointError(f"{where} lacks {missing[0]}")
     dim, heads, scaled = params["dim"], params["n_heads"], params.get("use_scaled_rope", False)
     kv_heads = params.get("n_kv_heads", heads)
     if dim % heads or (dim // heads) % 2 or heads % kv_heads:
-        raise CheckpointError(f"{where}: dim {dim}, n_heads {heads} and n_kv_heads {kv_heads} do not fit together")
+        raise CheckpointError(f"{where}: dim {dim}, n_heads {heads} and n_kv_heads {kv_heads} contradict each other")
     if "rope_scaling_factor" in params and not scaled:
-        raise CheckpointError(f"{where} says rope_scaling_factor, but not use_scaled_rope")
-    usual = {"n_kv_heads": heads, "vocab_size": -1, "norm_eps": 1e-5, "rope_theta": 5e5 if scaled else 1e4}
+        raise CheckpointError(f"{where} has rope_scaling_factor, but not use_scaled_rope")
+    usual = {"n_kv_heads": heads, "vocab_size": -1, "norm_eps": 1e-5, "rope_theta": LLAMA_3_THETA if scaled else 1e4}
     return usual | {"use_scaled_rope": scaled} | {key: _PARAMS[key](value) for key, value in params.items()}

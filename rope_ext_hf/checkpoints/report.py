@@ -5,21 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["ConversionReport"]
+from rope_ext_hf.rotary.pairing import other_pairing
+
+__all__ = ["ConversionReport", "reverse_command"]
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did.
+    """What a conversion wrote.
 
     Attributes:
-        source, to: the pairings before and after; "meta": Meta's own format, interleaved.
-        converted: tensors whose rows moved.
-        tensors: of all of them.
-        bytes: of the weights.
-        left_behind: files of the source folder that hold weights in another form, and were not copied.
-        runs: whether the family's transformers class runs the new pairing, so that the folder loads as it is.
-        verified: what `verify` compared; None where it was not asked for.
+        path: the new folder.
+        source, to: the pairings before and after; "meta": Meta's own format, which is interleaved.
+        converted: tensors whose rows were reordered.
+        tensors: all tensors.
+        bytes: size of the weights.
+        skipped_files: files of the source that hold weights in another format, which were not copied.
+        loads_natively: whether the family's transformers class runs the new pairing.
+        verified: what `verify` compared; None: nothing.
+        notes: what the reader of the new folder has to know beside that.
     """
 
     path: str
@@ -28,27 +32,28 @@ class ConversionReport:
     converted: int
     tensors: int
     bytes: int
-    left_behind: tuple[str, ...]
-    runs: bool
+    skipped_files: tuple[str, ...]
+    loads_natively: bool
     verified: str | None = None
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the report as a JSON-ready dict."""
         return asdict(self)
 
     def __str__(self) -> str:
         lines = [
             f"{self.path}: {self.source} -> {self.to}",
-            f"  tensors          {self.converted:,} of {self.tensors:,} rotate, {self.bytes / 1e9:.2f} GB in all",
+            f"  tensors          {self.converted:,} of {self.tensors:,} reordered, {self.bytes / 1e9:.2f} GB in all",
         ]
         if self.verified:
             lines.append(f"  verified         {self.verified}")
-        if self.left_behind:
-            lines.append(f"  left behind      {', '.join(self.left_behind)}: weights in another form")
-        if not self.runs:
-            lines.append(f"  note             transformers runs the other pairing here: {_mend(self.path, self.to)}")
+        if self.skipped_files:
+            lines.append(f"  not copied       {', '.join(self.skipped_files)}: weights in another format")
+        lines += [f"  note             {note}" for note in self.notes]
         return "\n".join(lines)
 
 
-def _mend(path: str, to: str) -> str:
-    return f"for it, rope-ext convert {path} NEW --to {'interleaved' if to == 'half' else 'half'}"
+def reverse_command(path: str, to: str) -> str:
+    """Return advice on how to bring a converted folder to the pairing that transformers runs."""
+    return f"for transformers, convert it back: rope-ext convert {path} NEW --to {other_pairing(to)}"

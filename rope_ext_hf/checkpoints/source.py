@@ -1,247 +1,281 @@
-"""A checkpoint folder, resolved and checked once."""
+"""A checkpoint folder in Hugging Face's format: its files, its config and what rotates in it, checked once."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rope_ext_hf.checkpoints.row_layouts import Blocks, Layout, RotatingRows, layer_modules, rotating_rows
-from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, SafetensorsFile, TorchFile
-from rope_ext_hf.errors import CheckpointError, RopeExtError
-from rope_ext_hf.files import list_files, read_json, resolve_inside
+from rope_ext_hf.checkpoints.row_layouts import (
+    RotaryTensors,
+    RowLayout,
+    ScaleBlocks,
+    attention_modules,
+    rotary_tensors,
+)
+from rope_ext_hf.checkpoints.weight_files import (
+    FORMATS,
+    TORCH_DTYPES,
+    WEIGHT_SUFFIXES,
+    TensorView,
+    WeightFile,
+    WeightFormat,
+)
+from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.files import FileStamp, copy_files, file_stamps, list_files, read_json, resolve_inside
+from rope_ext_hf.hub import empty_model, loading
+from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import config_pairing, stated_rotary
+from rope_ext_hf.patches.family_settings import check_sizes, config_pairing, stated_rotary
 from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
-__all__ = ["INDEXES", "NEVER", "WEIGHTS", "Source", "Weights", "read_source"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-INDEXES = (
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("adapter_model.safetensors.index.json", "adapter_model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-    ("adapter_model.bin.index.json", "adapter_model.bin"),
-)
-NEVER = ["original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.nemo", "*.ckpt"]  # downloaded
-# Weights in another form, which would be wrong beside converted ones.
-WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo")
+__all__ = ["DOWNLOAD_IGNORE", "Source", "copy_other_files", "read_source", "safetensors_name"]
 
-Weights = SafetensorsFile | TorchFile
+# Weights in formats that are not read, which need not be downloaded.
+DOWNLOAD_IGNORE = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.nemo", "*.ckpt")
+_ADAPTER = "adapter_model"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of weights, read as far as its headers.
+    """A folder of weights, read as far as the headers.
 
     Attributes:
         folder: where it is.
-        config: the Hugging Face config of the model these weights are of.
+        config: the Hugging Face config of the model; for an adapter, of the model that it was trained on.
+        model: that model on the meta device; None for a family without a class in transformers.
+        rotary: its rotary embedding.
         files: its weight files by name, in the order of the index.
-        index: what the index says beside its weight map, None where there is a single file.
-        rows: what rotates.
-        expected: the modules that rotate in the model of this config, as `rows.place` names them; none for an adapter.
-        pairing: of the weights, as far as the folder says.
+        index: the index without its weight map; None for a single file.
+        inputs: stamps of the files, taken before they were read.
+        tensors: what rotates.
+        expected: the rotated modules of the model, as `tensors.locate` names them; empty for an adapter.
+        pairing: of the weights, by the folder or the family table; None where neither has it.
     """
 
     folder: Path
     config: Any
-    files: dict[str, Weights]
+    model: PreTrainedModel | None
+    rotary: Rotary
+    files: dict[str, WeightFile]
     index: dict[str, Any] | None
-    rows: RotatingRows
+    inputs: dict[str, FileStamp]
+    tensors: RotaryTensors
     expected: frozenset[str]
     pairing: str | None
 
     @property
-    def adapter(self) -> bool:
-        """Whether these are an adapter's weights."""
+    def is_adapter(self) -> bool:
+        """Whether these are the weights of an adapter."""
         return _is_adapter(self.files)
 
-    def layouts(self) -> dict[str, Layout | Blocks]:
-        """Every tensor that rotates.
+    @cached_property
+    def view(self) -> TensorView:
+        """The tensors of all files."""
+        return TensorView.from_files(self.files.values())
+
+    def layouts(self) -> dict[str, RowLayout | ScaleBlocks]:
+        """Return the layout of every rotated tensor by its name.
 
         Raises:
-            CheckpointError: one that the family table does not know, whose shape the config contradicts, or that is
-                missing; two stacks of layers of which either could be the language model.
+            CheckpointError: a tensor that the family table does not list, that is missing, or whose shape the config
+                contradicts; several stacks of layers, each of which could be the language model.
         """
-        found: dict[str, Layout | Blocks] = {}
+        layouts: dict[str, RowLayout | ScaleBlocks] = {}
         stacks: dict[str, set[str]] = {}
-        for file in self.files.values():
-            for name, entry in file.tensors.items():
-                layout = self.rows.find(name, entry.shape)
-                if layout is None:
-                    continue
-                if entry.dtype not in TORCH_DTYPES:
-                    raise CheckpointError(f"{name!r} is {entry.dtype}, whose rows cannot be moved here")
-                found[name] = layout
-                if (place := self.rows.place(name)) is not None:
-                    stacks.setdefault(place[0], set()).add(place[1])
+        for name, info in self.view.tensors.items():
+            layout = self.tensors.find(name, info.shape)
+            if layout is None:
+                continue
+            if info.dtype not in TORCH_DTYPES:
+                raise CheckpointError(f"{name!r} is {info.dtype}, which torch has no dtype for: rows cannot be moved")
+            layouts[name] = layout
+            if (location := self.tensors.locate(name)) is not None:
+                stacks.setdefault(location[0], set()).add(location[1])
         if not stacks:
-            raise CheckpointError(f"no tensor in {str(self.folder)!r} rotates by the names of {self.rows.model_type!r}")
+            raise CheckpointError(
+                f"no tensor in {str(self.folder)!r} has a name of a rotated module of {self.tensors.model_type!r}"
+            )
         if len(stacks) > 1:
             raise CheckpointError(
-                f"attention that rotates stands under {' and '.join(map(repr, stacks))} in {str(self.folder)!r}; which "
-                "of them is the language model is not known"
+                f"there are rotated modules under {' and '.join(map(repr, stacks))} in {str(self.folder)!r}; which of "
+                "them is the language model is unknown"
             )
-        stack, there = next(iter(stacks.items()))
-        if missing := sorted(self.expected - there):
+        stack, modules = next(iter(stacks.items()))
+        if missing := sorted(self.expected - modules):
             raise CheckpointError(
                 f"{'.'.join([*filter(None, [stack]), missing[0]])!r} is missing in {str(self.folder)!r}"
                 + (f", and {len(missing) - 1} more" if missing[1:] else "")
             )
-        return found
+        return layouts
 
 
-def read_source(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Source:
-    """Read what a folder or Hub repository says of its weights, and check it; no weights are read.
+def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
+    """Read and check everything in a folder but the weights.
 
     Raises:
-        CheckpointError: missing, contradictory or leading out of the folder.
-        UnsupportedModelError: a family that the table says nothing of.
+        CheckpointError, FileError: something missing, contradictory or outside the folder.
+        UnsupportedModelError: a family that the table does not list.
     """
-    folder = _folder(path, revision)
-    list_files(folder)
-    files, index = _files(folder)
+    list_files(folder)  # refuses links that lead out of the folder
+    inputs: dict[str, FileStamp] = {}
+    files, index = _open_files(folder, inputs)
     adapter = _is_adapter(files)
-    config = _config(folder, adapter, trust_remote_code)
-    rows, expected = _rows(config, trust_remote_code)
-    said = getattr(config, PAIRING_KEY, None)
+    config = _read_config(folder, adapter, trust_remote_code, inputs)
+    pairing = getattr(config, PAIRING_KEY, None)
     if adapter:
-        expected = frozenset()
-        said = read_json(resolve_inside(folder, "adapter_config.json")).get(PAIRING_KEY, said)
-    if said not in (None, *PAIRINGS):
-        raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {said!r}; known: half, interleaved")
-    return Source(folder, config, files, index, rows, expected, said or config_pairing(config))
+        pairing = read_json(resolve_inside(folder, "adapter_config.json")).get(PAIRING_KEY, pairing)
+    if pairing not in (None, *PAIRINGS):
+        raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
+    with loading(f"the model that the config of {str(folder)!r} describes"):
+        model, rotary = _model_and_rotary(config, trust_remote_code)
+        tensors = rotary_tensors(config, rotary.dim)
+        expected = _rotated_modules(config, model, tensors)
+    return Source(
+        folder=folder,
+        config=config,
+        model=model,
+        rotary=rotary,
+        files=files,
+        index=index,
+        inputs=inputs,
+        tensors=tensors,
+        expected=frozenset() if adapter else expected,
+        pairing=pairing or config_pairing(config),
+    )
 
 
-def _is_adapter(files: dict[str, Weights]) -> bool:
-    return next(iter(files)).startswith("adapter_model")
+def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
+    """Copy everything but weights, indexes, and files that are written anew; return the skipped weight files."""
+    indexes = {f"{stem}{known.suffix}.index.json" for known in FORMATS for stem in known.stems}
+    names = [name for name in list_files(folder) if name not in written and name not in indexes]
+    skipped = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original"]
+    copy_files(folder, [name for name in names if name not in skipped], staging)
+    return tuple(skipped)
 
 
-def _folder(path: str | Path, revision: str | None) -> Path:
-    name = str(path)
-    if name == "reference":
-        from rope_ext_hf.reference import path as reference
-
-        return reference()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise CheckpointError(f"no such folder: {name!r}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=NEVER))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{name!r} is neither a folder nor a model on the Hub: {reason}") from error
+def safetensors_name(name: str) -> str:
+    """Return `model-00001-of-00002.safetensors` for `pytorch_model-00001-of-00002.bin`."""
+    path = Path(name)
+    return name if path.suffix == ".safetensors" else f"{path.stem.replace('pytorch_model', 'model', 1)}.safetensors"
 
 
-def _config(folder: Path, adapter: bool, trust_remote_code: bool) -> Any:
-    """Of the model, or of the model that an adapter is for."""
-    from rope_ext_hf.patches.loading import load_config
+def _is_adapter(files: Collection[str]) -> bool:
+    return next(iter(files)).startswith(_ADAPTER)
 
+
+# --- config and model ----------------------------------------------------------------------------------------------
+
+
+def _read_config(folder: Path, adapter: bool, trust_remote_code: bool, inputs: dict[str, FileStamp]) -> Any:
+    """The config of the model, or of the model that an adapter was trained on."""
     where: str | Path = folder
+    own = resolve_inside(folder, "adapter_config.json" if adapter else "config.json")
+    inputs |= file_stamps([own])
     if adapter and not (folder / "config.json").is_file():
-        said = read_json(resolve_inside(folder, "adapter_config.json")).get("base_model_name_or_path")
-        if not said or not isinstance(said, str):
-            raise CheckpointError(f"{str(folder)!r} is an adapter that does not name the model it is for")
-        where = said
-    else:
-        resolve_inside(folder, "config.json")
-    try:
-        return _own_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
-    except RopeExtError:
-        raise
-    except Exception as error:  # whatever the words in a config lead its class into
-        raise CheckpointError(f"the config of {str(where)!r} cannot be used: {_in_a_line(error)}") from error
+        base = read_json(own).get("base_model_name_or_path")
+        if not base or not isinstance(base, str):
+            raise CheckpointError(
+                f"{str(folder)!r} is an adapter without the name of its model; add base_model_name_or_path to its "
+                "adapter_config.json"
+            )
+        where = base
+    with loading(f"the config of {str(where)!r}"):
+        return _remote_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
 
 
-def _own_config(where: str | Path) -> Any | None:
-    """What config.json says of a family whose code comes with its checkpoints: none of that code is run."""
+def _remote_config(where: str | Path) -> Any | None:
+    """The config of a family whose code comes with its checkpoints, read without running that code."""
     from transformers.configuration_utils import PreTrainedConfig
 
-    said, _ = PreTrainedConfig.get_config_dict(where)
-    model_type = said.get("model_type")
-    if not isinstance(model_type, str) or family(model_type).own_code is None:
+    values, _ = PreTrainedConfig.get_config_dict(where)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or family(model_type).remote_attention is None:
         return None
-    return PreTrainedConfig(**said)
+    return PreTrainedConfig(**values)
 
 
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def _model_and_rotary(config: Any, trust_remote_code: bool) -> tuple[PreTrainedModel | None, Rotary]:
+    text = config.get_text_config()
+    if family(text.model_type).remote_attention is not None:
+        check_sizes(config)
+        rotary = stated_rotary(config)
+        assert rotary is not None  # the table has it for every such family
+        return None, rotary
+    model = empty_model(text, trust_remote_code=trust_remote_code)
+    return model, checkpoint_geometry(model)
 
 
-def _rows(config: Any, trust_remote_code: bool) -> tuple[RotatingRows, frozenset[str]]:
-    """What rotates, as the model of this config has it, and which of its modules do."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        text = config.get_text_config()
-        if family(text.model_type).own_code is not None:
-            rotary = stated_rotary(config)
-            assert rotary is not None  # the table has it for every such family
-            rows = rotating_rows(config, rotary.dim)
-            return rows, layer_modules(config, rows)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(text, trust_remote_code=trust_remote_code)
-        rows = rotating_rows(config, checkpoint_geometry(model).dim)
-        places = [rows.place(name) for name in model.state_dict()]
-    except RopeExtError:
-        raise
-    except Exception as error:  # here too
-        raise CheckpointError(f"no model can be built from this config: {_in_a_line(error)}") from error
-    return rows, frozenset(place[1] for place in places if place is not None)
+def _rotated_modules(config: Any, model: PreTrainedModel | None, tensors: RotaryTensors) -> frozenset[str]:
+    if model is None:
+        return attention_modules(config, tensors)
+    locations = (tensors.locate(name) for name in model.state_dict())
+    return frozenset(location[1] for location in locations if location is not None)
 
 
-def _files(folder: Path) -> tuple[dict[str, Weights], dict[str, Any] | None]:
-    there = [(index, single) for index, single in INDEXES if (folder / index).exists() or (folder / single).exists()]
-    if not there:
-        known = ", ".join(name for pair in INDEXES for name in pair)
-        raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {known}")
-    if len({single.startswith("adapter_model") for _, single in there}) > 1:
+# --- weight files --------------------------------------------------------------------------------------------------
+
+
+def _open_files(folder: Path, inputs: dict[str, FileStamp]) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:
+    """Open the weight files that transformers would load; add their stamps to `inputs`."""
+    names = [(f"{stem}{known.suffix}", known) for known in FORMATS for stem in known.stems]
+    existing = [
+        (name, known) for name, known in names if (folder / name).exists() or (folder / _index_name(name)).exists()
+    ]
+    if not existing:
+        looked_for = ", ".join(each for name, _ in names for each in (_index_name(name), name))
+        raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {looked_for}")
+    if len({name.startswith(_ADAPTER) for name, _ in existing}) > 1:
         raise CheckpointError(f"{str(folder)!r} holds a model and an adapter; give each a folder of its own")
-    index_name, single = there[0]
-    kind = SafetensorsFile if single.endswith(".safetensors") else TorchFile
-    if (folder / single).exists():  # as transformers chooses where both are there
-        return {single: kind(resolve_inside(folder, single))}, None
-    return _sharded(folder, index_name, kind)
+    single, known = existing[0]
+    if (folder / single).exists():  # transformers prefers it to an index
+        return {single: _open_file(folder, single, known, inputs)}, None
+    return _open_shards(folder, _index_name(single), known, inputs)
 
 
-def _sharded(
-    folder: Path, index_name: str, kind: type[SafetensorsFile] | type[TorchFile]
-) -> tuple[dict[str, Weights], dict[str, Any]]:
-    index = read_json(resolve_inside(folder, index_name))
-    where = index.pop("weight_map", None)
-    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+def _index_name(name: str) -> str:
+    return f"{name}.index.json"
+
+
+def _open_file(folder: Path, name: str, known: WeightFormat, inputs: dict[str, FileStamp]) -> WeightFile:
+    path = resolve_inside(folder, name)
+    inputs |= file_stamps([path])
+    return known.open(path)
+
+
+def _open_shards(
+    folder: Path, index_name: str, known: WeightFormat, inputs: dict[str, FileStamp]
+) -> tuple[dict[str, WeightFile], dict[str, Any]]:
+    inputs |= file_stamps([resolve_inside(folder, index_name)])
+    index = read_json(folder / index_name)
+    weight_map = index.pop("weight_map", None)
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
-    names = list(dict.fromkeys(where.values()))
-    if deep := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{deep[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
-    if len({_safetensors_name(name) for name in names}) < len(names):
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
+    names = list(dict.fromkeys(weight_map.values()))
+    if nested := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{nested[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
+    if len({safetensors_name(name) for name in names}) < len(names):
         raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
-    files = {name: kind(resolve_inside(folder, name)) for name in names}
-    seen: dict[str, str] = {}
+    files = {name: _open_file(folder, name, known, inputs) for name in names}
+    holders: dict[str, str] = {}
     for file_name, file in files.items():
         for tensor in file.tensors:
-            if tensor in seen:
-                raise CheckpointError(f"{tensor!r} stands in {seen[tensor]!r} and in {file_name!r}")
-            seen[tensor] = file_name
-    for tensor, file_name in where.items():
-        if seen.get(tensor) != file_name:
-            raise CheckpointError(f"{tensor!r} should be in {file_name!r}, by {index_name!r}, and is not")
-    if extra := next((tensor for tensor in seen if tensor not in where), None):
-        raise CheckpointError(f"{extra!r} in {seen[extra]!r} is not in {index_name!r}")
+            if tensor in holders:
+                raise CheckpointError(f"{tensor!r} is in {holders[tensor]!r} and in {file_name!r}")
+            holders[tensor] = file_name
+    for tensor, file_name in weight_map.items():
+        if holders.get(tensor) != file_name:
+            raise CheckpointError(f"{tensor!r} is not in {file_name!r}, where {index_name!r} has it")
+    if extra := next((tensor for tensor in holders if tensor not in weight_map), None):
+        raise CheckpointError(f"{extra!r} in {holders[extra]!r} is not in {index_name!r}")
     return files, index
-
-
-def _safetensors_name(name: str) -> str:
-    """pytorch_model-00001-of-00002.bin as model-00001-of-00002.safetensors."""
-    if name.endswith(".safetensors"):
-        return name
-    return name.removesuffix(".bin").replace("pytorch_model", "model", 1) + ".safetensors"

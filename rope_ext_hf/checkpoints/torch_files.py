@@ -1,14 +1,19 @@
-"""Files of torch.save, one tensor at a time: torch.load has all of a file in memory, or mapped, which counts as much.
+"""Files of torch.save, read and written one tensor at a time, without unpickling any object.
 
-    load(path)["lm_head.weight"]              # where its numbers stand; none of them is read
-    with writing(path, {"a": (torch.float32, (2, 3))}, {}) as write:
+    locate_tensors(path)["lm_head.weight"]                 # where its numbers are stored; none of them is read
+    with open_writer(path, {"a": (torch.float32, (2, 3))}, {}) as write:
         write("a", data)
 
-Such a file is a zip archive of data.pkl, whose tensors name storages, and of each storage. Before torch 1.6 it was a
-row of pickles: a number, a version, the machine, the object, the storages in order; then came of each storage how many
-numbers it has, and these (torch/serialization.py, _legacy_save).
+Such a file is a zip archive of data.pkl, in which every tensor names a storage, and of the storages. Before torch 1.6
+it was a sequence of pickles (a magic number, a version, the machine, the object, the names of the storages), followed
+by the length and the numbers of each storage (torch/serialization.py, _legacy_save).
 
-Nothing that a pickle names is looked up or run. Names stay names and calls stay calls; those of tensors are understood.
+Globals and REDUCE calls of a pickle are kept as data; only the calls that rebuild tensors are interpreted.
+
+Why not torch.load(map_location="meta", weights_only=True) with each storage's _checkpoint_offset (torch 2.9 to 2.13)?
+It gives no offsets for files from before torch 1.6, of which many are still in use, so that their tensors would have to
+be in memory together; it does not check offsets and sizes against the file; a hostile pickle of 1 kB (nested tuples as
+a key) or of 20 MB (one opcode) keeps it busy for more than 30 seconds; and the attribute is private.
 """
 
 from __future__ import annotations
@@ -30,12 +35,13 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-__all__ = ["MOST_DIMS", "Placed", "load", "writing"]
+__all__ = ["MAX_DIMS", "TensorLocation", "locate_tensors", "open_writer"]
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of the format before torch 1.6
-MOST = 100_000_000  # bytes of pickles
-MOST_DIMS = 64
-ALIGNED = 64  # bytes; so that a mapped file can be computed with
+MAX_PICKLE_BYTES = 100_000_000  # of the pickles in a file
+MAX_OPCODES = 4_000_000  # of one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
+MAX_DIMS = 64
+STORAGE_ALIGNMENT = 64  # bytes, as torch.save aligns storages for files that are memory-mapped
 
 _DTYPES: dict[str, torch.dtype] = {
     **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16},
@@ -51,12 +57,13 @@ CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.B
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A tensor's place in its file.
+class TensorLocation:
+    """Where a tensor is stored in its file.
 
     Attributes:
-        begin, end: the bytes that its numbers stand in; those of others may stand between them.
-        stride: in numbers from `begin`.
+        dtype, shape: of the tensor.
+        stride: in numbers, counted from `begin`.
+        begin, end: the bytes that hold its numbers, possibly with numbers of other tensors between them.
     """
 
     dtype: torch.dtype
@@ -66,32 +73,34 @@ class Placed:
     end: int
 
 
-def load(path: Path) -> dict[str, Placed]:
-    """The tensors of a file.
+def locate_tensors(path: Path) -> dict[str, TensorLocation]:
+    """Return where the tensors of a file are stored.
 
     Raises:
-        ValueError: it holds anything else. Damaged bytes lead to other errors too.
+        ValueError: the file holds something other than tensors. Damaged bytes lead to errors of other kinds too.
     """
     storages: dict[str, _Storage] = {}
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\3\4"
         file.seek(0)
-        found = (_load_archive if zipped else _load_pickles)(file, storages)
+        value = (_load_archive if zipped else _load_pickles)(file, storages)
         size = file.seek(0, os.SEEK_END)
     if any(storage.begin + storage.size > size for storage in storages.values()):
-        raise ValueError(f"it ends at byte {size}, in the middle of its tensors")
-    if type(found) is not dict or not all(
-        type(name) is str and isinstance(call, _Call) and "_rebuild_" in call.name for name, call in found.items()
+        raise ValueError(f"the file ends at byte {size}, in the middle of its tensors")
+    if type(value) is not dict or not all(
+        type(name) is str and isinstance(call, _ReduceCall) and "_rebuild_" in call.name for name, call in value.items()
     ):
-        raise ValueError("it does not hold tensors by name")
-    return {name: _placed(name, call) for name, call in found.items()}
+        raise ValueError("the file does not hold tensors by name")
+    return {name: _locate(name, call) for name, call in value.items()}
 
 
-class _Name(str):
-    """What a pickle calls a thing by."""
+class _GlobalName(str):
+    """The name of a global in a pickle; the global itself is never looked up."""
 
 
-class _Call(NamedTuple):
+class _ReduceCall(NamedTuple):
+    """A call in a pickle; it is never made."""
+
     name: str
     arguments: tuple[Any, ...]
 
@@ -110,41 +119,41 @@ class _Storage:
 def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
-        several = len(entries) != len(archive.infolist())
+        duplicates = len(entries) != len(archive.infolist())
 
     def begin(name: str, size: int) -> int:
         if (entry := entries.get(name)) is None or not entry.file_size == entry.compress_size == size:
-            raise ValueError(f"it has no {name} of {size} bytes")
-        file.seek(entry.header_offset + 26)  # what the header says of its own length
+            raise ValueError(f"the archive has no {name} of {size} bytes")
+        file.seek(entry.header_offset + 26)  # the lengths of the rest of the header
         name_size, extra_size = struct.unpack("<HH", file.read(4))
         return int(entry.header_offset + 30 + name_size + extra_size)
 
-    def content(name: str) -> bytes:  # without its checksum, which torch does not always write
-        file.seek(begin(name, min(MOST, entries[name].file_size)))
+    def content(name: str) -> bytes:  # zipfile would verify a checksum, which torch does not always write
+        file.seek(begin(name, min(MAX_PICKLE_BYTES, entries[name].file_size)))
         return file.read(entries[name].file_size)
 
     roots = [name.removesuffix("data.pkl") for name in entries if name.endswith("/data.pkl")]
-    if len(roots) != 1 or several:
-        raise ValueError("it is no archive of torch's")
+    if len(roots) != 1 or duplicates:
+        raise ValueError("it is not an archive of torch.save")
     if any(entry.compress_type or entry.flag_bits & 1 for entry in entries.values()):
-        raise ValueError("it is compressed, which torch never does")
+        raise ValueError("it is compressed, which torch.save never does")
     if f"{roots[0]}byteorder" in entries and content(f"{roots[0]}byteorder") != b"little":
-        raise ValueError("its numbers have their high bytes first")
-    found = _unpickle(BytesIO(content(f"{roots[0]}data.pkl")), storages)
+        raise ValueError("its numbers are big-endian")
+    value = _unpickle(BytesIO(content(f"{roots[0]}data.pkl")), storages)
     for key, storage in storages.items():
         storage.begin = begin(f"{roots[0]}data/{key}", storage.size)
-    return found
+    return value
 
 
 def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
-    with mmap.mmap(file.fileno(), min(MOST, file.seek(0, os.SEEK_END)), access=mmap.ACCESS_READ) as data:
+    with mmap.mmap(file.fileno(), min(MAX_PICKLE_BYTES, file.seek(0, os.SEEK_END)), access=mmap.ACCESS_READ) as data:
         if _unpickle(data, storages) != MAGIC or _unpickle(data, storages) != VERSION:
-            raise ValueError("it does not begin as torch's files do")
+            raise ValueError("it does not begin like a file of torch.save")
         if _expect(_unpickle(data, storages), dict).get("little_endian") is not True:
-            raise ValueError("its numbers have their high bytes first")
-        found, keys, at = _unpickle(data, storages), _unpickle(data, storages), data.tell()
+            raise ValueError("its numbers are big-endian")
+        value, keys, at = _unpickle(data, storages), _unpickle(data, storages), data.tell()
     if any(type(key) is not str for key in _expect(keys, list)) or sorted(keys) != sorted(storages):
-        raise ValueError("its storages are not those that its tensors name")
+        raise ValueError("the storages in the file are not those that its tensors name")
     for key in keys:
         file.seek(at)
         storage, count = storages[key], int.from_bytes(file.read(8), "little")
@@ -152,11 +161,11 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
             raise ValueError(f"storage {key} should have {storage.count} numbers, and has {count}")
         storage.begin = at + 8
         at = storage.begin + storage.size
-    return found
+    return value
 
 
 def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
-    """The next pickle; understands what torch's own unpickler for weights alone does, as far as weights need it."""
+    """Return the next pickle as plain data: the opcodes of torch's own weights_only unpickler that weights need."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -167,14 +176,16 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
         return taken
 
     argument: Any
-    for opcode, argument, _ in pickletools.genops(cast("IO[bytes]", data)):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(cast("IO[bytes]", data))):
+        if count >= MAX_OPCODES:
+            raise ValueError(f"its pickle has more than {MAX_OPCODES:,} opcodes")
         match opcode.name:
             case "PROTO":
                 pass
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "NONE":
                 stack.append(argument)
             case "BINUNICODE":
-                argument.encode()  # half a surrogate pair is no text
+                argument.encode()  # fails for half of a surrogate pair
                 stack.append(argument)
             case "NEWTRUE" | "NEWFALSE":
                 stack.append(opcode.name == "NEWTRUE")
@@ -196,7 +207,7 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
             case "SETITEM" | "SETITEMS":
                 items = above(marks.pop() if opcode.name == "SETITEMS" else -2)
                 for key in items[::2]:
-                    if type(key) not in (str, int):  # to hash a tuple of tuples may take forever
+                    if type(key) not in (str, int):  # hashing nested tuples may take forever
                         raise ValueError(f"its pickle has a key of type {type(key).__name__}")
                 _expect(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT":
@@ -204,15 +215,15 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "GLOBAL":
-                name = _Name(argument.replace(" ", "."))
+                name = _GlobalName(argument.replace(" ", "."))
                 if not name.startswith("torch.") and name != "collections.OrderedDict":
                     raise ValueError(f"its pickle names {name}")
                 stack.append(name)
             case "REDUCE":
                 name, arguments = above(-2)
-                call = _Call(_expect(name, _Name), _expect(arguments, tuple))
+                call = _ReduceCall(_expect(name, _GlobalName), _expect(arguments, tuple))
                 stack.append({} if call == ("collections.OrderedDict", ()) else call)
-            case "BUILD":  # attributes of a dict: versions of modules
+            case "BUILD":  # attributes of a dict, as state_dict has: versions of modules
                 stack.pop()
                 _expect(stack[-1], dict)
             case "BINPERSID":
@@ -226,70 +237,72 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
 
 def _expect(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"its pickle has a {type(value).__name__} in place of a {kind.__name__}")
+        raise ValueError(f"its pickle has a {type(value).__name__} where a {kind.__name__} must be")
     return value
 
 
-def _storage(said: Any, storages: dict[str, _Storage]) -> _Storage:
-    kind, name, key, _, count, *view = _expect(said, tuple)
+def _storage(persistent_id: Any, storages: dict[str, _Storage]) -> _Storage:
+    kind, name, key, _, count, *view = _expect(persistent_id, tuple)
     if kind != "storage" or any(part is not None for part in view) or type(count) is not int or count < 0:
-        raise ValueError("something in it is no storage")
-    if _expect(name, _Name) not in STORAGES:
-        raise ValueError(f"a storage in it is {name}")
-    found = storages.setdefault(_expect(key, str), _Storage(STORAGES[name], count))
-    if (found.dtype, found.count) != (STORAGES[name], count):
+        raise ValueError("its pickle refers to something other than a storage")
+    if _expect(name, _GlobalName) not in STORAGES:
+        raise ValueError(f"one of its storages is a {name}")
+    storage = storages.setdefault(_expect(key, str), _Storage(STORAGES[name], count))
+    if (storage.dtype, storage.count) != (STORAGES[name], count):
         raise ValueError(f"storage {key} is described in two ways")
-    return found
+    return storage
 
 
-def _placed(name: str, call: _Call) -> Placed:
+def _locate(name: str, call: _ReduceCall) -> TensorLocation:
     plain = True
     while call.name in (*PARAMETERS, WITH_ATTRIBUTES):
         if call.name in PARAMETERS:
-            call = _expect(call.arguments[0], _Call)
+            call = _expect(call.arguments[0], _ReduceCall)
         else:
             function, kind, arguments, _ = call.arguments
-            plain = plain and _expect(kind, _Name) in CLASSES
-            call = _Call(_expect(function, _Name), _expect(arguments, tuple))
+            plain = plain and _expect(kind, _GlobalName) in CLASSES
+            call = _ReduceCall(_expect(function, _GlobalName), _expect(arguments, tuple))
     if call.name not in TENSORS or not plain:
         raise ValueError(f"{name!r} is not a plain tensor")
     storage, offset, shape, stride, *others = call.arguments
     dtype: Any = _expect(storage, _Storage).dtype
     if call.name.endswith("_v3"):
-        dtype = _expect(vars(torch).get(_expect(others.pop(2), _Name).removeprefix("torch.")), torch.dtype)
+        dtype = _expect(vars(torch).get(_expect(others.pop(2), _GlobalName).removeprefix("torch.")), torch.dtype)
     numbers = [offset, *_expect(shape, tuple), *_expect(stride, tuple)]
-    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not len(shape) == len(stride) <= MOST_DIMS:
-        raise ValueError(f"{name!r} has no shape")
+    if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not len(shape) == len(stride) <= MAX_DIMS:
+        raise ValueError(f"{name!r} has no valid shape")
     count, possible = math.prod(shape), math.prod(size or 1 for size in shape) < 2**63
     if any(others[2:]) or count * dtype.itemsize > storage.size or not possible:
-        raise ValueError(f"{name!r} is not a plain tensor")  # conjugate or negative; one number that looks like many
+        raise ValueError(f"{name!r} is not a plain tensor")  # conjugate or negative bit set, or expanded
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     begin = storage.begin + offset * dtype.itemsize
     end = begin + (last + 1) * dtype.itemsize if count else begin
     if end > storage.begin + storage.size:
-        raise ValueError(f"{name!r} goes on behind its storage")
-    return Placed(dtype, shape, stride, begin, end)
+        raise ValueError(f"{name!r} extends past the end of its storage")
+    return TensorLocation(dtype, shape, stride, begin, end)
 
 
 @contextmanager
-def writing(
+def open_writer(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], same: Mapping[str, str]
 ) -> Iterator[Callable[[str, memoryview], None]]:
-    """A new file, whole at the end, and what is to be called with the bytes of each tensor.
+    """Write a new file; yield a function that writes the bytes of one tensor, given its name. The order is free.
 
     Args:
-        same: further names of tensors, each with the one of `tensors` that it is.
+        path: the new file, complete when the context ends.
+        tensors: dtype and shape by name.
+        same: further names, each with the name in `tensors` whose storage it shares.
     """
     keys = {name: str(i) for i, name in enumerate(tensors)}
-    stored = {name: _Stored(keys[name], *tensor) for name, tensor in tensors.items()}
+    new = {name: _NewTensor(keys[name], *tensor) for name, tensor in tensors.items()}
     pickled = BytesIO()
-    _Pickler(pickled, 2).dump(stored | {name: stored[other] for name, other in same.items()})
+    _Pickler(pickled, 2).dump(new | {name: new[other] for name, other in same.items()})
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
 
         def write(name: str, data: bytes | memoryview) -> None:
             entry = zipfile.ZipInfo(f"archive/{name}")
-            begin = file.tell() + 30 + len(entry.filename) + 20 + 4  # header, name, sizes of 64 bits, the padding's own
-            entry.extra = struct.pack("<2sH", b"FB", -begin % ALIGNED) + bytes(-begin % ALIGNED)
+            begin = file.tell() + 30 + len(entry.filename) + 20 + 4  # header, name, zip64 sizes, padding header
+            entry.extra = struct.pack("<2sH", b"FB", -begin % STORAGE_ALIGNMENT) + bytes(-begin % STORAGE_ALIGNMENT)
             with archive.open(entry, "w", force_zip64=True) as target:
                 target.write(data)
 
@@ -299,22 +312,26 @@ def writing(
         write("version", b"3\n")
 
 
-class _Stored(NamedTuple):
+class _NewTensor(NamedTuple):
+    """A tensor to be pickled as torch.save would."""
+
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class _StorageId(NamedTuple):
-    said: tuple[Any, ...]
+    """A storage to be pickled as torch.save would."""
+
+    persistent_id: tuple[Any, ...]
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return value.said if isinstance(value, _StorageId) else None
+        return value.persistent_id if isinstance(value, _StorageId) else None
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, _Stored):
+        if not isinstance(value, _NewTensor):
             return NotImplemented
         name = next(name for name, dtype in _DTYPES.items() if dtype == value.dtype)
         storage = _StorageId(("storage", getattr(torch, f"{name}Storage"), value.key, "cpu", math.prod(value.shape)))

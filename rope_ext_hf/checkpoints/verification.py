@@ -1,9 +1,9 @@
-"""Do converted weights give the attention scores of their source? A check of what was written, layer by layer.
+"""Verify a conversion: the copy, under the rotation of its pairing, must attend as the source does under its own.
 
-Of a few layers the projections, biases, norms, scales and adapters are read from both sides, applied to the same random
-inputs, and turned by random angles, each side under the rotation that its weights are for. Then q.k must be the same,
-and so must every row that does not rotate. Nothing of a model is built: this takes the memory of a few rows. Where
-there is memory for two models, both folders are loaded as well and must give the same logits.
+Of a few attention modules the projections, biases, norms, scales and adapters of both sides are applied to the same
+random inputs and rotated by the same random angles. Then the scores q.k must agree, and all rows that do not rotate
+must be equal. No model is built: this takes the memory of a few rows. If two models fit into memory, both folders are
+loaded as well and must give the same logits.
 """
 
 from __future__ import annotations
@@ -18,69 +18,84 @@ import psutil
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.row_layouts import Blocks, Layout, RotatingRows
-from rope_ext_hf.checkpoints.weight_files import SafetensorsFile, TorchFile
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.checkpoints.live_model import convert
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, evenly_spaced
+from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
+from rope_ext_hf.errors import CheckpointError, one_line
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.rotary.pairing import rotate
+from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
-__all__ = ["compare_logits", "compare_scores"]
+__all__ = ["compare_logits", "compare_scores", "compare_views"]
 
-LAYERS = 3
-TOKENS = 4
+MAX_ATTENTIONS = 3  # modules compared
+TOKENS = 4  # random inputs
 ROWS = 1024  # of a weight that are in float64 at a time
-MOST = 1e-5  # of the scores' own spread
-MOST_LOGITS = 1e-3  # of the logits' own; nearly always they are equal to the bit
+SCORE_TOLERANCE = 1e-5  # in standard deviations of the scores
+LOGIT_TOLERANCE = 1e-3  # in standard deviations of the logits; nearly always they are equal to the bit
+_NOT_RENAMED = "the new folder did not get its name"
 _SCALES = re.compile("scale|magnitude|SCB")
 
 
-def compare_scores(
-    rows: RotatingRows,
-    source: Mapping[str, SafetensorsFile | TorchFile],
-    written: Mapping[str, SafetensorsFile],
-    to: str,
-) -> str:
-    """What was compared, in words; `source` and `written` have the same files by name.
+def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorView, before: str, after: str) -> str:
+    """Compare attention scores, or every tensor if the pairing is the same; return what was compared, in words.
+
+    Raises:
+        CheckpointError: a difference.
+    """
+    if before != after:
+        return compare_scores(tensors, source, written, after)
+    for name in written.tensors:
+        if not equal_bytes(source.read(name), written.read(name)):
+            raise CheckpointError(f"verification failed: {name!r} differs from the source's; {_NOT_RENAMED}")
+    return f"{len(written.tensors):,} tensors equal to the source's"
+
+
+def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorView, to: str) -> str:
+    """Compare the attention scores of a few modules; return what was compared, in words.
+
+    Args:
+        tensors: what rotates.
+        source: weights in the other pairing.
+        written: the same tensors in the pairing `to`.
+        to: "half" or "interleaved".
 
     Raises:
         CheckpointError: scores that differ.
     """
-    attentions: dict[str, dict[str, list[tuple[str, str]]]] = {}  # by attention and module: file, tensor
-    for file_name, file in source.items():
-        for name, entry in file.tensors.items():
-            parts = rows.parts(name)
-            if parts is not None and rows.find(name, entry.shape) is not None:
-                _, attention, module = parts
-                attentions.setdefault(attention, {}).setdefault(module, []).append((file_name, name))
-    names = list(attentions)
-    chosen = dict.fromkeys(names[i * (len(names) - 1) // max(1, LAYERS - 1)] for i in range(LAYERS))
-    other = "interleaved" if to == "half" else "half"
+    attentions: dict[str, dict[str, list[str]]] = {}  # names of tensors by attention and module
+    for name, info in source.tensors.items():
+        parts = tensors.split_name(name)
+        if parts is not None and tensors.find(name, info.shape) is not None:
+            _, attention, module = parts
+            attentions.setdefault(attention, {}).setdefault(module, []).append(name)
+    names = evenly_spaced(list(attentions), MAX_ATTENTIONS)
     worst = 0.0
-    for attention in chosen:
-        expected, before = _scores(rows, attentions[attention], source, other)
-        found, after = _scores(rows, attentions[attention], written, to)
-        difference = float((found - expected).abs().max() / expected.std().clamp(min=1e-30))
-        if not difference <= MOST or not torch.equal(before, after):
+    for attention in names:
+        expected, before = _scores(tensors, attentions[attention], source, other_pairing(to))
+        scores, after = _scores(tensors, attentions[attention], written, to)
+        difference = float((scores - expected).abs().max() / expected.std().clamp(min=1e-30))
+        if not difference <= SCORE_TOLERANCE or not torch.equal(before, after):
             raise CheckpointError(
-                f"verification failed: the scores of {attention!r} as written differ from the source's by "
-                f"{difference:.1e} of their spread; the folder did not get its name"
+                f"verification failed: the scores of {attention!r} in the copy differ from the source's by "
+                f"{difference:.1e} standard deviations; {_NOT_RENAMED}"
             )
         worst = max(worst, difference)
     return (
-        f"q.k of {len(chosen)} of {len(names)} layers, {other} on the source against {to} on the copy: equal to "
-        f"{worst:.0e} of their spread"
+        f"q.k of {len(names)} of {len(attentions)} layers, {other_pairing(to)} on the source against {to} on the copy: "
+        f"equal to {worst:.0e} standard deviations"
     )
 
 
 def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
-    """What was compared, in words, or why nothing was: logits of both folders, loaded by transformers.
+    """Compare the logits of both folders, loaded by transformers; return what was compared, or why nothing was.
 
-    Each model is brought, in memory, to the pairing that its class runs.
+    Each model is converted, in memory, to the pairing that its class runs.
 
     Args:
-        before, to: the pairings of the weights in the two folders.
+        source, before: the folder that was converted, and the pairing of its weights.
+        written, to: the new folder, and the pairing of its weights.
         size: bytes of the weights.
 
     Raises:
@@ -88,107 +103,113 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
     """
     from transformers import AutoModelForCausalLM
 
-    from rope_ext_hf.checkpoints.live_model import convert
-
     model_type = str(read_json(source / "config.json").get("model_type"))
-    if family(model_type).own_code is not None:
-        return f"logits not compared: transformers has no class of {model_type!r}, and the code beside it is not run"
+    if family(model_type).remote_attention is not None:
+        return f"logits not compared: transformers has no class of {model_type!r}, and code in the folder is not run"
     if (free := psutil.virtual_memory().available) < 2.5 * size:
         return f"logits not compared: that takes {2.5 * size / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
-    found: list[Tensor] = []
-    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}  # nor asked for
+    logits: list[Tensor] = []
+    # trust_remote_code=False: code in the folder is not run, and transformers does not ask about it.
+    settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     for folder, pairing in ((source, before), (written, to)):
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, **settings).eval()
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            return f"logits not compared: {' '.join(str(error).split())[:200]}"
+        except Exception as error:  # transformers raises anything on folders that it cannot load
+            return f"logits not compared: transformers cannot load the folder: {one_line(error, 200)}"
         runs = class_pairing(model.config)
         if runs is None:
-            return "logits not compared: which pairing the class runs is not known"
+            return "logits not compared: the pairing that its class runs is unknown"
         if runs != pairing:
-            convert(model, runs, source=pairing)
+            convert(model, runs, source_pairing=pairing)
         ids = torch.arange(3, 3 + TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
-            found.append(model(ids, use_cache=False).logits.float())
+            logits.append(model(ids, use_cache=False).logits.float())
         del model
-    one, other = found
+    one, other = logits
     if not one.isfinite().all():
-        return "logits not compared: the source's are not finite"
+        return "logits not compared: those of the source are not finite"
     difference = float((one - other).abs().max() / one.std().clamp(min=1e-30))
-    if not difference <= MOST_LOGITS:
+    if not difference <= LOGIT_TOLERANCE:
         raise CheckpointError(
-            f"verification failed: logits of what was written differ from the source's by {difference:.1e} of their "
-            "spread; the folder did not get its name"
+            f"verification failed: the logits of the copy differ from the source's by {difference:.1e} standard "
+            f"deviations; {_NOT_RENAMED}"
         )
-    return f"logits of both, loaded: equal to {difference:.0e} of their spread"
+    return f"logits of both folders: equal to {difference:.0e} standard deviations"
 
 
 @dataclass
 class _Side:
-    """Queries and keys of one attention on one side, (tokens, heads, rotated dims), and the rows that do not rotate."""
+    """One attention module of one side.
+
+    Attributes:
+        heads: rotated rows by side ("q", "k", ...), (tokens, heads, rotated dims).
+        unrotated: all other rows.
+    """
 
     heads: dict[str, Tensor] = field(default_factory=dict)
-    others: list[Tensor] = field(default_factory=list)
+    unrotated: list[Tensor] = field(default_factory=list)
 
 
 def _scores(
-    rows: RotatingRows,
-    modules: Mapping[str, list[tuple[str, str]]],
-    files: Mapping[str, SafetensorsFile | TorchFile],
-    pairing: str,
+    tensors: RotaryTensors, modules: Mapping[str, list[str]], view: TensorView, pairing: str
 ) -> tuple[Tensor, Tensor]:
+    """Scores of one attention module in this pairing, and its rows that do not rotate."""
     side = _Side()
-    for module in sorted(modules, key=lambda name: "norm" in name):  # what a norm weighs comes first
-        outputs = _outputs(rows, modules[module], files)
-        for role, each in _heads(outputs, rows.layouts[module], side.others):
-            side.heads[role] = each * side.heads.get(role, 1.0)
-    found = []
+    for module in sorted(modules, key=lambda name: "norm" in name):  # a norm scales what its projection gave
+        outputs = _outputs(tensors, modules[module], view)
+        for role, heads in _rotated_heads(outputs, tensors.layouts[module], side.unrotated):
+            side.heads[role] = heads * side.heads.get(role, 1.0)
+    scores = []
     for pair in (("q", "k"), ("index_q", "index_k")):
-        there = [side.heads[role] for role in pair if role in side.heads]
-        if there:
-            queries, keys = there[0], there[-1]  # of an adapter to one side alone: with itself
+        sides = [side.heads[role] for role in pair if role in side.heads]
+        if sides:
+            queries, keys = sides[0], sides[-1]  # an adapter of one side only is compared with itself
             angles = _random("angles", TOKENS, 1, queries.shape[-1] // 2) * torch.pi
             queries, keys = (rotate(x, angles, pairing) for x in (queries, keys))
-            shared = max(1, queries.shape[1] // keys.shape[1])  # queries of one key head
+            shared = max(1, queries.shape[1] // keys.shape[1])  # query heads per key head
             keys = keys.repeat_interleave(shared, 1)[:, : queries.shape[1]]
-            found.append(torch.einsum("thd,uhd->htu", queries, keys))
-    others = torch.cat([other.flatten() for other in side.others]) if side.others else torch.empty(0)
-    return torch.cat(found), others
+            scores.append(torch.einsum("thd,uhd->htu", queries, keys))
+    unrotated = torch.cat([rows.flatten() for rows in side.unrotated]) if side.unrotated else torch.empty(0)
+    return torch.cat(scores), unrotated
 
 
-def _outputs(
-    rows: RotatingRows, tensors: list[tuple[str, str]], files: Mapping[str, SafetensorsFile | TorchFile]
-) -> Tensor:
-    """(rows, tokens): everything that a module holds, on random inputs; what scales last."""
+def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tensor:
+    """Apply the parameters of a module to random inputs, scales last; returns (rows, tokens)."""
     out: Tensor | None = None
-    for file_name, name in sorted(tensors, key=lambda pair: bool(_SCALES.search(pair[1]))):
-        tensor = files[file_name].read(name)
-        layout = rows.find(name, tensor.shape)
-        if isinstance(layout, Blocks):
+    for name in sorted(names, key=lambda name: bool(_SCALES.search(name))):
+        tensor = view.read(name)
+        layout = tensors.find(name, tensor.shape)
+        if isinstance(layout, ScaleBlocks):
             tensor = tensor.repeat_interleave(layout.size, 0)[: layout.layout.rows]
         elif layout is not None:
-            tensor = tensor.reshape(layout.rows, -1)
+            tensor = tensor.reshape(layout.rows, tensor.numel() // layout.rows)
         inputs = _random(name, tensor[0].numel(), TOKENS)
-        parts = [tensor[at : at + ROWS].double().nan_to_num() @ inputs for at in range(0, len(tensor), ROWS)]
-        each = torch.cat(parts)
-        out = each if out is None else out * each if _SCALES.search(name) else out + each
-    assert out is not None  # a module is here because it has tensors
+        parts = [_finite(tensor[at : at + ROWS].double()) @ inputs for at in range(0, len(tensor), ROWS)]
+        applied = torch.cat(parts)
+        out = applied if out is None else out * applied if _SCALES.search(name) else out + applied
+    assert out is not None  # a module is listed because it has tensors
     return out
 
 
-def _heads(outputs: Tensor, layout: Layout, others: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Of each piece that rotates its side, and (tokens, heads, rotated dims); what does not is added to `others`."""
+def _finite(tensor: Tensor) -> Tensor:
+    """Replace NaN and infinities, which would make every score NaN, by numbers that tell them apart."""
+    return tensor.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0)
+
+
+def _rotated_heads(outputs: Tensor, layout: RowLayout, unrotated: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield side and rotated rows (tokens, heads, rotated dims) of each head block; add the others to `unrotated`."""
     at = 0
-    grouped = outputs.T.reshape(TOKENS, layout.groups, -1)  # (tokens, groups, rows)
-    for piece in layout.pieces:
-        heads = grouped[..., at : at + piece.count * piece.size].reshape(TOKENS, -1, piece.size)
-        at += piece.count * piece.size
-        end = piece.start + piece.rotary
-        others += [heads[..., : piece.start], heads[..., end:]]
-        if piece.rotary:
-            yield piece.side, heads[..., piece.start : end]
+    repeats = outputs.T.reshape(TOKENS, layout.repeat, -1)  # (tokens, repeats, rows)
+    for block in layout.blocks:
+        heads = repeats[..., at : at + block.count * block.size].reshape(TOKENS, -1, block.size)
+        at += block.count * block.size
+        end = block.start + block.rotary
+        unrotated += [heads[..., : block.start], heads[..., end:]]
+        if block.rotary:
+            yield block.side, heads[..., block.start : end]
 
 
 def _random(name: str, *shape: int) -> Tensor:
+    """Normal float64 numbers that depend on the name alone."""
     draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(*shape, generator=draws, dtype=torch.float64)

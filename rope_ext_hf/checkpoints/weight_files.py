@@ -1,13 +1,15 @@
-"""Weight files as bytes: safetensors read and written without trusting or holding them, torch's own files as tensors.
+"""Weight files, read one tensor at a time: safetensors, and the files of torch.save.
 
-    shard = SafetensorsFile(path)             # the header is read and checked, nothing else
-    shard.tensors["lm_head.weight"].shape
-    shard.read("lm_head.weight")              # this one tensor
+    file = SafetensorsFile(path)              # reads and checks the header, no weights
+    file.tensors["lm_head.weight"].shape
+    file.read("lm_head.weight")               # reads this one tensor
 
-The format: 8 bytes with the header's length, a JSON header, then the tensors without gaps
-(https://huggingface.co/docs/safetensors). What a file says about itself is checked against its size before anything is
-read; of torch's files no code is run (`rope_ext_hf.torchfiles`). Beside that, what writing takes: progress, and folders
-and files that get their names when they are whole.
+A file format is a class with the members of `WeightFile` and an entry in `FORMATS`.
+
+safetensors (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header, then the tensors
+without gaps. The header is parsed here because the safetensors library gives neither the offsets, by which files are
+copied inside the kernel, nor a read that is not memory-mapped; huggingface_hub.parse_local_safetensors_file_metadata
+gives offsets but does not check them against each other or the file's size.
 """
 
 from __future__ import annotations
@@ -17,30 +19,36 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.torch_files import MOST_DIMS, load
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.checkpoints.torch_files import MAX_DIMS, locate_tensors
+from rope_ext_hf.errors import CheckpointError, one_line
 from rope_ext_hf.files import MAX_JSON_BYTES, parse_json_object
 
 __all__ = [
-    "DTYPES",
+    "DTYPE_BITS",
+    "FORMATS",
     "TORCH_DTYPES",
-    "Entry",
+    "WEIGHT_SUFFIXES",
     "SafetensorsFile",
+    "TensorInfo",
+    "TensorView",
     "TorchFile",
-    "View",
-    "bytes_of",
-    "holds",
+    "WeightFile",
+    "WeightFormat",
+    "equal_bytes",
+    "file_matches",
     "size_of",
+    "tensor_bytes",
     "write_safetensors",
 ]
 
-# https://github.com/huggingface/safetensors, Dtype; bits per number. torch has no name for some of them: those pass by.
-DTYPES: dict[str, int] = {
+# Names of https://github.com/huggingface/safetensors, Dtype, with bits per number. Tensors of those that torch has no
+# dtype for can be copied but not read.
+DTYPE_BITS: dict[str, int] = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64},
     **{"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
     **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
@@ -53,12 +61,22 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
     **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Further formats that weights may be in. They are not read, and not copied beside converted weights.
+WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
+)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What a file says of one tensor; `begin` and `end` are offsets in the file."""
+class TensorInfo:
+    """What the header of a file says about one tensor.
+
+    Attributes:
+        dtype: a name of `DTYPE_BITS`.
+        shape: its sizes.
+        begin, end: bytes of the file that hold it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,36 +84,75 @@ class Entry:
     end: int
 
     @classmethod
-    def of(cls, dtype: str, shape: tuple[int, ...]) -> Entry:
-        """That of a tensor by itself."""
-        return cls(dtype, shape, 0, math.prod(shape) * DTYPES[dtype] // 8)
+    def from_shape(cls, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+        """Describe a tensor outside any file."""
+        return cls(dtype, shape, 0, math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
+    @property
+    def size(self) -> int:
+        """Its size in bytes."""
+        return self.end - self.begin
+
+
+def size_of(tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the bytes of these tensors."""
+    return sum(info.size for info in tensors.values())
+
+
+class WeightFile(Protocol):
+    """A file that holds tensors by name; none of them is in memory before it is read.
+
+    Attributes:
+        path: where it is.
+        tensors: by name, in the order of the file.
+        header: what stands before the tensors, where these follow without gaps in this order, so that the file can be
+            copied by ranges of bytes; None for other formats, which are written anew as safetensors.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    @property
+    def header(self) -> bytes | None: ...
+    def read(self, name: str) -> Tensor:
+        """Read one tensor into memory of its own.
+
+        Raises:
+            CheckpointError: a dtype that torch lacks, or the file has become shorter.
+        """
+        ...
 
 
 @dataclass(frozen=True)
-class View:
-    """Tensors by name, wherever they are; looks like a weight file."""
+class TensorView:
+    """Tensors by name, wherever they are stored.
 
-    tensors: Mapping[str, Entry]
+    Attributes:
+        tensors: by name.
+        read: returns one of them, in memory of its own.
+    """
+
+    tensors: Mapping[str, TensorInfo]
     read: Callable[[str], Tensor]
 
     @classmethod
-    def of(cls, files: Iterable[SafetensorsFile | TorchFile]) -> View:
-        """All that these files hold."""
-        where = {name: file for file in files for name in file.tensors}
-        return cls({name: file.tensors[name] for name, file in where.items()}, lambda name: where[name].read(name))
+    def from_files(cls, files: Iterable[WeightFile]) -> TensorView:
+        """Join the tensors of several files."""
+        holders = {name: file for file in files for name in file.tensors}
+        tensors = {name: file.tensors[name] for name, file in holders.items()}
+        return cls(tensors, lambda name: holders[name].read(name))
 
 
-def size_of(tensors: Mapping[str, Entry]) -> int:
-    """Bytes of these tensors."""
-    return sum(entry.end - entry.begin for entry in tensors.values())
+# --- safetensors ---------------------------------------------------------------------------------------------------
 
 
 class SafetensorsFile:
-    """A safetensors file whose header has been read and checked.
+    """A safetensors file.
 
     Attributes:
-        header: its bytes, length included, as they stand in the file.
-        tensors: by name, in the order of their bytes.
+        header: its first bytes, length included.
+        metadata: the strings of `__metadata__`.
 
     Raises:
         CheckpointError: a header that does not describe this file.
@@ -112,37 +169,185 @@ class SafetensorsFile:
                 file.seek(0)
                 self.header = file.read(8 + length)
             if self.header[8:9] != b"{":
-                raise ValueError("the header is no JSON object")
+                raise ValueError("the header is not a JSON object")
             fields = parse_json_object(self.header[8:])
             self.metadata = fields.pop("__metadata__", {})
             if not isinstance(self.metadata, dict) or not all(isinstance(v, str) for v in self.metadata.values()):
-                raise ValueError("__metadata__ does not hold words by name")
-            entries = {name: _entry(name, field, 8 + length) for name, field in fields.items()}
-            self.tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+                raise ValueError("__metadata__ is not an object of strings")
+            infos = {name: _parse_info(name, entry, 8 + length) for name, entry in fields.items()}
+            self.tensors = dict(sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)))
             at = 8 + length
-            for name, entry in self.tensors.items():
-                if entry.begin != at:
-                    raise ValueError(f"{name!r} begins at byte {entry.begin}, the tensor before it ends at {at}")
-                at = entry.end
+            for name, info in self.tensors.items():
+                if info.begin != at:
+                    raise ValueError(f"{name!r} begins at byte {info.begin}, the tensor before it ends at {at}")
+                at = info.end
             if at != size:
                 raise ValueError(f"the tensors end at byte {at}, the file at {size}")
         except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{str(path)!r} is no whole safetensors file: {error}") from error
+            raise CheckpointError(f"{str(path)!r} is not a valid safetensors file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own.
-
-        Raises:
-            CheckpointError: a dtype that torch lacks.
-        """
-        entry = self.tensors[name]
-        if entry.dtype not in TORCH_DTYPES:
-            raise CheckpointError(f"{name!r} in {str(self.path)!r}: dtype {entry.dtype} cannot be read here")
-        return _numbers(self.path, entry.begin, entry.end, TORCH_DTYPES[entry.dtype]).view(entry.shape)
+        """Read one tensor; see `WeightFile`."""
+        info = self.tensors[name]
+        if info.dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
+        return _read_numbers(self.path, info.begin, info.end, TORCH_DTYPES[info.dtype]).view(info.shape)
 
 
-def _numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-    """These bytes of a file, in memory of their own."""
+def _parse_info(name: str, entry: Any, base: int) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r} must have dtype, shape and data_offsets")
+    name.encode()  # fails for half of a surrogate pair
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= MAX_DIMS and len(offsets) == 2
+    if dtype not in DTYPE_BITS or not lists or not all(type(n) is int and 0 <= n < 2**63 for n in [*shape, *offsets]):
+        raise ValueError(f"{name!r}: dtype {dtype!r}, shape {shape!r}, data_offsets {offsets!r}")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if offsets[1] - offsets[0] != bits // 8 or bits % 8:
+        raise ValueError(f"{name!r}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}")
+    return TensorInfo(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> None:
+    """Write a new file of these tensors, with one of them in memory at a time.
+
+    Args:
+        path: the new file.
+        tensors: dtypes and shapes, in the order of the file.
+        read: returns one of them.
+        metadata: strings for the header.
+        progress: called with the bytes of each tensor written.
+    """
+    at, fields = 0, {}
+    for name, info in tensors.items():
+        fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.size]}
+        at += info.size
+    header = json.dumps({"__metadata__": dict(metadata)} | fields, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in tensors:
+            data = tensor_bytes(read(name))
+            file.write(data)
+            progress(len(data))
+
+
+# --- torch.save ----------------------------------------------------------------------------------------------------
+
+
+class TorchFile:
+    """A file of `torch.save` (.bin, .pth, .pt) that holds plain tensors by name; no code in it is run.
+
+    Raises:
+        CheckpointError: damaged, or with anything else than tensors in it.
+    """
+
+    header = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._locations = locate_tensors(path)
+        except Exception as error:  # damaged bytes lead to errors of every kind
+            raise CheckpointError(
+                f"{str(path)!r} cannot be read as tensors alone (weights_only): {one_line(error)}"
+            ) from error
+        self.tensors = {
+            name: TensorInfo.from_shape(_dtype_name(name, where.dtype), where.shape)
+            for name, where in self._locations.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor, with the strides that it was saved with; see `WeightFile`."""
+        where = self._locations[name]
+        numbers = _read_numbers(self.path, where.begin, where.end, where.dtype)
+        return numbers.as_strided(where.shape, where.stride)
+
+
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError(f"{name!r} is {dtype}, which safetensors has no name for")
+    return _DTYPE_NAMES[dtype]
+
+
+# --- all formats ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A file format of weights.
+
+    Attributes:
+        stems: names of a model's and of an adapter's single file, without suffix.
+        suffix: of its files; an index is `STEM.SUFFIX.index.json`.
+        open: reads the header of a file.
+    """
+
+    stems: tuple[str, str]
+    suffix: str
+    open: Callable[[Path], WeightFile]
+
+
+# In the order in which transformers looks for them.
+FORMATS = (
+    WeightFormat(("model", "adapter_model"), ".safetensors", SafetensorsFile),
+    WeightFormat(("pytorch_model", "adapter_model"), ".bin", TorchFile),
+)
+
+
+def file_matches(
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], Tensor],
+    *,
+    open_file: Callable[[Path], WeightFile] = SafetensorsFile,
+    header: bytes | None = None,
+) -> bool:
+    """Return whether a file exists, is valid, and holds exactly these tensors, bit for bit.
+
+    Args:
+        path: the file.
+        tensors: dtypes and shapes that it should have.
+        read: returns one of the tensors it should hold.
+        open_file: the class of its format.
+        header: its first bytes; None: any.
+    """
+    try:
+        file = open_file(path)
+    except CheckpointError:
+        return False
+    if header is not None and file.header != header:
+        return False
+    if {name: (info.dtype, info.shape) for name, info in file.tensors.items()} != {
+        name: (info.dtype, info.shape) for name, info in tensors.items()
+    }:
+        return False
+    return all(equal_bytes(read(name), file.read(name)) for name in tensors)
+
+
+def equal_bytes(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same bytes, NaN included."""
+    return torch.equal(_as_bytes(one), _as_bytes(other))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, in the order of its shape."""
+    return memoryview(_as_bytes(tensor).numpy().data)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _read_numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Read bytes of a file as a vector of this dtype, in memory of its own."""
     data = bytearray(end - begin)
     view, at = memoryview(data), 0
     with path.open("rb", buffering=0) as file:
@@ -153,92 +358,3 @@ def _numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
                 raise CheckpointError(f"{str(path)!r} ended at byte {begin + at} while it was being read")
             at += count
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
-
-
-def _entry(name: str, field: Any, base: int) -> Entry:
-    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r} has not dtype, shape and data_offsets")
-    name.encode()  # half a surrogate pair is no name
-    dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
-    lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= MOST_DIMS and len(offsets) == 2
-    if dtype not in DTYPES or not lists or not all(type(n) is int and 0 <= n < 2**63 for n in [*shape, *offsets]):
-        raise ValueError(f"{name!r}: dtype {dtype!r}, shape {shape!r}, data_offsets {offsets!r}")
-    bits = math.prod(shape) * DTYPES[dtype]
-    if offsets[1] - offsets[0] != bits // 8 or bits % 8:
-        raise ValueError(f"{name!r}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}")
-    return Entry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
-
-
-class TorchFile:
-    """A file of `torch.save` (.bin, .pth, .pt) that holds tensors by name; none of them is in memory before it is read.
-
-    Raises:
-        CheckpointError: damaged, or anything else than tensors in it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._found = load(path)
-        except Exception as error:  # whatever damaged bytes lead to
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointError(f"{str(path)!r} cannot be read as tensors alone (weights_only): {reason}") from error
-        self.tensors = {name: Entry.of(_name_of(name, t.dtype), t.shape) for name, t in self._found.items()}
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
-        found = self._found[name]
-        return _numbers(self.path, found.begin, found.end, found.dtype).as_strided(found.shape, found.stride)
-
-
-def _name_of(name: str, dtype: torch.dtype) -> str:
-    if dtype not in _NAMES:
-        raise CheckpointError(f"{name!r}: safetensors has no name for {dtype}")
-    return _NAMES[dtype]
-
-
-def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, Entry],
-    read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
-    progress: Callable[[int], None],
-) -> None:
-    """A new file of these tensors, one of them in memory at a time."""
-    at, fields = 0, {}
-    for name, entry in tensors.items():
-        size = math.prod(entry.shape) * DTYPES[entry.dtype] // 8
-        fields[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + size]}
-        at += size
-    header = json.dumps({"__metadata__": dict(metadata)} | fields, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for name in tensors:
-            data = bytes_of(read(name))
-            file.write(data)
-            progress(len(data))
-
-
-def holds(path: Path, tensors: Mapping[str, Entry], read: Callable[[str], Tensor], header: bytes | None = None) -> bool:
-    """Whether a weight file is there and whole, and has these tensors and no others (and this very header)."""
-    try:
-        there = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
-    except CheckpointError:
-        return False
-    if header is not None and isinstance(there, SafetensorsFile) and there.header != header:
-        return False
-    described = {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
-    if {name: (entry.dtype, entry.shape) for name, entry in there.tensors.items()} != described:
-        return False
-    return all(torch.equal(_as_bytes(read(name)), _as_bytes(there.read(name))) for name in tensors)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, in the order of its shape."""
-    return memoryview(_as_bytes(tensor).numpy().data)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

@@ -43,7 +43,7 @@ def convert(
             source_folder,
             new_folder,
             to,
-            source=source_pairing,
+            source_pairing=source_pairing,
             force=force,
             resume=resume,
             verify=verify,
