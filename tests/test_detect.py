@@ -433,5 +433,5 @@ def test_the_report() -> None:
 
 
 def test_folders_that_are_not_there() -> None:
-    with pytest.raises(rope.CheckpointError, match="no such folder"):
+    with pytest.raises(rope.CheckpointError, match="no such model folder"):
         rope.detect_pairing("./nowhere")

@@ -668,7 +668,7 @@ def test_arguments(tmp_path: Path) -> None:
         ),
         (lambda: convert_checkpoint(source, new, "meta", source_pairing="neox"), "got 'neox'"),
         (lambda: convert_checkpoint(tmp_path / "meta", new, "meta"), "in Meta's format already"),
-        (lambda: convert_checkpoint(tmp_path / "none", new, "half"), "no such folder"),
+        (lambda: convert_checkpoint(tmp_path / "none", new, "half"), "no such model folder"),
         (lambda: convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half"), "exists already"),
         (lambda: convert_checkpoint(tmp_path / "meta", tmp_path / "meta" / "new", "half"), "lies inside the source"),
         (lambda: convert_checkpoint(source, source / "new", "meta"), "lies inside the source"),
