@@ -270,7 +270,9 @@ def native_form(config: Config, step: PatchStep, layer_type: str | None) -> Nati
     if parameters is not None and not _accepts(known, parameters["rope_type"]):
         parameters = None
     if parameters is None:
-        plugin = {"rope_type": PLUGIN_PREFIX + method.name, "rope_theta": rotary.theta}
+        # transformers raises KeyError with the rope type alone: the way out must stand in it
+        rope_type = f"{PLUGIN_PREFIX}{method.name}: load with rope_ext_hf.from_pretrained"
+        plugin = {"rope_type": rope_type, "rope_theta": rotary.theta}
         return NativeForm(plugin, extended, length, loads_plainly=False)
     parameters = dict(parameters)
     if parameters["rope_type"] == "longrope":

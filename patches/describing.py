@@ -175,7 +175,7 @@ def _describe_patched(slot: Slot, record: Record) -> Description:
         notes = (*notes, f"{reach}; frequencies stay as they are.")
     route = f"transformers' own {form.rope_type!r}; loads with plain transformers"
     if not form.loads_plainly:
-        route = f"{form.rope_type!r}: plain loading stops there, rope_ext_hf.from_pretrained restores it"
+        route = f"{form.rope_type!r}; plain loading stops with that name"
     elif not form.exact:
         route = f"transformers' own {form.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
     return _description(

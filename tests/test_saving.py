@@ -225,7 +225,7 @@ def test_plain_loading_stops_at_length_dependent_methods(name: str, which: str, 
         return
     method = "dynamic-yarn" if which == "dynamic-yarn" else "dynamic-ntk"
     assert f"rope_ext_hf/{method}" in it.read["error"]
-    assert saved_rope(it.folder)["rope_type"] == f"rope_ext_hf/{method}"
+    assert saved_rope(it.folder)["rope_type"] == f"rope_ext_hf/{method}: load with rope_ext_hf.from_pretrained"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
@@ -297,7 +297,7 @@ def test_a_trainer_saves_it_that_way(tmp_path: Path) -> None:
     trainer.train()
     trainer.save_model(str(tmp_path / "out"))
     for folder in (tmp_path / "out", tmp_path / "checkpoint-1"):
-        assert saved_rope(folder)["rope_type"] == "rope_ext_hf/dynamic-ntk"
+        assert saved_rope(folder)["rope_type"] == "rope_ext_hf/dynamic-ntk: load with rope_ext_hf.from_pretrained"
         restored = rope.from_pretrained(folder)
         assert torch.equal(logits(restored, tokens(LONG)), logits(model.eval(), tokens(LONG)))
 
