@@ -214,6 +214,9 @@ class RopeMethod(ABC):
 
     name: ClassVar[str] = ""
 
+    unlabelled: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that `label` leaves out."""
+
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
@@ -384,6 +387,25 @@ class RopeMethod(ABC):
         """The length in tokens that the method is meant for, where its parameters say; None: it follows the input."""
         factor = getattr(self, "factor", None)
         return round(rotary.context_length * factor) if factor else None
+
+    def label(self) -> str:
+        """The name in tables and plots: the method, its factor, and the parameters that differ from their defaults."""
+        words, numbers, below = [self.name], [], []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, RopeMethod):
+                below.append(f"on {value.label()}")
+            elif isinstance(value, str):
+                words += [value] if value != item.default else []
+            elif item.name == "factor" and value is not None:
+                words.append(f"x{value:g}")
+            elif item.name == self.name:
+                words.append(f"{value:g}")
+            elif item.name not in self.unlabelled and value != item.default and is_number(value):
+                numbers.append(f"{item.name}={value:g}")
+            elif value is True and item.default is not True:
+                numbers.append(item.name)
+        return " ".join([*words, *numbers, *below])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""

@@ -68,6 +68,11 @@ class DynamicNTK(RopeMethod):
     def sticky_length(self) -> bool:
         return self.sticky
 
+    def label(self) -> str:
+        """The growth rule stands in the label even where it is the default."""
+        rest = super().label().removeprefix(self.name).removeprefix(f" {self.growth}")
+        return f"{self.name} {self.growth}{rest}"
+
     @property
     def length_dependent(self) -> bool:
         return True

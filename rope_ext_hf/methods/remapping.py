@@ -83,6 +83,8 @@ class RemappingMethod(RopeMethod):
         frequency: a static frequency method underneath; default: the model's own frequencies.
     """
 
+    unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
+
     max_distance: int | None = None
     temperature: str | None = None
     frequency: RopeMethod | None = None
