@@ -16,7 +16,6 @@ Files are untrusted: nothing in them is executed or unpickled, and what is damag
 
 from __future__ import annotations
 
-import difflib
 import glob
 import gzip
 import importlib
@@ -28,21 +27,27 @@ import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from rope_ext_hf.errors import CorpusError
-from rope_ext_hf.eval.documents import Content, Document, Documents
+from rope_ext_hf.errors import CorpusError, did_you_mean, short
+from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Content, Document, Documents
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
-__all__ = ["SHUFFLE_BUFFER", "load"]
+__all__ = ["MAX_EXPANSION", "SHUFFLE_BUFFER", "load"]
 
 SHUFFLE_BUFFER = 256
 """Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
 
+MAX_EXPANSION = 100
+"""A compressed file may expand to this many times its size (text: 3 to 5 times), and in any case to 64 MiB."""
+
+_FREE_EXPANSION = 64 * 2**20  # bytes
 _PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
 _PROSE = (".txt", ".md", ".rst", ".py")  # what counts as text in a folder; named alone, a file may be called anything
+_TEXT_TYPES = ("string", "large_string", "string_view")
 _OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has no NAME= after its question mark
 _HUB_OPTIONS = ("config", "split", "revision")
 _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -51,6 +56,7 @@ _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
     "min_bytes": int,
     "max_documents": int,
     "seed": int,
+    "max_expansion": int,
 }
 
 
@@ -62,6 +68,7 @@ def load(
     min_bytes: int | None = None,
     max_documents: int | None = None,
     seed: int | None = None,
+    max_expansion: int | None = None,
 ) -> Documents:
     """The documents named by `data`.
 
@@ -70,7 +77,7 @@ def load(
     | `stdlib` | the held-out modules of Python's standard library |
     | `FILE` | a UTF-8 text file, whatever its name: one; also `.gz`, `.zst` |
     | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or per item of the one list; also `.gz`, `.zst` |
-    | `FILE.parquet` | one per row |
+    | `FILE.parquet` | one per row, read by the package `datasets` |
     | `FOLDER` | of all such files under it (text: .txt .md .rst .py), sorted; not hidden ones nor links out of it |
     | `PATTERN` | of the files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a dataset of the Hugging Face Hub, streamed |
@@ -88,6 +95,7 @@ def load(
         min_bytes: leave out documents shorter than this many UTF-8 bytes (token ids, where those are given).
         max_documents: keep at most this many, and read no further; a Hub dataset without it is read to its end.
         seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `SHUFFLE_BUFFER`.
+        max_expansion: how many times its size a compressed file may expand to; default `MAX_EXPANSION`.
 
     Returns:
         Documents with distinct names: the path below the folder, then `:` and the line or row, if it is one of many.
@@ -98,19 +106,23 @@ def load(
     """
     try:
         given = {"column": column, "join": join, "min_bytes": min_bytes, "max_documents": max_documents, "seed": seed}
+        given["max_expansion"] = max_expansion
         source, options = _parse(data, given)
         seed, least, most = options.get("seed"), options.get("min_bytes", 0), options.get("max_documents")
+        expansion = options.get("max_expansion", MAX_EXPANSION)
         if least < 0 or (most is not None and most < 1):
             raise CorpusError(f"min_bytes must be at least 0 and max_documents at least 1, got {least} and {most}")
+        if expansion < 1:
+            raise CorpusError(f"max_expansion must be at least 1, got {expansion}")
         if source.startswith("hf:"):
-            found = _hub(source.removeprefix("hf:"), options, seed)
+            given_documents = _hub(source.removeprefix("hf:"), options, seed)
         else:
-            found = _local(source, options.get("column"), seed)
+            given_documents = _local(source, options.get("column"), seed, expansion)
     except OSError as error:  # a name too long to be one, a folder that may not be entered
-        raise CorpusError(f"{data!r} cannot be read: {_why(error)}") from error
+        raise CorpusError(f"{short(data, 200)!r} cannot be read: {_why(error)}") from error
 
     documents = Documents()
-    for document in found:
+    for document in given_documents:
         if _size(document) < least:
             documents.left_out += 1
             continue
@@ -139,7 +151,7 @@ def _parse(data: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for part in text.split("&") if text else ():
         key, _, value = part.partition("=")
         if key not in known:
-            raise CorpusError(f"{data!r}: unknown option {key!r}.{_nearest(key, known)} Known: {', '.join(known)}")
+            raise CorpusError(f"{data!r}: unknown option {key!r}.{did_you_mean(key, known)} Known: {', '.join(known)}")
         try:
             if not value or key in options:
                 raise ValueError(value)
@@ -151,11 +163,6 @@ def _parse(data: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if value is not None and options.setdefault(key, value) != value:
             raise CorpusError(f"{data!r} says {key}={options[key]!r}, but {key}={value!r} is given")
     return source, options
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _size(document: Document) -> int:
@@ -170,13 +177,15 @@ def _size(document: Document) -> int:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _local(source: str, column: str | None, seed: int | None) -> Iterator[Document]:
+def _local(source: str, column: str | None, seed: int | None, expansion: int) -> Iterator[Document]:
     if source == "stdlib":
         tables, documents = False, iter(stdlib_held_out())
     else:
         root, files = _files(source)
         tables = any(_kind(file) in _TABLES for file in files)
-        documents = (document for file in files for document in _read(file, file.relative_to(root).as_posix(), column))
+        documents = (
+            document for file in files for document in _read(file, file.relative_to(root).as_posix(), column, expansion)
+        )
     if column is not None and not tables:
         raise CorpusError(f"{source!r} is plain text, which has no column {column!r}")
     if seed is None:
@@ -220,13 +229,12 @@ def _kind(file: Path) -> str:
     return Path(inner).suffix.lower()
 
 
-def _read(file: Path, name: str, column: str | None) -> Iterator[Document]:
-    opener = _OPENERS.get(file.suffix.lower(), Path.open)
-    scorer = _TABLES.get(_kind(file), _prose)
+def _read(file: Path, name: str, column: str | None, expansion: int) -> Iterator[Document]:
+    reader = _TABLES.get(_kind(file), _prose)
     last = ""
     try:
-        with opener(file, "rb") as stream:
-            for where, text in scorer(stream, str(file), column):
+        with _open(file, expansion) as stream:
+            for where, text in reader(stream, str(file), column):
                 yield Document.from_content(name + where, text)
                 last = f" after {file}{where}"
     except CorpusError:
@@ -241,7 +249,42 @@ def _why(error: Exception) -> str:
         return f"not UTF-8 text: {error.reason} at byte {error.start}"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.pos + 1}"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return short((str(error).strip() or type(error).__name__).splitlines()[0], 300)
+
+
+@contextmanager
+def _open(file: Path, expansion: int) -> Iterator[BinaryIO]:
+    """The file's bytes, decompressed up to the bound."""
+    opener = _OPENERS.get(file.suffix.lower())
+    if opener is None:
+        with file.open("rb") as plain:
+            yield plain
+        return
+    with opener(file, "rb") as stream:
+        most = max(_FREE_EXPANSION, expansion * file.stat().st_size)
+        yield io.BufferedReader(_Bounded(stream, str(file), most))
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that raises CorpusError where it holds more bytes than allowed."""
+
+    def __init__(self, stream: io.BufferedIOBase, where: str, most: int) -> None:
+        super().__init__()
+        self._stream, self._where, self._most, self._seen = stream, where, most, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read1(len(buffer))
+        self._seen += len(data)
+        if self._seen > self._most:
+            raise CorpusError(
+                f"{self._where!r} expands to more than {self._most:,} bytes; if that is right, decompress it, or raise "
+                "the bound: ?max_expansion=NUMBER times its size"
+            )
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _open_zstd(file: Path, mode: str) -> BinaryIO:
@@ -253,7 +296,9 @@ def _optional(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise CorpusError(f"{purpose} need the package {package}: pip install rope-ext-hf[eval]") from error
+        raise CorpusError(
+            f"{purpose} need the package {package}: install this package with its extra [eval]"
+        ) from error
 
 
 # -- readers: an open file, its path for messages, the column asked for -> (":" and line, or nothing; text) ------------
@@ -287,12 +332,25 @@ def _json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tup
 
 
 def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, Content]]:
-    file = _optional("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
-    columns = {field.name: str(field.type) in {"string", "large_string", "string_view"} for field in file.schema_arrow}
-    chosen = _choose_column(columns, where, column)
-    batches = file.iter_batches(batch_size=_PARQUET_ROWS, columns=[chosen])
-    rows = (row for batch in batches for row in batch.to_pylist())
-    yield from _texts(enumerate(rows, 1), where, chosen)
+    datasets = _optional("datasets", "files in .parquet")
+    with _quiet(datasets):
+        rows = datasets.load_dataset(
+            "parquet", data_files=glob.escape(where), split="train", streaming=True, batch_size=_PARQUET_ROWS
+        )
+        columns = {name: getattr(kind, "dtype", "") in _TEXT_TYPES for name, kind in (rows.features or {}).items()}
+        chosen = _choose_column(columns, where, column)
+        yield from _texts(enumerate(rows.select_columns([chosen]), 1), where, chosen)
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Without the log of `datasets`, whose errors become a CorpusError."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -> Iterator[tuple[str, Content]]:
@@ -308,7 +366,10 @@ def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -
             raise CorpusError(f"{where}:{number}: no column {chosen!r}; its columns: {', '.join(row) or 'none'}")
         text = row[chosen]
         if isinstance(text, list) and text and all(type(item) is int for item in text):
-            text = array("q", text)  # of token ids, a fifth of what a list of them takes
+            if not all(0 <= item < MAX_TOKEN_ID for item in text):
+                wrong = next(item for item in text if not 0 <= item < MAX_TOKEN_ID)
+                raise CorpusError(f"{where}:{number}: {short(str(wrong))} is not a token id")
+            text = array("q", text)  # a fifth of the memory of a list
         if not isinstance(text, (str, array)):
             raise CorpusError(f"{where}:{number}: the column {chosen!r} holds {type(text).__name__}, not text")
         yield f":{number}", text
@@ -319,7 +380,7 @@ def _choose_column(columns: Mapping[str, bool], where: str, asked: str | None) -
     listed = ", ".join(columns) or "none"
     if asked is not None:
         if asked not in columns:
-            raise CorpusError(f"{where}: no column {asked!r}.{_nearest(asked, list(columns))} Its columns: {listed}")
+            raise CorpusError(f"{where}: no column {asked!r}.{did_you_mean(asked, columns)} Its columns: {listed}")
         return asked
     texts = [name for name, is_text in columns.items() if is_text]
     if "text" in columns:
@@ -353,7 +414,7 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         )
     datasets = _optional("datasets", "datasets of the Hub")
     try:
-        found = datasets.load_dataset(
+        rows = datasets.load_dataset(
             name,
             name=options.get("config"),
             split=options.get("split"),
@@ -361,11 +422,11 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
             streaming=True,
             trust_remote_code=False,  # also where an environment variable allows it
         )
-        if isinstance(found, dict):
-            found = found[_choose_split(list(found), name)]
+        if isinstance(rows, dict):
+            rows = rows[_choose_split(list(rows), name)]
         if seed is not None:
-            found = found.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        for where, text in _texts(enumerate(found, 1), f"hf:{name}", options.get("column")):
+            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        for where, text in _texts(enumerate(rows, 1), f"hf:{name}", options.get("column")):
             yield Document.from_content(name + where, text)
     except CorpusError:
         raise

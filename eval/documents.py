@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Content", "Document", "Documents"]
+__all__ = ["MAX_TOKEN_ID", "Content", "Document", "Documents"]
+
+MAX_TOKEN_ID = 2**31 - 1
 
 Content = str | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, measured on its own: a context window never crosses from one document to the next."""
+    """One text, measured on its own: a span never crosses from one document to the next."""
 
     name: str
     text: str
     ids: Sequence[int] | None = None
-    """Token ids, where the text was tokenised before; it is empty then."""
+    """Token ids of a text that was tokenised before; `text` is empty then."""
 
     @classmethod
     def from_content(cls, name: str, content: Content) -> Document:
@@ -25,6 +27,6 @@ class Document:
 
 
 class Documents(list[Document]):
-    """Documents, and how many were left out because they are shorter than `min_bytes`."""
+    """A list of documents; `left_out` counts those that were shorter than `min_bytes`."""
 
     left_out = 0

@@ -1,4 +1,4 @@
-"""How well a model predicts held-out text, by context length.
+"""Perplexity of held-out text, by context length.
 
     from rope_ext_hf.eval import perplexity
     for result in perplexity(model, "stdlib", lengths=[256, 1024]):
@@ -10,23 +10,88 @@ A protocol cuts documents into spans (`protocols.py`, `plan.py`), a scorer reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.plan import EvalPlan, Tokens, prepare
-from rope_ext_hf.eval.protocols import Span
-from rope_ext_hf.eval.results import Cost, DocumentLoss, Result
+from rope_ext_hf.eval.results import Cost, DocumentLoss, Result, Setting
+from rope_ext_hf.eval.runner import Measurement, measure, run_methods
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["aggregate", "perplexity", "score_document", "score_plan"]
+__all__ = ["PerplexityMeasurement", "perplexity"]
+
+
+class PerplexityMeasurement(Measurement):
+    """The losses of a plan's documents."""
+
+    kind = "perplexity"
+
+    def __init__(self, plan: EvalPlan) -> None:
+        self.plan = plan
+
+    @cached_property
+    def items(self) -> Sequence[str]:
+        return [document.name for document, _ in self.plan.documents]
+
+    @property
+    def setting(self) -> Setting:
+        return self.plan.setting
+
+    @property
+    def passes(self) -> Sequence[int]:
+        return self.plan.passes
+
+    @property
+    def scored(self) -> int:
+        return self.plan.scored
+
+    def cells(self, item: int) -> Sequence[Cell]:
+        return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for document, spans in self.plan.documents:
+            digest.update(document.ids.numpy().tobytes())
+            digest.update(repr(spans).encode())
+        return digest.hexdigest()
+
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
+    ) -> Iterator[tuple[Cell, DocumentLoss, Cost]]:
+        """Score one document; lengths that share passes share their cost."""
+        document, spans = self.plan.documents[item]
+        wanted = [span for span in spans if (span.length,) in cells]
+        scorer.take_cost()
+        for context, same_context in groupby(wanted, key=lambda span: span.context):
+            losses: dict[int, DocumentLoss] = {}
+            for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
+                scored = list(same_pass)
+                first = min(span.score_from for span in scored)
+                ids, shift = self.plan.input_ids(document, start, stop)
+                nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
+                for span in scored:
+                    before = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
+                    losses[span.length] = before.plus(
+                        nats[span.score_from - first : span.score_to - first].sum().item(),
+                        span.score_to - span.score_from,
+                        document.bytes_between(span.score_from, span.score_to),
+                    )
+                if progress is not None:
+                    progress(stop - start)
+            cost = scorer.take_cost()
+            yield from (((length,), loss, cost) for length, loss in losses.items())
 
 
 def perplexity(
@@ -42,9 +107,11 @@ def perplexity(
     max_spans: int | None = None,
     chunk: int | None = None,
     offload_cache: bool = False,
+    out: str | Path | None = None,
+    data: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Result]:
-    """Perplexity at several context lengths.
+    """Measure the perplexity of a model at several context lengths.
 
     Args:
         model: a causal language model, patched or not, in any dtype, on any device.
@@ -58,6 +125,9 @@ def perplexity(
         max_spans: at most this many spans per length, taken evenly over the corpus.
         chunk: tokens per pass of the decoder; default: by the free memory, within a fixed budget.
         offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.
+        out: write a run's folder into this folder, as `rope-ext ppl` does, and continue the run where it is there
+            already; default: no files.
+        data: what the text is called in the run's folder; default: `corpus` where it is a string.
         progress: called with the number of tokens read, after each pass.
 
     Returns:
@@ -67,6 +137,7 @@ def perplexity(
     Raises:
         CorpusError: no document as long as the longest length, or token ids the model's vocabulary lacks.
         MethodError: an unknown protocol, or lengths, targets and stride that do not fit.
+        FileError: the run's folder cannot be written, or is damaged.
 
     Length-dependent methods are held at each context length (`fixed_length`). A warning counts the layers whose sliding
     window is shorter than the longest span.
@@ -82,66 +153,17 @@ def perplexity(
         bos=bos,
         max_spans=max_spans,
     )
-    method = patched_method(model)
-    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
-    return aggregate(method.to_dict() if method else None, plan, score_plan(scorer, plan, progress))
-
-
-def score_plan(
-    scorer: TokenScorer, plan: EvalPlan, progress: Callable[[int], None] | None = None
-) -> Iterator[tuple[int, DocumentLoss, Cost]]:
-    """Score every document of a plan.
-
-    Args:
-        scorer: reads the spans.
-        plan: the documents and their spans.
-        progress: called with the number of tokens read, after each pass.
-
-    Yields:
-        (context length, the document's loss at it, what its passes cost), as soon as a document's length is complete.
-    """
-    for document, spans in plan.documents:
-        yield from score_document(scorer, plan, document, spans, progress)
-
-
-def score_document(
-    scorer: TokenScorer,
-    plan: EvalPlan,
-    document: Tokens,
-    spans: Sequence[Span],
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[int, DocumentLoss, Cost]]:
-    """Score some spans of one document; lengths that share passes share their cost."""
-    scorer.take_cost()
-    for context, same_context in groupby(spans, key=lambda span: span.context):
-        losses: dict[int, DocumentLoss] = {}
-        for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
-            scored = list(same_pass)
-            first = min(span.score_from for span in scored)
-            ids, shift = plan.input_ids(document, start, stop)
-            nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
-            for span in scored:
-                before = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
-                losses[span.length] = before.plus(
-                    nats[span.score_from - first : span.score_to - first].sum().item(),
-                    span.score_to - span.score_from,
-                    document.bytes_between(span.score_from, span.score_to),
-                )
-            if progress is not None:
-                progress(stop - start)
-        cost = scorer.take_cost()
-        yield from ((length, loss, cost) for length, loss in losses.items())
-
-
-def aggregate(
-    method: dict[str, Any] | None, plan: EvalPlan, measured: Iterable[tuple[int, DocumentLoss, Cost]]
-) -> list[Result]:
-    """One result per length from what `score_plan` yields."""
-    losses: dict[int, list[DocumentLoss]] = {length: [] for length in plan.lengths}
-    costs = dict.fromkeys(plan.lengths, Cost())
-    for length, loss, cost in measured:
-        losses[length].append(loss)
-        costs[length] = costs[length].plus(cost)
-    return [
-        Result.from_documents(method, plan.setting, length, losses[length], costs[length]) for length in plan.lengths
-    ]
+    measurement = PerplexityMeasurement(plan)
+    if out is None:
+        return measure(model, measurement, chunk=chunk, offload_cache=offload_cache, progress=progress)
+    run = run_methods(
+        model,
+        [patched_method(model)],
+        measurement,
+        data=data or (corpus if isinstance(corpus, str) else "documents"),
+        out=out,
+        chunk=chunk,
+        offload_cache=offload_cache,
+        progress=None if progress is None else lambda _, tokens: progress(tokens),
+    )
+    return list(run.results)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.errors import CorpusError, MethodError, short
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Document
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.protocols import Protocol, ProtocolOptions, Span, check_lengths, resolve_protocol
 from rope_ext_hf.eval.results import Setting
@@ -48,17 +48,25 @@ class Tokens:
 
 
 def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Documents as token ids, no special tokens added."""
+    """Tokenise documents, no special tokens added.
+
+    Raises:
+        CorpusError: a text with half a surrogate pair, which UTF-8 cannot hold, or token ids that are none.
+    """
     return [_tokenize(document, tokenizer) for document in documents]
 
 
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    if document.ids is not None:  # which token has which bytes is not known: each gets its share
+    if document.ids is not None:  # which token has which bytes is unknown: each gets its share
         ids = list(document.ids)
-        total = len(tokenizer.decode(ids).encode("utf-8"))
+        _check_ids(document.name, ids, MAX_TOKEN_ID)
+        total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
         return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
     text = document.text
-    total = len(text.encode("utf-8"))
+    try:
+        total = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{document.name}: not text: {error.reason} at character {error.start}") from error
     encoded = tokenizer(
         text,
         add_special_tokens=False,
@@ -73,6 +81,12 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         bytes_before = range(total + 1) if text.isascii() else [0, *accumulate(len(c.encode("utf-8")) for c in text)]
         ends = list(accumulate((bytes_before[end] for _, end in encoded["offset_mapping"]), max))
     return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), tuple(ends))
+
+
+def _check_ids(name: str, ids: Sequence[int], most: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < most:
+            raise CorpusError(f"{name}: {short(repr(token))} is not a token id; they are whole numbers from 0 on")
 
 
 def _shares(total: int, count: int) -> tuple[int, ...]:
@@ -254,6 +268,10 @@ def prepare(
     if tokenizer is None and (raw or bos is not False):
         tokenizer = own_tokenizer(model, needed=bool(raw))
     documents = [document for document in given if isinstance(document, Tokens)]
+    for document in raw:  # before the tokenizer decodes them
+        if document.ids is not None:
+            _check_ids(document.name, document.ids, MAX_TOKEN_ID)
+            check_vocabulary(model, [Tokens(document.name, torch.tensor(list(document.ids), dtype=torch.int64), ())])
     if raw and tokenizer is not None:
         documents += tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
@@ -265,10 +283,17 @@ def prepare(
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
     """Raise CorpusError where a document holds a token that the model has no embedding for."""
-    largest = max((int(document.ids.max()) for document in documents if len(document.ids)), default=0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    if largest >= vocabulary:
-        raise CorpusError(f"token id {largest} is outside the model's vocabulary of {vocabulary}; wrong tokenizer?")
+    for document in documents:
+        ids = document.ids
+        if ids.is_floating_point() or ids.is_complex() or ids.ndim != 1:
+            raise CorpusError(f"{document.name}: token ids must be whole numbers, (tokens,); got {ids.dtype}")
+        for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
+            if not 0 <= token < vocabulary:
+                raise CorpusError(
+                    f"{document.name}: token id {token} is outside the model's vocabulary of {vocabulary}; "
+                    "wrong tokenizer?"
+                )
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:

@@ -1,18 +1,43 @@
-"""Curves of bits per byte against context length."""
+"""Results as pictures: curves of bits per byte, and heat maps of retrieval.
+
+Names come from files and models and may hold anything: `plot_text` makes them safe to draw.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rope_ext_hf.eval.results import Result
-from rope_ext_hf.eval.tables import by_method
+from rope_ext_hf.errors import printable, short
+from rope_ext_hf.eval.results import Result, Retrieval
+from rope_ext_hf.eval.tables import by_method, by_method_and_depth
 
-__all__ = ["curves", "spread"]
+__all__ = ["curves", "heat_map", "new_figure", "plot_text", "space_out"]
+
+_LOADED = "as loaded"
 
 
-def spread(heights: Sequence[float], gap: float, top: float) -> list[float]:
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, in inches, that is saved without any window system.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: install this package with its extra [eval]") from error
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def plot_text(text: str, most: int = 120) -> str:
+    """A name as matplotlib draws it literally: no mathtext, no control characters, no half surrogate pairs."""
+    return short(printable(text), most).replace("$", r"\$")
+
+
+def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
     """Ascending heights moved as little as needed to be `gap` apart, none above `top`."""
     placed: list[float] = []
     for height in heights:
@@ -27,45 +52,46 @@ def _family(name: str) -> str:
     return name.rpartition(" x")[0] or name
 
 
-def curves(results: Sequence[Result], trained_length: int, path: Path, title: str) -> None:
-    """Loss against context length, one line per method, as a PNG; the factors of one method share a colour.
+def curves(results: Sequence[Result], context_length: int, path: Path, title: str) -> None:
+    """Draw loss against context length, one line per method, as a PNG; the factors of one method share a colour.
+
+    Args:
+        results: at least one.
+        context_length: the length in tokens that the model as loaded is for; a dotted line marks it.
+        path: the file; an existing one is replaced.
+        title: stands above the picture.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.2, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8.2, 4.8)
     axes = figure.subplots()
     lengths = sorted({result.length for result in results})
     markers = "osD^vP*Xhd"
     ends: list[tuple[float, str, str]] = []
     methods = by_method(results)
-    families = list(dict.fromkeys(_family(name) for name in methods if name != "as loaded"))
+    families = list(dict.fromkeys(_family(name) for name in methods if name != _LOADED))
     for name, row in methods.items():
         points = [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
         if not points:
             continue
-        which = families.index(_family(name)) if name != "as loaded" else 0
+        which = families.index(_family(name)) if name != _LOADED else 0
         siblings = [other for other in methods if _family(other) == _family(name)]
         nth = siblings.index(name)
-        colour = "#222222" if name == "as loaded" else f"C{which % 10}"
+        colour = "#222222" if name == _LOADED else f"C{which % 10}"
         axes.plot(
             *zip(*points, strict=True),
             marker=markers[(which + 3 * nth) % len(markers)],
             markersize=5,
-            linewidth=2.4 if name == "as loaded" else 1.6,
-            linestyle="--" if name == "as loaded" else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
+            linewidth=2.4 if name == _LOADED else 1.6,
+            linestyle="--" if name == _LOADED else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
             color=colour,
-            label=name,
         )
         ends.append((points[-1][1], name, colour))
-    axes.axvline(trained_length, color="#888888", linewidth=1, linestyle=":")
+    axes.axvline(context_length, color="#888888", linewidth=1, linestyle=":")
     axes.annotate(
-        "trained length",
-        (trained_length, 1),
+        "context length of the model as loaded",
+        (context_length, 1),
         xycoords=("data", "axes fraction"),
         xytext=(4, -4),
         textcoords="offset points",
@@ -74,19 +100,19 @@ def curves(results: Sequence[Result], trained_length: int, path: Path, title: st
         color="#666666",
     )
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xticks(lengths, [f"{length:,}\n{length / context_length:g}x" for length in lengths])
     axes.minorticks_off()
     axes.set_xlabel("context length (tokens)")
     axes.set_ylabel("bits per byte of held-out text (lower is better)")
-    axes.set_title(title, fontsize=11)
+    axes.set_title(plot_text(title), fontsize=11)
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     low, high = axes.get_ylim()
     ends.sort()
-    heights = spread([value for value, _, _ in ends], (high - low) / 22, high)
+    heights = space_out([value for value, _, _ in ends], (high - low) / 22, high)
     for height, (_, name, colour) in zip(heights, ends, strict=True):
         axes.annotate(
-            name,
+            plot_text(name, 40),
             (1.01, height),
             xycoords=("axes fraction", "data"),
             fontsize=8,
@@ -94,4 +120,53 @@ def curves(results: Sequence[Result], trained_length: int, path: Path, title: st
             va="center",
             annotation_clip=False,
         )
-    figure.savefig(path)
+    figure.savefig(path, format="png")
+
+
+def heat_map(results: Sequence[Retrieval], path: Path, title: str) -> None:
+    """Draw length x depth as a PNG, one panel per method: how often the secret ranks first, exact matches below.
+
+    Args:
+        results: at least one.
+        path: the file; an existing one is replaced.
+        title: stands above the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    one = results[0]
+    panels = by_method_and_depth(results)
+    lengths = sorted({result.length for result in results})
+    depths = sorted({result.depth for result in results})
+    figure = new_figure(1.6 + len(panels) * max(2.0, 0.75 * len(lengths)), 1.9 + 0.5 * len(depths))
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, rows) in zip(grid, panels.items(), strict=True):
+        cells = [[rows.get(depth, {}).get(length) for length in lengths] for depth in depths]
+        values = [[math.nan if cell is None else cell.top1 for cell in row] for row in cells]
+        # from luck upwards, so that luck has no colour
+        image = axes.imshow(values, cmap="YlGn", vmin=one.chance, vmax=1.0, aspect="auto")
+        for y, row in enumerate(cells):
+            for x, cell in enumerate(row):
+                if cell is not None:
+                    ink = "white" if cell.top1 > 0.7 else "#222222" if cell.above_chance else "#777777"
+                    centred = {"ha": "center", "va": "center", "color": ink}
+                    axes.text(x, y - 0.12, f"{cell.top1:.0%}", fontsize=9, **centred)
+                    axes.text(x, y + 0.25, f"{cell.exact_match:.0%} exact", fontsize=6, **centred)
+        axes.set_title(plot_text(name, 40), fontsize=10)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+        axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
+        axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
+        axes.grid(visible=True, which="minor", color="white", linewidth=1.5)
+        axes.tick_params(which="both", length=0)
+        axes.spines[:].set_visible(False)
+    grid[0].set_ylabel("depth of the secret (0%: first)", fontsize=8)
+    note = f"{one.trials} secrets per cell; grey: mean rank no better than luck"
+    figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
+    figure.suptitle(plot_text(title), fontsize=11)
+    bar = figure.colorbar(image, ax=list(grid), pad=0.01)
+    bar.set_label(f"ranked first among {one.distractors + 1} (luck: {one.chance:.0%})", fontsize=8)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    figure.savefig(path, format="png")

@@ -1,24 +1,51 @@
-"""A run as one self-contained HTML page: curves, table, further pictures, provenance; nothing is fetched.
+"""A run's files for people: results.json, results.csv, a picture, and one self-contained HTML page.
 
-from rope_ext_hf.eval.report import write_report
-write_report(read_run("rope-ext-results/reference-1a2b3c4d5e"))
+    write_files(read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e"))
+
+The page fetches nothing. A folder may come from somebody else: files are replaced, never written through a link, and
+linked pictures are not embedded.
 """
 
 from __future__ import annotations
 
 import base64
+import csv
 import html
+import io
 import json
 import math
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rope_ext_hf.eval.plots import curves
-from rope_ext_hf.eval.results import Result
-from rope_ext_hf.eval.sweeps import Run
-from rope_ext_hf.eval.tables import best_of_lengths, by_method, perplexity_text, scored, throughput_text
+from rope_ext_hf.errors import FileError, one_line, printable
+from rope_ext_hf.eval.journal import plain_files, read_plain
+from rope_ext_hf.eval.plots import curves, heat_map
+from rope_ext_hf.eval.results import (
+    Result,
+    Retrieval,
+    finite_or_null,
+    labels,
+    method_key,
+    perplexity_from_loss,
+)
+from rope_ext_hf.eval.run_folder import Run
+from rope_ext_hf.eval.tables import (
+    best_of_lengths,
+    by_method,
+    by_method_and_depth,
+    perplexity_text,
+    retrieval_caption,
+    scored_text,
+    throughput_text,
+)
+from rope_ext_hf.files import atomic_file
 
-__all__ = ["write_report"]
+__all__ = ["Files", "write_files"]
+
+MAX_PICTURE_BYTES = 20_000_000
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -44,7 +71,7 @@ pre {{ overflow-x: auto; font-size: .8rem; }}
 <h1>{title}</h1>
 <p>{summary}</p>
 {figures}
-<h2>Perplexity by context length</h2>
+<h2>{heading}</h2>
 <div class="wide">{table}</div>
 <p><small>{caption}</small></p>
 <h2>Provenance</h2>
@@ -54,66 +81,232 @@ pre {{ overflow-x: auto; font-size: .8rem; }}
 """
 
 
-def write_report(run: Run) -> Path:
-    """Write report.html (and, where matplotlib is there, curves.png) into the run's folder."""
-    title = f"{Path(run.settings['model']).name} on {run.settings['data']}"
-    if run.results:
-        with suppress(ImportError):  # without matplotlib the table tells the same
-            curves(run.results, run.trained_length, run.folder / "curves.png", title)
-    pictures = [*run.folder.glob("curves.png"), *sorted(p for p in run.folder.glob("*.png") if p.name != "curves.png")]
-    versions = ", ".join(f"{name} {number}" for name, number in run.settings["versions"].items())
-    page = _PAGE.format(
-        title=html.escape(title),
-        summary=html.escape(
-            f"{run.settings['parameters']:,} parameters in {run.settings['dtype']}, trained at "
-            f"{run.trained_length:,} tokens. {len(run.settings['documents'])} documents. "
-            f"Read on {run.settings['device']} at {throughput_text(run.results)}. {versions}."
-        ),
-        figures="\n".join(_figure(path) for path in pictures),
-        table=_table(run),
-        caption=html.escape(
-            (f"{scored(run.results[0])}. " if run.results else "Nothing is finished yet. ")
-            + "Below each perplexity: bits per byte, and the 95% interval of the perplexity over documents. Loss "
-            "increase: loss at the trained length minus that of the model as loaded, in nats per token, with its "
-            "interval paired by document."
-        ),
-        provenance=html.escape(json.dumps(run.settings, indent=1)),
-    )
-    path = run.folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+@dataclass(frozen=True)
+class Files:
+    """What `write_files` wrote: JSON, CSV, the HTML page, and the picture (None: there is none)."""
+
+    json: Path
+    csv: Path
+    page: Path
+    picture: Path | None
+
+
+def write_files(run: Run[Any]) -> Files:
+    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all.
+
+    A picture that cannot be drawn costs the picture only: a warning says why.
+
+    Raises:
+        FileError: anything the disk refuses.
+    """
+    view = _VIEWS[run.kind]
+    content = {"provenance": run.settings, "results": [finite_or_null(result.to_dict()) for result in run.results]}
+    results = _write(run.folder / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    rows = io.StringIO(newline="")
+    csv.writer(rows).writerows([view.columns, *view.rows(run)])
+    table = _write(run.folder / "results.csv", rows.getvalue())
+    picture = _draw(run, view)
+    page = _write(run.folder / "report.html", _page(run, view, picture))
+    return Files(results, table, page, picture)
+
+
+def _write(path: Path, text: str) -> Path:
+    with atomic_file(path) as part:
+        part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
     return path
 
 
+def _title(run: Run[Any]) -> str:
+    return printable(f"{Path(run.settings['model']).name or 'model'} on {run.settings['data']}")
+
+
+def _draw(run: Run[Any], view: _View) -> Path | None:
+    """The picture's path; None where there is nothing to draw, or no way to."""
+    path = run.folder / view.picture
+    if not run.results:
+        return None
+    try:
+        with warnings.catch_warnings(), atomic_file(path) as part:
+            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+            view.draw(run, part)
+    except ImportError:
+        return None
+    except FileError:
+        raise
+    except Exception as error:  # matplotlib raises anything on what it cannot draw
+        warnings.warn(f"the picture {view.picture} could not be drawn: {one_line(error)}", stacklevel=3)
+        return None
+    return path
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _page(run: Run[Any], view: _View, picture: Path | None) -> str:
+    settings = run.settings
+    others = [path for path in plain_files(run.folder, "*.png") if path.name != view.picture]
+    versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
+    summary = (
+        f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.context_length:,} tokens as loaded. "
+        f"{len(settings['items'])} {view.items}. Read on {settings['device']}{view.speed(run)}. {versions}."
+    )
+    return _PAGE.format(
+        title=html.escape(_title(run)),
+        summary=html.escape(printable(summary)),
+        figures="\n".join(filter(None, map(_figure, [*([picture] if picture else []), *others]))),
+        heading=view.heading,
+        table=view.table(run),
+        caption=html.escape(view.caption(run) if run.results else "Nothing is finished yet."),
+        provenance=html.escape(json.dumps(settings, indent=1)),
+    )
+
+
 def _figure(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></p>'
+    """An image element that holds the picture; empty where the file is not a PNG of a usual size."""
+    try:
+        data = read_plain(path, MAX_PICTURE_BYTES)
+    except FileError:
+        return ""
+    if not data.startswith(b"\x89PNG\r\n"):
+        return ""
+    text = html.escape(printable(path.stem))
+    return f'<p><img alt="{text}" src="data:image/png;base64,{base64.b64encode(data).decode("ascii")}"></p>'
 
 
-def _table(run: Run) -> str:
+def _lengths_head(run: Run[Any]) -> tuple[list[int], str]:
     lengths = sorted({result.length for result in run.results})
+    return lengths, "".join(f"<th>{n:,}<br><small>{n / run.context_length:g}x</small></th>" for n in lengths)
+
+
+# --- perplexity -------------------------------------------------------------------------------------------------------
+
+
+def _perplexity_rows(run: Run[Result]) -> Iterable[list[Any]]:
+    names = labels(result.method for result in run.results)
+    for r in run.results:
+        increase = run.loss_increase(r.method)
+        yield [
+            *(names[method_key(r.method)], r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token),
+            *(r.bits_per_byte, r.tokens, r.spans, len(r.documents), increase[0] if increase else ""),
+            *(r.tokens_per_second, r.gpu_bytes, json.dumps(r.method)),
+        ]
+
+
+def _perplexity_html(run: Run[Result]) -> str:
+    lengths, head = _lengths_head(run)
     best = best_of_lengths(run.results)
-    head = "".join(f"<th>{n:,}<br><small>{n / run.trained_length:g}x</small></th>" for n in lengths)
     rows = []
     for name, row in by_method(run.results).items():
-        found = {result.length: result for result in row}
-        cells = "".join(_cell(found.get(n), best[n]) for n in lengths)
+        at = {result.length: result for result in row}
+        cells = "".join(_perplexity_cell(at.get(n), best[n]) for n in lengths)
         increase = run.loss_increase(row[0].method)
-        shown = (
-            "" if increase is None else f"{increase[0]:+.3f}<br><small>{increase[1]:+.3f} to {increase[2]:+.3f}</small>"
-        )
+        shown = ""
+        if increase is not None:
+            shown = f"{increase[0]:+.3f}<br><small>{increase[1]:+.3f} to {increase[2]:+.3f}</small>"
         rows.append(f"<tr><td>{html.escape(name)}</td>{cells}<td>{shown}</td></tr>")
-    head += f"<th>loss increase at<br>{run.trained_length:,}</th>"
+    head += f"<th>loss increase<br>at {run.context_length:,}</th>"
     return f"<table><tr><th>method</th>{head}</tr>{''.join(rows)}</table>"
 
 
-def _cell(result: Result | None, best: float) -> str:
+def _perplexity_cell(result: Result | None, best: float) -> str:
     if result is None:
         return "<td></td>"
     if not math.isfinite(result.loss):
-        return f'<td class="bad">not finite<br><small>{html.escape(", ".join(result.nonfinite))}</small></td>'
+        names = ", ".join(result.nonfinite)
+        return f'<td class="bad">not finite<br><small>{html.escape(printable(names))}</small></td>'
     mark = ' class="best"' if result.loss == best else ""
-    interval = f"{perplexity_text(math.exp(result.low))} to {perplexity_text(math.exp(result.high))}"
+    low, high = (perplexity_text(perplexity_from_loss(bound)) for bound in (result.low, result.high))
     return (
         f"<td{mark}>{perplexity_text(result.perplexity)}"
-        f"<br><small>{result.bits_per_byte:.3f} b/B<br>{interval}</small></td>"
+        f"<br><small>{result.bits_per_byte:.3f} b/B<br>{low} to {high}</small></td>"
     )
+
+
+# --- retrieval --------------------------------------------------------------------------------------------------------
+
+
+def _retrieval_rows(run: Run[Retrieval]) -> Iterable[list[Any]]:
+    names = labels(result.method for result in run.results)
+    for r in run.results:
+        yield [
+            *(names[method_key(r.method)], r.length, r.depth, r.top1, r.rank, r.exact_match, r.trials),
+            *(r.distractors, r.chance, r.chance_rank, json.dumps(r.method)),
+        ]
+
+
+def _retrieval_html(run: Run[Retrieval]) -> str:
+    lengths, head = _lengths_head(run)
+    rows = [
+        f"<tr><td>{html.escape(name)}</td><td>{depth:.0%}</td>"
+        + "".join(_retrieval_cell(row.get(length)) for length in lengths)
+        + "</tr>"
+        for name, depths in by_method_and_depth(run.results).items()
+        for depth, row in depths.items()
+    ]
+    return f"<table><tr><th>method</th><th>depth</th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _retrieval_cell(result: Retrieval | None) -> str:
+    if result is None:
+        return "<td></td>"
+    mark = ' class="best"' if result.above_chance else ""
+    small = f"rank {result.rank:.1f}<br>{result.exact_match:.0%} exact"
+    return f"<td{mark}>{result.top1:.0%}<br><small>{small}</small></td>"
+
+
+# --- kinds of runs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """How one kind of run is shown."""
+
+    heading: str
+    items: str
+    columns: Sequence[str]
+    rows: Callable[[Run[Any]], Iterable[list[Any]]]
+    picture: str
+    draw: Callable[[Run[Any], Path], None]
+    table: Callable[[Run[Any]], str]
+    caption: Callable[[Run[Any]], str]
+    speed: Callable[[Run[Any]], str]
+
+
+_VIEWS = {
+    "perplexity": _View(
+        heading="Perplexity by context length",
+        items="documents",
+        columns=(
+            *("method", "length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token"),
+            *("bits_per_byte", "tokens", "spans", "documents", "loss_increase_at_context_length_nats"),
+            *("tokens_per_second", "gpu_bytes", "parameters"),
+        ),
+        rows=_perplexity_rows,
+        picture="perplexity.png",
+        draw=lambda run, path: curves(run.results, run.context_length, path, _title(run)),
+        table=_perplexity_html,
+        caption=lambda run: (
+            f"{scored_text(run.results[0])}. Below each perplexity: bits per byte, and the 95% interval of the "
+            "perplexity over documents. Loss increase: the loss at the context length of the model as loaded, minus "
+            "that of the model as loaded, in nats per token, with its interval paired by document."
+        ),
+        speed=lambda run: f" at {throughput_text(run.results)}",
+    ),
+    "passkey": _View(
+        heading="Retrieval by depth and context length",
+        items="secrets",
+        columns=(
+            *("method", "length", "depth", "top1", "rank", "exact_match", "trials", "distractors", "chance"),
+            *("chance_rank", "parameters"),
+        ),
+        rows=_retrieval_rows,
+        picture="passkey.png",
+        draw=lambda run, path: heat_map(run.results, path, _title(run)),
+        table=_retrieval_html,
+        caption=lambda run: (
+            f"Secret ranked first; below: mean rank, exact match. {retrieval_caption(run.results[0])}. Green: mean "
+            "rank better than luck by 3 standard errors."
+        ),
+        speed=lambda run: "",
+    ),
+}

@@ -5,25 +5,41 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+
+from rope_ext_hf.errors import MethodError, printable, short
+from rope_ext_hf.methods.registry import method_from_dict
 
 __all__ = [
     "Cost",
     "DocumentLoss",
     "Result",
+    "Retrieval",
+    "RetrievalSetting",
     "Setting",
+    "TrialScore",
     "bootstrap",
     "difference",
+    "finite_or_null",
     "label",
+    "labels",
+    "method_key",
+    "perplexity_from_loss",
     "provenance",
-    "write_json",
 ]
+
+
+DRAWN_AT_ONCE = 2**20
+"""Indices that the bootstrap holds in memory at a time."""
+
+LARGEST_LOSS = 709.0
+"""Nats per token; a float holds exp of this and of little more."""
 
 
 class Cost(NamedTuple):
@@ -32,6 +48,20 @@ class Cost(NamedTuple):
     tokens: int = 0
     seconds: float = 0.0
     peak: int = 0
+
+    @classmethod
+    def from_record(cls, value: Any) -> Cost:
+        """Read what a journal holds.
+
+        Raises:
+            ValueError: anything but [tokens, seconds, bytes], none of them negative.
+        """
+        match value:
+            case [int(tokens), int() | float() as seconds, int(peak)] if (
+                0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
+            ):
+                return cls(tokens, float(seconds), peak)
+        raise ValueError(f"expected a cost [tokens, seconds, bytes], got {short(repr(value))}")
 
     def plus(self, other: Cost) -> Cost:
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
@@ -46,8 +76,31 @@ class DocumentLoss(NamedTuple):
     bytes: int
     spans: int
 
+    def to_record(self) -> list[float]:
+        """As a journal holds it: everything but the name."""
+        return list(self[1:])
+
+    @classmethod
+    def from_record(cls, name: str, value: Any) -> DocumentLoss:
+        """Read what a journal holds of the document of this name.
+
+        Raises:
+            ValueError: anything but [nats, tokens, bytes, spans] with at least one token.
+        """
+        match value:
+            case [int() | float() as nats, int(tokens), int(size), int(spans)] if (
+                1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
+            ):
+                return cls(name, float(nats), tokens, size, spans)
+        raise ValueError(f"expected a loss [nats, tokens, bytes, spans], got {short(repr(value))}")
+
     def plus(self, nats: float, tokens: int, size: int) -> DocumentLoss:
         return DocumentLoss(self.name, self.nats + nats, self.tokens + tokens, self.bytes + size, self.spans + 1)
+
+
+def perplexity_from_loss(nats: float) -> float:
+    """exp(nats); infinite where a float cannot hold it."""
+    return math.inf if nats > LARGEST_LOSS else math.exp(nats)
 
 
 def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
@@ -58,9 +111,13 @@ def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 
 
 
 def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int, seed: int) -> tuple[float, float]:
-    sums = torch.tensor([nats, tokens], dtype=torch.float64)
-    chosen = torch.randint(len(nats), (draws, len(nats)), generator=torch.Generator().manual_seed(seed))
-    drawn = sums[:, chosen].sum(dim=-1)
+    sums = torch.tensor([nats, tokens], dtype=torch.float64)  # (2, documents)
+    generator, rows = torch.Generator().manual_seed(seed), max(1, DRAWN_AT_ONCE // len(nats))
+    parts = []
+    for start in range(0, draws, rows):  # the generator's numbers do not depend on the size of the parts
+        chosen = torch.randint(len(nats), (min(rows, draws - start), len(nats)), generator=generator)
+        parts.append(sums[:, chosen].sum(dim=-1))
+    drawn = torch.cat(parts, dim=-1)  # (2, draws)
     low, high = torch.quantile(drawn[0] / drawn[1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
@@ -144,7 +201,7 @@ class Result:
             loss=loss,
             low=low,
             high=high,
-            perplexity=math.inf if loss >= 700 else math.exp(loss),
+            perplexity=perplexity_from_loss(loss),
             bits_per_token=loss / math.log(2),
             bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
             tokens=tokens,
@@ -160,21 +217,133 @@ class Result:
         return asdict(self) | {"documents": [document._asdict() for document in self.documents]}
 
 
+@dataclass(frozen=True)
+class RetrievalSetting:
+    """How prompts were made: the task's name, distractors per prompt, and the seed of the secrets."""
+
+    task: str
+    distractors: int
+    seed: int
+
+
+class TrialScore(NamedTuple):
+    """One prompt's share of a result: whether greedy decoding answers right, and the rank of the right answer."""
+
+    exact: bool
+    rank: float
+
+    def to_record(self) -> list[float]:
+        """As a journal holds it."""
+        return list(self)
+
+    @classmethod
+    def from_record(cls, value: Any) -> TrialScore:
+        """Read what a journal holds.
+
+        Raises:
+            ValueError: anything but [true or false, a rank of at least 1].
+        """
+        match value:
+            case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
+                return cls(exact, float(rank))
+        raise ValueError(f"expected [exact, rank], got {short(repr(value))}")
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """How well a secret at one depth of one context length is found.
+
+    Attributes:
+        method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
+        length: of prompt and answer together, in tokens.
+        depth: share of the haystack that stands before the secret.
+        trials: prompts, each with its own secret.
+        distractors: other numbers that the right one is ranked among.
+        exact_match: share of trials in which greedy decoding gives the right number.
+        rank: mean rank of the right number by likelihood, 1 is best; among equals, the middle.
+        top1: share of trials in which it ranks first.
+        chance: the value of `top1` by luck.
+    """
+
+    method: dict[str, Any] | None
+    task: str
+    length: int
+    depth: float
+    trials: int
+    distractors: int
+    exact_match: float
+    rank: float
+    top1: float
+    chance: float
+
+    @classmethod
+    def from_trials(
+        cls,
+        method: dict[str, Any] | None,
+        setting: RetrievalSetting,
+        length: int,
+        depth: float,
+        scores: Sequence[TrialScore],
+    ) -> Retrieval:
+        """The result of one length and depth."""
+        return cls(
+            method=method,
+            task=setting.task,
+            length=length,
+            depth=depth,
+            trials=len(scores),
+            distractors=setting.distractors,
+            exact_match=fmean(score.exact for score in scores),
+            rank=fmean(score.rank for score in scores),
+            top1=fmean(score.rank == 1 for score in scores),
+            chance=1 / (setting.distractors + 1),
+        )
+
+    @property
+    def chance_rank(self) -> float:
+        """The value of `rank` by luck."""
+        return 1 + self.distractors / 2
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the rank is better than luck by 3 standard errors of a mean of uniform ranks."""
+        error = math.sqrt(((self.distractors + 1) ** 2 - 1) / 12 / self.trials)
+        return self.rank < self.chance_rank - 3 * error
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
+
+
+def method_key(method: Mapping[str, Any] | None) -> str:
+    """A method as a key of dicts and of a journal: its JSON."""
+    return json.dumps(method)
+
+
 def label(method: dict[str, Any] | None) -> str:
-    """The method as a person would say it: "yarn x8", "dynamic-ntk paper", "as loaded"."""
+    """The method in tables and plots: "yarn x8", "dynamic-ntk paper", "as loaded".
+
+    A method that this installation does not have, such as a plug-in of the run's author, is shown by its name.
+    """
     if method is None:
         return "as loaded"
-    parts = [str(method["method"])]
-    if "growth" in method:
-        parts.append(str(method["growth"]))
-    if "theta" in method:
-        parts.append(f"{method['theta']:g}")
-    if "factor" in method:
-        parts.append(f"x{method['factor']:g}")
-    parts += [f"{key}={method[key]:g}" for key in ("chunk", "window", "group", "k") if key in method]
-    if "frequency" in method:
-        parts.append(f"on {label(method['frequency'])}")
-    return " ".join(parts)
+    try:
+        return printable(method_from_dict(method).label())
+    except (MethodError, TypeError, ValueError):
+        return short(printable(str(method["method"])))
+
+
+def labels(methods: Iterable[dict[str, Any] | None]) -> dict[str, str]:
+    """A label for each method, by its key, in the order given; equal labels get the parameters that tell them apart."""
+    given = {method_key(method): method for method in methods}
+    names = {key: label(method) for key, method in given.items()}
+    for name in {name for name in names.values() if list(names.values()).count(name) > 1}:
+        same = [key for key, other in names.items() if other == name]
+        parameters = {key: dict(given[key] or {}) for key in same}
+        for key in same:
+            told = [f"{k}={v}" for k, v in parameters[key].items() if any(p.get(k) != v for p in parameters.values())]
+            names[key] = f"{name} ({short(printable(', '.join(told)))})"
+    return names
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
@@ -192,16 +361,10 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, source: dict[str, Any], results: Sequence[Result]) -> None:
-    """Provenance and results in one file; a non-finite number is written as null, which every JSON scorer takes."""
-
-    content = {"provenance": source, "results": [_finite(result.to_dict()) for result in results]}
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
+def finite_or_null(value: Any) -> Any:
+    """A copy for JSON in which a number that is not finite is None, which every JSON reader takes."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: finite_or_null(inner) for key, inner in value.items()}
+    return [finite_or_null(inner) for inner in value] if isinstance(value, (list, tuple)) else value

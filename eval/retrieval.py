@@ -1,8 +1,8 @@
-"""Whether a model finds what it has read: a secret in a haystack, at every depth of every context length.
+"""Retrieval of a secret from a long text, at every depth of every context length.
 
     from rope_ext_hf.eval.retrieval import passkey
-    for found in passkey(model, lengths=[1024, 4096], task="needle"):
-        print(found.length, found.depth, found.exact_match, found.top1)
+    for result in passkey(model, lengths=[1024, 4096], task="needle"):
+        print(result.length, result.depth, result.exact_match, result.top1)
 
 A prompt states a five-digit number somewhere in a long text and asks for it at the end. Two things are measured:
 whether greedy decoding would answer with that number, and how likely the model finds it among other numbers. The
@@ -11,35 +11,43 @@ second gives a signal from models too small to answer. The wording is data (`TAS
 
 from __future__ import annotations
 
-import difflib
+import hashlib
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, printable
+from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import sliding_window_warning
-from rope_ext_hf.eval.results import label
+from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
+from rope_ext_hf.eval.runner import Measurement, measure, run_methods
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["SECRETS", "TASKS", "Retrieval", "Task", "Trial", "heat_map", "make_trials", "passkey", "table"]
+__all__ = [
+    "SECRETS",
+    "TASKS",
+    "RetrievalMeasurement",
+    "Task",
+    "Trial",
+    "haystack_name",
+    "make_trials",
+    "passkey",
+    "plan_passkey",
+]
 
 SECRETS = range(10_000, 100_000)
 
@@ -82,49 +90,6 @@ TASKS: dict[str, Task] = {
         answer="{secret}",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """How well a secret at one depth of one context length is found.
-
-    Attributes:
-        method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
-        length: of prompt and answer together, in tokens.
-        depth: share of the haystack that stands before the secret.
-        trials: prompts, each with its own secret.
-        distractors: other numbers that the right one is ranked among.
-        exact_match: share of trials in which greedy decoding gives the right number.
-        rank: mean rank of the right number by likelihood, 1 is best; among equals, the middle.
-        top1: share of trials in which it ranks first.
-        chance: what `top1` is by luck.
-    """
-
-    method: dict[str, Any] | None
-    task: str
-    length: int
-    depth: float
-    trials: int
-    distractors: int
-    exact_match: float
-    rank: float
-    top1: float
-    chance: float
-
-    @property
-    def chance_rank(self) -> float:
-        """What `rank` is by luck."""
-        return 1 + self.distractors / 2
-
-    @property
-    def found(self) -> bool:
-        """Whether the rank is better than luck by 3 standard errors of a mean of uniform ranks."""
-        error = math.sqrt(((self.distractors + 1) ** 2 - 1) / 12 / self.trials)
-        return self.rank < self.chance_rank - 3 * error
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"chance_rank": self.chance_rank, "found": self.found}
 
 
 @dataclass(frozen=True)
@@ -199,6 +164,105 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+class RetrievalMeasurement(Measurement):
+    """The ranks of secrets, at every depth of every context length; an item is one trial."""
+
+    kind = "passkey"
+
+    def __init__(
+        self,
+        setting: RetrievalSetting,
+        trials: Sequence[Trial],
+        haystack: Tensor,
+        lengths: Sequence[int],
+        depths: Sequence[float],
+    ) -> None:
+        self._setting, self.trials, self.haystack = setting, trials, haystack
+        self._cells = [(length, float(depth)) for length in sorted(set(lengths)) for depth in sorted(set(depths))]
+
+    @property
+    def items(self) -> Sequence[str]:
+        return [f"trial {index}" for index in range(len(self.trials))]
+
+    @property
+    def setting(self) -> RetrievalSetting:
+        return self._setting
+
+    @property
+    def passes(self) -> Sequence[int]:
+        return [int(cell[0]) for _ in self.trials for cell in self._cells]
+
+    @property
+    def scored(self) -> int:
+        return sum(trial.answers.numel() for trial in self.trials) * len(self._cells)
+
+    def cells(self, item: int) -> Sequence[Cell]:
+        return self._cells
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.haystack.numpy().tobytes())
+        for trial in self.trials:
+            for ids in (trial.head, trial.needle, trial.question, trial.answers):
+                digest.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
+            digest.update(f"{trial.start}".encode())
+        return digest.hexdigest()
+
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
+    ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
+        """Read one trial's prompt at every length and depth asked for."""
+        trial = self.trials[item]
+        scorer.take_cost()
+        for cell in cells:
+            length, depth = int(cell[0]), cell[1]
+            prompt = trial.prompt(self.haystack, length, depth)
+            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length)
+            exact = torch.equal(likeliest[0], trial.answers[0])
+            if progress is not None:
+                progress(length)
+            yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
+
+
+def plan_passkey(
+    model: PreTrainedModel,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    trials: int = 10,
+    seed: int = 0,
+    haystack: str | Iterable[Document] | None = None,
+    task: str = "passkey",
+    distractors: int = 19,
+) -> RetrievalMeasurement:
+    """Make the prompts and check them; the arguments are those of `passkey`.
+
+    The model may be on the meta device: no weights are read.
+    """
+    wording = _known(task)
+    _check_whole("lengths", lengths, 1)
+    for name, value in (("trials", trials), ("distractors", distractors)):
+        _check_whole(name, [value], 1)
+    _check_whole("seed", [seed], None)
+    if not depths or not all(isinstance(depth, (int, float)) and 0 <= depth <= 1 for depth in depths):
+        raise MethodError(f"depths must be one or more numbers from 0 to 1, got {list(depths)!r}")
+    if tokenizer is None:
+        tokenizer = own_tokenizer(model, needed=True)
+        assert tokenizer is not None
+    if haystack is not None:
+        wording = replace(wording, filler=None)
+    made = make_trials(wording, tokenizer, trials=trials, distractors=distractors, seed=seed)
+    least = max(trial.wording for trial in made)
+    if min(lengths) < least:
+        raise MethodError(f"length {min(lengths)} is too short for task {task!r}: its wording alone has {least} tokens")
+    hay = _haystack(wording, haystack, tokenizer)
+    every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
+    check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
+    if (warning := sliding_window_warning(model, max(lengths))) is not None:
+        warnings.warn(warning, stacklevel=3)
+    return RetrievalMeasurement(RetrievalSetting(task, distractors, seed), made, hay, lengths, depths)
+
+
 def passkey(
     model: PreTrainedModel,
     *,
@@ -212,6 +276,7 @@ def passkey(
     distractors: int = 19,
     chunk: int | None = None,
     offload_cache: bool = False,
+    out: str | Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Retrieval]:
     """Hide a number at several depths of several context lengths, and ask for it.
@@ -226,7 +291,7 @@ def passkey(
         haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents; default: the task's own.
         task: a name of `TASKS`: "passkey" (instructions, repeated filler), "needle" (a sentence in other text), "code".
         distractors: random numbers, of as many tokens, that the right one is ranked among.
-        chunk, offload_cache: as `perplexity` takes them.
+        chunk, offload_cache, out: as `perplexity` takes them.
         progress: called with the number of tokens read, after each prompt.
 
     Returns:
@@ -235,64 +300,54 @@ def passkey(
     Raises:
         CorpusError: no haystack, or token ids the model's vocabulary lacks.
         MethodError: an unknown task, a length too short for the wording, or impossible numbers.
+        FileError: the run's folder cannot be written, or is damaged.
 
     Every prompt is read once, in fixed memory; its `distractors + 1` answers of a few tokens each start from its cache.
     Nothing is generated: greedy decoding gives the right answer exactly if each of its tokens is the likeliest after
     those before. Length-dependent methods are held at each context length (`fixed_length`). A chat template is not
     applied. Losses that are not finite count as the worst.
     """
-    wording = _known(task)
-    if not lengths or not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise MethodError(f"give lengths, and depths from 0 to 1; got {list(lengths)} and {list(depths)}")
-    if trials < 1 or distractors < 1:
-        raise MethodError(f"trials and distractors must be at least 1, got {trials} and {distractors}")
-    if tokenizer is None:
-        tokenizer = own_tokenizer(model, needed=True)
-        assert tokenizer is not None
-    if haystack is not None:
-        wording = replace(wording, filler=None)
-    made = make_trials(wording, tokenizer, trials=trials, distractors=distractors, seed=seed)
-    least = max(trial.wording for trial in made)
-    if min(lengths) < least:
-        raise MethodError(f"length {min(lengths)} is too short for task {task!r}: its wording alone has {least} tokens")
-    hay = _haystack(wording, haystack, tokenizer)
-    every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
-    check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
+    measurement = plan_passkey(
+        model,
+        lengths=lengths,
+        depths=depths,
+        tokenizer=tokenizer,
+        trials=trials,
+        seed=seed,
+        haystack=haystack,
+        task=task,
+        distractors=distractors,
+    )
+    if out is None:
+        return measure(model, measurement, chunk=chunk, offload_cache=offload_cache, progress=progress)
+    run = run_methods(
+        model,
+        [patched_method(model)],
+        measurement,
+        data=haystack_name(task, haystack),
+        out=out,
+        chunk=chunk,
+        offload_cache=offload_cache,
+        progress=None if progress is None else lambda _, tokens: progress(tokens),
+    )
+    return list(run.results)
 
-    if (narrow := sliding_window_warning(model, max(lengths))) is not None:
-        warnings.warn(narrow, stacklevel=2)
-    scorer, method = TokenScorer(model, chunk=chunk, offload_cache=offload_cache), patched_method(model)
-    found: list[Retrieval] = []
-    for length in sorted(set(lengths)):
-        for depth in sorted(set(depths)):
-            scores: list[tuple[bool, float]] = []
-            for trial in made:
-                losses, likeliest = scorer.candidates(trial.prompt(hay, length, depth), trial.answers, length=length)
-                scores.append((torch.equal(likeliest[0], trial.answers[0]), _rank(losses.double().sum(-1))))
-                if progress is not None:
-                    progress(length)
-            found.append(
-                Retrieval(
-                    method=method.to_dict() if method else None,
-                    task=task,
-                    length=length,
-                    depth=float(depth),
-                    trials=trials,
-                    distractors=distractors,
-                    exact_match=fmean(exact for exact, _ in scores),
-                    rank=fmean(rank for _, rank in scores),
-                    top1=fmean(rank == 1 for _, rank in scores),
-                    chance=1 / (distractors + 1),
-                )
-            )
-    return found
+
+def haystack_name(task: str, haystack: str | Iterable[Document] | None) -> str:
+    """What a run's folder calls the text: the task, and the haystack where one was given."""
+    given = "" if haystack is None else f" in {haystack if isinstance(haystack, str) else 'documents'}"
+    return f"task {task}{given}"
+
+
+def _check_whole(name: str, values: Sequence[int], least: int | None) -> None:
+    if not values or not all(type(value) is int and (least is None or value >= least) for value in values):
+        allowed = "whole numbers" if least is None else f"whole numbers of at least {least}"
+        raise MethodError(f"{name} must be {allowed}, got {', '.join(map(repr, values)) or 'none'}")
 
 
 def _known(task: str) -> Task:
     if task not in TASKS:
-        near = difflib.get_close_matches(task, TASKS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise MethodError(f"unknown task {task!r}.{hint} Known tasks: {', '.join(TASKS)}")
+        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, TASKS)} Known tasks: {', '.join(TASKS)}")
     return TASKS[task]
 
 
@@ -308,98 +363,7 @@ def _haystack(task: Task, haystack: str | Iterable[Document] | None, tokenizer: 
 
 
 def _rank(losses: Tensor) -> float:
-    """The rank of the first of some losses, lowest best; among equals the middle one, so that a tie is no success."""
+    """The rank of the first of some losses, lowest best; ties count as half a rank."""
     losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
     others = losses[1:]
     return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
-
-
-def table(results: Sequence[Retrieval], trained_length: int) -> Table:
-    """One row per method and depth, one column per length: ranked first, mean rank and exact match."""
-    one = results[0]
-    lengths = sorted({result.length for result in results})
-    view = Table(
-        title=f"Retrieval, task {one.task}: secret ranked first, mean rank, exact match",
-        caption=f"{one.trials} secrets per cell, each among {one.distractors} distractors; by luck {one.chance:.0%} "
-        f"rank first and the mean rank is {one.chance_rank:g}; green: better than luck by 3 standard errors",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    view.add_column("method", overflow="fold")
-    view.add_column("depth", justify="right")
-    for length in lengths:
-        view.add_column(f"{length:,}\n{length / trained_length:g}x", justify="right", overflow="fold")
-    for name, depths in _by_method(results).items():
-        for index, (depth, row) in enumerate(depths.items()):
-            cells = [_cell(row.get(length)) for length in lengths]
-            last = index == len(depths) - 1
-            view.add_row("" if index else escape(printable(name)), f"{depth:.0%}", *cells, end_section=last)
-    return view
-
-
-def _cell(result: Retrieval | None) -> str:
-    if result is None:
-        return ""
-    text = f"{result.top1:.0%} {result.rank:4.1f} {result.exact_match:4.0%}"
-    return f"[green]{text}[/green]" if result.found else text
-
-
-def _by_method(results: Sequence[Retrieval]) -> dict[str, dict[float, dict[int, Retrieval]]]:
-    """Results by label, depth and length; methods in the order they came."""
-    panels: dict[str, dict[float, dict[int, Retrieval]]] = {}
-    for result in sorted(results, key=lambda result: (result.depth, result.length)):
-        panels.setdefault(label(result.method), {}).setdefault(result.depth, {})[result.length] = result
-    return {name: panels[name] for name in dict.fromkeys(label(result.method) for result in results)}
-
-
-def heat_map(results: Sequence[Retrieval], path: Path, title: str) -> None:
-    """Length x depth as a PNG, one panel per method: how often the secret ranks first, and exact matches below.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    one = results[0]
-    panels = _by_method(results)
-    lengths = sorted({result.length for result in results})
-    depths = sorted({result.depth for result in results})
-    figure = Figure(
-        figsize=(1.6 + len(panels) * max(2.0, 0.75 * len(lengths)), 1.9 + 0.5 * len(depths)),
-        dpi=150,
-        layout="constrained",
-    )
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, rows) in zip(grid, panels.items(), strict=True):
-        cells = [[rows.get(depth, {}).get(length) for length in lengths] for depth in depths]
-        values = [[math.nan if cell is None else cell.top1 for cell in row] for row in cells]
-        # from luck upwards, so that luck has no colour
-        image = axes.imshow(values, cmap="YlGn", vmin=one.chance, vmax=1.0, aspect="auto")
-        for y, row in enumerate(cells):
-            for x, cell in enumerate(row):
-                if cell is not None:
-                    ink = "white" if cell.top1 > 0.7 else "#222222" if cell.found else "#777777"
-                    axes.text(x, y - 0.12, f"{cell.top1:.0%}", ha="center", va="center", fontsize=9, color=ink)
-                    axes.text(
-                        x, y + 0.25, f"{cell.exact_match:.0%} exact", ha="center", va="center", fontsize=6, color=ink
-                    )
-        axes.set_title(name, fontsize=10)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
-        axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
-        axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
-        axes.grid(visible=True, which="minor", color="white", linewidth=1.5)
-        axes.tick_params(which="both", length=0)
-        axes.spines[:].set_visible(False)
-    grid[0].set_ylabel("depth of the secret (0%: first)", fontsize=8)
-    note = f"{one.trials} secrets per cell; grey: mean rank no better than luck"
-    figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    bar = figure.colorbar(image, ax=list(grid), pad=0.01)
-    bar.set_label(f"ranked first among {one.distractors + 1} (luck: {one.chance:.0%})", fontsize=8)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    bar.ax.tick_params(labelsize=8)
-    bar.outline.set_visible(False)
-    figure.savefig(path)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.plots import spread
+from rope_ext_hf.eval.plots import new_figure, plot_text, space_out
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
@@ -145,23 +145,16 @@ def draw(
         ImportError: matplotlib is not installed.
         MethodError: a method that cannot go with this geometry, or an extended length below the trained one.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install rope-ext-hf[eval]") from error
-
     length = _reach(rotary, methods) if extended_length is None else extended_length
     if length < rotary.trained_length:
         raise MethodError(f"extended_length={length} is below the trained length {rotary.trained_length}")
     curves = _curves(rotary, methods, length)
 
-    figure = Figure(figsize=(32 / 3, 8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    turning = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them turn)"
+    figure = new_figure(32 / 3, 8)
+    rotated = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them rotate)"
     figure.suptitle(
-        f"{title}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{turning}, base {rotary.theta:,.10g}, "
-        f"trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
+        f"{plot_text(title)}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{rotated}, "
+        f"base {rotary.theta:,.10g}, trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
         fontsize=10.5,
     )
     rows: Any = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
@@ -203,7 +196,8 @@ def _curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> l
 def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_Curve]) -> None:
     """The colours of all panels, and what is counted in the upper two."""
     texts = [
-        f"{curve.name}{curve.note}: {pairs_without_full_cycle(curve.inv_freq, rotary.trained_length)} slow pairs, "
+        f"{plot_text(curve.name, 40)}{curve.note}: "
+        f"{pairs_without_full_cycle(curve.inv_freq, rotary.trained_length)} slow pairs, "
         f"{int(unseen_angles(rotary, curve.inv_freq, curve.farthest).sum())} at unseen angles"
         for curve in curves
     ]
@@ -321,7 +315,7 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
         if marked:
             for m, n in ((rotary.trained_length, 0), (0, rotary.trained_length)):
                 axes.axline((n, m), slope=1, color="white", linewidth=0.7, linestyle=(0, (4, 3)))
-        axes.set_title(curves[index].name, fontsize=7, color=curves[index].style["color"], pad=3)
+        axes.set_title(plot_text(curves[index].name, 40), fontsize=7, color=curves[index].style["color"], pad=3)
         below = index + columns >= len(maps)
         axes.set_xticks(ticks, [_short(tick) for tick in ticks] if below else [])
         axes.set_yticks(ticks, [_short(tick) for tick in ticks] if index % columns == 0 else [])
@@ -395,8 +389,10 @@ def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     # heights as shares of the axes, whatever their scale
     scale = axes.transData + axes.transAxes.inverted()
     shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
-    for share, (_, name, colour) in zip(spread(shares, 1 / 26, 1.0), places, strict=True):
-        axes.annotate(name, (1.015, share), xycoords="axes fraction", fontsize=7, color=colour, va="center")
+    for share, (_, name, colour) in zip(space_out(shares, 1 / 26, 1.0), places, strict=True):
+        axes.annotate(
+            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=7, color=colour, va="center"
+        )
 
 
 def _lengths(rotary: Rotary, length: int) -> list[tuple[int, str]]:

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.preflight import budgets
 from rope_ext_hf.eval.results import Cost
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -54,6 +55,7 @@ class TokenScorer:
 
     Raises:
         CheckpointError: a model whose weights are in a pairing that its class does not run.
+        MethodError: chunk or head_bytes is no positive whole number.
     """
 
     def __init__(
@@ -65,6 +67,9 @@ class TokenScorer:
         offload_cache: bool = False,
     ) -> None:
         check_pairing(model)
+        for name, value in (("chunk", chunk), ("head_bytes", head_bytes)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
         self.model = model
         config = model.config.get_text_config()
         width = torch.finfo(model.dtype).bits // 8

@@ -1,53 +1,86 @@
-"""Results for people: a table in the terminal, curves in a PNG."""
+"""Results as tables for a terminal.
+
+Names come from files and models and may hold anything: they go into tables as text, never as markup, with control
+characters escaped.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from rope_ext_hf.errors import printable
-from rope_ext_hf.eval.protocols import resolve_protocol
-from rope_ext_hf.eval.results import Result, label
+from rope_ext_hf.errors import printable, short
+from rope_ext_hf.eval.protocols import PROTOCOLS
+from rope_ext_hf.eval.results import Result, Retrieval, labels, method_key
+from rope_ext_hf.eval.run_folder import Run
 
-__all__ = ["best_of_lengths", "by_method", "perplexity_text", "scored", "table", "throughput_text"]
+__all__ = [
+    "best_of_lengths",
+    "by_method",
+    "by_method_and_depth",
+    "perplexity_table",
+    "perplexity_text",
+    "retrieval_caption",
+    "retrieval_table",
+    "run_table",
+    "scored_text",
+    "throughput_text",
+]
+
+R = TypeVar("R", Result, Retrieval)
+Increase = tuple[float, float, float]
 
 
-def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results grouped by label, in the order they came."""
-    rows: dict[str, list[Result]] = {}
+def by_method(results: Sequence[R]) -> dict[str, list[R]]:
+    """Results by the label of their method, in the order they came."""
+    names = labels(result.method for result in results)
+    rows: dict[str, list[R]] = {name: [] for name in names.values()}
     for result in results:
-        rows.setdefault(label(result.method), []).append(result)
+        rows[names[method_key(result.method)]].append(result)
+    return rows
+
+
+def by_method_and_depth(results: Sequence[Retrieval]) -> dict[str, dict[float, dict[int, Retrieval]]]:
+    """Results by label, depth and length; methods in the order they came."""
+    rows: dict[str, dict[float, dict[int, Retrieval]]] = {}
+    for name, of_method in by_method(results).items():
+        rows[name] = {depth: {} for depth in sorted({result.depth for result in of_method})}
+        for result in of_method:
+            rows[name][result.depth][result.length] = result
     return rows
 
 
 def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
     """The lowest finite loss at each length; NaN where there is none."""
-    found = {result.length: math.nan for result in results}
+    best = {result.length: math.nan for result in results}
     for result in results:
-        if math.isfinite(result.loss) and not found[result.length] <= result.loss:
-            found[result.length] = result.loss
-    return found
+        if math.isfinite(result.loss) and not best[result.length] <= result.loss:
+            best[result.length] = result.loss
+    return best
 
 
-def scored(result: Result) -> str:
+def scored_text(result: Result) -> str:
     """What was scored, in words."""
     setting = result.setting
     left_out = f"; {setting.left_out} documents too short" if setting.left_out else ""
-    if resolve_protocol(setting.protocol).same_targets:
+    protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
+    name = short(printable(setting.protocol))
+    if protocol is not None and protocol.same_targets:
         return (
-            f"protocol matched: the same {result.tokens:,} tokens scored at every length, "
+            f"protocol {name}: the same {result.tokens:,} tokens scored at every length, "
             f"the last {setting.targets} of {result.spans} spans{left_out}"
         )
     tokens = f"{result.tokens:,} tokens in {result.spans} spans at {result.length:,}"
-    return f"protocol {setting.protocol}: {tokens}{left_out}"
+    return f"protocol {name}: {tokens}{left_out}"
 
 
 def throughput_text(results: Sequence[Result]) -> str:
-    """How fast text was read, from the slowest to the fastest, and the GPU memory that took."""
+    """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
     rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
     if not rates:
         return "not timed"
@@ -58,46 +91,94 @@ def throughput_text(results: Sequence[Result]) -> str:
 
 
 def perplexity_text(value: float) -> str:
-    """Two decimals as long as they mean something."""
+    """A perplexity with as many digits as mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 
-def table(
-    results: Sequence[Result],
-    trained_length: int,
-    increases: Mapping[str, tuple[float, float, float] | None] | None = None,
-) -> Table:
-    """One row per method, one column per context length: perplexity and (bits per byte), the best of a column marked.
+def run_table(run: Run[Result] | Run[Retrieval]) -> Table | None:
+    """The table of a run's results; None where nothing is complete."""
+    if not run.results:
+        return None
+    perplexities = [result for result in run.results if isinstance(result, Result)]
+    if not perplexities:
+        return retrieval_table([r for r in run.results if isinstance(r, Retrieval)], run.context_length)
+    increases = {name: run.loss_increase(row[0].method) for name, row in by_method(perplexities).items()}
+    return perplexity_table(perplexities, run.context_length, increases)
 
-    `increases`, by label, adds a column: how much higher the loss is at the trained length, in nats per token.
+
+def perplexity_table(
+    results: Sequence[Result], context_length: int, increases: Mapping[str, Increase | None] | None = None
+) -> Table:
+    """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
+
+    Args:
+        results: at least one.
+        context_length: the length in tokens that the model as loaded is for.
+        increases: by label, how much higher the loss is at that length, in nats per token: a column more.
     """
     lengths = sorted({result.length for result in results})
     best = best_of_lengths(results)
-    view = Table(
-        title=f"Perplexity and (bits per byte) by context length, trained at {trained_length:,} tokens",
-        caption=f"{scored(results[0])}; * best of a column",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    title = f"Perplexity and (bits per byte) by context length; the model is for {context_length:,} tokens"
+    view = _table(title, f"{scored_text(results[0])}; * best of a column")
     view.add_column("method", overflow="fold")
-    for length in lengths:
-        view.add_column(f"{length:,}\n{length / trained_length:g}x", justify="right", overflow="fold")
-    if increases is not None:
-        view.add_column(f"loss increase at\n{trained_length:,}", justify="right", overflow="fold")
+    _add_lengths(view, lengths, context_length)
+    shown = increases if increases and any(increases.values()) else None
+    if shown is not None:
+        view.add_column(f"loss\nincrease\nat {context_length:,}", justify="right", overflow="fold")
     for name, row in by_method(results).items():
-        found = {result.length: result for result in row}
-        cells = [_cell(found.get(length), best[length]) for length in lengths]
-        if increases is not None:
-            increase = increases.get(name)
-            cells.append("" if increase is None else f"{increase[0]:+.3f}")
-        view.add_row(escape(printable(name)), *cells)
+        at = {result.length: result for result in row}
+        cells = [_perplexity_cell(at.get(length), best[length]) for length in lengths]
+        if shown is not None:
+            increase = shown.get(name)
+            cells.append(Text("" if increase is None else f"{increase[0]:+.3f}"))
+        view.add_row(Text(name), *cells)
     return view
 
 
-def _cell(result: Result | None, best: float) -> str:
+def _perplexity_cell(result: Result | None, best: float) -> Text:
     if result is None:
-        return ""
+        return Text("")
     if not math.isfinite(result.loss):
-        return "[red]not finite[/red]"
+        return Text("not finite", style="red")
     text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.2f})"
-    return f"[bold green]{text}*[/bold green]" if result.loss == best else f"{text} "
+    return Text(f"{text}*", style="bold green") if result.loss == best else Text(f"{text} ")
+
+
+def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
+    """One row per method and depth, one column per length: ranked first, mean rank and exact match."""
+    lengths = sorted({result.length for result in results})
+    task = short(printable(results[0].task))
+    title = f"Retrieval, task {task}: secret ranked first, mean rank, exact match"
+    view = _table(title, f"{retrieval_caption(results[0])}; green: better than luck by 3 standard errors")
+    view.add_column("method", overflow="fold")
+    view.add_column("depth", justify="right")
+    _add_lengths(view, lengths, context_length)
+    for name, depths in by_method_and_depth(results).items():
+        for index, (depth, row) in enumerate(depths.items()):
+            cells = [_retrieval_cell(row.get(length)) for length in lengths]
+            view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=index == len(depths) - 1)
+    return view
+
+
+def retrieval_caption(result: Retrieval) -> str:
+    """How many prompts a cell stands for, and what luck gives."""
+    return (
+        f"{result.trials} secrets per cell, each among {result.distractors} distractors; by luck {result.chance:.0%} "
+        f"rank first and the mean rank is {result.chance_rank:g}"
+    )
+
+
+def _retrieval_cell(result: Retrieval | None) -> Text:
+    if result is None:
+        return Text("")
+    text = f"{result.top1:.0%} {result.rank:4.1f} {result.exact_match:4.0%}"
+    return Text(text, style="green" if result.above_chance else "")
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
+
+
+def _add_lengths(view: Table, lengths: Sequence[int], context_length: int) -> None:
+    for length in lengths:
+        view.add_column(f"{length:,}\n{length / context_length:g}x", justify="right", overflow="fold")

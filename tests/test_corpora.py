@@ -168,7 +168,8 @@ def test_a_column_in_doubt_is_asked_for(tmp_path: Path, kind: str) -> None:
     [
         (
             "colum=body",
-            r"unknown option 'colum'\. Did you mean 'column'\? Known: column, join, min_bytes, max_documents, seed$",
+            r"unknown option 'colum'\. Did you mean 'column'\? "
+            "Known: column, join, min_bytes, max_documents, seed, max_expansion$",
         ),
         ("column=body&split=test", r"unknown option 'split'\. Known: column, join"),
         ("column=", "the option 'column' wants one value"),
@@ -367,7 +368,10 @@ DAMAGED: list[tuple[str, bytes | None, str]] = [
     ("a.parquet", parquet({"text": TEXTS})[:-20], r"a\.parquet' cannot be read"),
     ("a.parquet", b"", r"a\.parquet' cannot be read"),
     ("a.parquet", parquet({"text": ["a", None]}), r"a\.parquet:2: the column 'text' holds NoneType, not text"),
-    ("a.parquet.gz", gz(parquet({"body": ["a"], "b": ["c"]})), "2 others are text"),
+    ("b.parquet", parquet({"body": ["a"], "b": ["c"]}), "2 others are text"),
+    ("a.jsonl", LINES + b'{"text": [1, -1]}\n', r"a\.jsonl:4: -1 is not a token id"),
+    ("b.jsonl", LINES + b'{"text": [%d]}\n' % 2**63, r"b\.jsonl:4: 9223372036854775808 is not a token id"),
+    ("c.jsonl", LINES + b'{"text": [%d]}\n' % 10**400, r"c\.jsonl:4: 1000.*\.\.\. is not a token id"),
 ]
 
 
@@ -380,6 +384,25 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes | 
         load(str(file))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_compressed_file_expands_so_far_and_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt.gz"
+    file.write_bytes(gz(b"x" * 200_000))
+    monkeypatch.setattr(corpora, "_FREE_EXPANSION", 1000)
+    with pytest.raises(CorpusError, match=r"a\.txt\.gz' expands to more than [\d,]+ bytes; .*\?max_expansion=NUMBER"):
+        load(str(file))
+    assert texts(f"{file}?max_expansion=2000") == ["x" * 200_000]
+    with pytest.raises(CorpusError, match="max_expansion must be at least 1"):
+        load(str(file), max_expansion=0)
+
+
+def test_a_small_file_of_300_megabytes_is_refused_before_it_is_held_in_memory(tmp_path: Path) -> None:
+    file = tmp_path / "bomb.txt.gz"
+    file.write_bytes(gz(b"x" * 2**20) * 300)  # members of a gzip file follow one another
+    assert file.stat().st_size < 400_000
+    with pytest.raises(CorpusError, match="expands to more than 67,108,864 bytes"):
+        load(str(file))
 
 
 def test_a_name_too_long_to_be_one() -> None:
@@ -501,7 +524,7 @@ def test_only_the_hub_is_asked(hub: Hub, name: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("module", "data"), [("datasets", "hf:a/b"), ("pyarrow", "a.txt.zst"), ("pyarrow.parquet", "a.parquet")]
+    ("module", "data"), [("datasets", "hf:a/b"), ("pyarrow", "a.txt.zst"), ("datasets", "a.parquet")]
 )
 def test_a_missing_package_says_what_to_install(
     module: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -511,5 +534,5 @@ def test_a_missing_package_says_what_to_install(
     Path("a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
-    with pytest.raises(CorpusError, match=rf"need the package {package}: pip install rope-ext-hf\[eval\]"):
+    with pytest.raises(CorpusError, match=rf"need the package {package}: install this package with its extra \[eval\]"):
         load(data)

@@ -255,13 +255,30 @@ def test_fewer_windows_are_taken_evenly() -> None:
 
 
 def test_refusals() -> None:
-    model = build("llama")
+    from transformers import AutoTokenizer
+
+    model, tokenizer = build("llama"), AutoTokenizer.from_pretrained(path())
     with pytest.raises(rope.CorpusError, match=r"no document has 128 tokens.*has 64"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[128], bos=False)
     with pytest.raises(rope.CorpusError, match=r"no document has"):
         perplexity(model, [], lengths=[128], bos=False)
     with pytest.raises(rope.CorpusError, match=r"token id 400 is outside the model's vocabulary of 97"):
         perplexity(model, [Tokens("a", torch.full((64,), 400), tuple(range(64)))], lengths=[64], bos=False)
+    odd: Any = [-1, 2**31, 2**63, 10**400, 97, True, 1.5, None]
+    for token in odd:
+        with pytest.raises(rope.CorpusError, match=r"a: .*(is not a token id|outside the model's vocabulary of 97)"):
+            perplexity(model, [Document("a", "", [token] * 64)], lengths=[64], tokenizer=tokenizer)
+    for ids in (torch.full((64,), -1), torch.zeros(64), torch.zeros(2, 32, dtype=torch.int64)):
+        with pytest.raises(rope.CorpusError, match="a: token id"):
+            perplexity(model, [Tokens("a", ids, tuple(range(64)))], lengths=[64], bos=False)
+    with pytest.raises(rope.CorpusError, match="a: not text: surrogates not allowed at character 1"):
+        perplexity(model, [Document("a", "x\ud800")], lengths=[64], tokenizer=tokenizer)
+    for lengths in (["4"], [4.0], [True], [None]):
+        with pytest.raises(rope.MethodError, match="lengths must be"):
+            perplexity(model, [tokens("a", 64, 1)], lengths=lengths, bos=False)  # type: ignore[arg-type]
+    for chunk in (-5, 0, 1.5, "64"):
+        with pytest.raises(rope.MethodError, match="chunk must be"):
+            perplexity(model, [tokens("a", 64, 1)], lengths=[64], bos=False, chunk=chunk)  # type: ignore[arg-type]
     with pytest.raises(rope.MethodError, match=r"unknown protocol 'slidng'. Did you mean 'sliding'"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="slidng", bos=False)
     with pytest.raises(rope.MethodError, match="stride must be a whole number of at least 1"):

@@ -17,7 +17,10 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.retrieval import TASKS, Retrieval, heat_map, make_trials, passkey, table
+from rope_ext_hf.eval.plots import heat_map
+from rope_ext_hf.eval.results import Retrieval
+from rope_ext_hf.eval.retrieval import TASKS, make_trials, passkey
+from rope_ext_hf.eval.tables import retrieval_table
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reference import path
 from tests.models import build, build_config
@@ -180,7 +183,7 @@ def test_a_model_that_looks_it_up_finds_every_secret() -> None:
     model = Copier(build_config("llama", vocab_size=259)).eval()
     found = passkey(model, lengths=[300, 400], depths=[0, 0.5, 1], trials=5, tokenizer=byte_tokenizer())
     assert len(found) == 6
-    assert all((r.exact_match, r.rank, r.top1, r.found) == (1.0, 1.0, 1.0, True) for r in found)
+    assert all((r.exact_match, r.rank, r.top1, r.above_chance) == (1.0, 1.0, 1.0, True) for r in found)
     assert {r.chance for r in found} == {0.05}
     assert {r.chance_rank for r in found} == {10.5}
     # and not where the number it reads is another one
@@ -196,7 +199,7 @@ def test_a_model_that_tells_nothing_apart_has_the_middle_rank(value: float) -> N
         model, lengths=[100], depths=[0.5], trials=2, distractors=9, tokenizer=byte_tokenizer(), task="code",
         haystack=HAY,
     )  # fmt: skip
-    assert (result.exact_match, result.rank, result.top1, result.found) == (0.0, 5.5, 0.0, False)
+    assert (result.exact_match, result.rank, result.top1, result.above_chance) == (0.0, 5.5, 0.0, False)
 
 
 def test_refusals() -> None:
@@ -228,7 +231,7 @@ def test_progress_counts_the_tokens_read() -> None:
         build("llama", vocab_size=259), lengths=[128, 64], depths=[0, 1], trials=2, distractors=1, task="code",
         tokenizer=byte_tokenizer(), haystack=HAY, progress=read.append,
     )  # fmt: skip
-    assert read == [64] * 4 + [128] * 4
+    assert sorted(read) == [64] * 4 + [128] * 4
 
 
 def result(method: dict[str, Any] | None, length: int, depth: float, first: float, rank: float) -> Retrieval:
@@ -244,19 +247,19 @@ def test_picture_and_table(tmp_path: Path) -> None:
 
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(table(results, 256))
+        console.print(retrieval_table(results, 256))
     text = captured.get()
     assert [line.split()[0] for line in text.splitlines() if "loaded" in line or "yarn" in line] == ["as", "yarn"]
     assert text.count("90%  1.2  10%") == 12
     assert text.count(" 5% 10.2  10%") == 1
     assert "luck 5% rank first" in " ".join(text.split())
-    assert [r.found for r in results] == [True] * 12 + [False]
+    assert [r.above_chance for r in results] == [True] * 12 + [False]
 
 
 def test_the_bundled_model_finds_the_secret_within_its_trained_length_and_not_beyond() -> None:
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
     module = load("stdlib")[:1]  # of several: tokenising them all takes longer than reading
     near, far = passkey(model, lengths=[256, 1024], depths=[0.5], trials=5, task="code", haystack=module)
-    assert near.found
+    assert near.above_chance
     assert near.top1 >= 0.5
-    assert not far.found
+    assert not far.above_chance

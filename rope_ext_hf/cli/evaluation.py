@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,20 +32,19 @@ from rope_ext_hf.cli.options import (
     parse_lengths,
     parse_numbers,
 )
-from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.errors import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.plan import EvalPlan
-    from rope_ext_hf.eval.results import Result
-    from rope_ext_hf.eval.sweeps import Run
+    from rope_ext_hf.eval.run_folder import Run
+    from rope_ext_hf.eval.runner import Measurement, Workers
     from rope_ext_hf.methods.base import RopeMethod
 
 __all__ = ["demo", "passkey", "ppl", "report", "sweep"]
 
 _RESULTS = Path("rope-ext-results")
-_NO_PICTURE = "none: install matplotlib with the extra [eval] of this package"
+_NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this package"
 
 
 def demo(
@@ -60,16 +57,17 @@ def demo(
 
     Example: `rope-ext demo`
     """
+    from rope_ext_hf.eval.measuring import PerplexityMeasurement
     from rope_ext_hf.eval.plan import prepare
+    from rope_ext_hf.eval.runner import context_length
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn
     from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE
     from rope_ext_hf.methods.static import NTK, Linear, Yarn
-    from rope_ext_hf.patches.geometry import patch_geometry
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    trained = patch_geometry(model).context_length
+    length = context_length(model)
     methods: list[RopeMethod | None] = [
         None,
         Linear(factor=8.0),
@@ -81,10 +79,10 @@ def demo(
         LeakyReRoPE(),
         DualChunk(),
     ]
-    lengths = [trained, 2 * trained, 4 * trained, 8 * trained]
-    plan = prepare(model, "stdlib", lengths=lengths, max_spans=spans)
+    plan = prepare(model, "stdlib", lengths=[length, 2 * length, 4 * length, 8 * length], max_spans=spans)
     make_folder(out)
-    _stop_if_not_finite(_measure(model, methods, plan, "stdlib", out, as_json))
+    run = _measure(model, methods, PerplexityMeasurement(plan), "stdlib", out, as_json)
+    _stop_if_not_finite(run)
 
 
 def ppl(
@@ -100,6 +98,7 @@ def ppl(
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
+    from rope_ext_hf.eval.measuring import PerplexityMeasurement
     from rope_ext_hf.eval.plan import prepare
     from rope_ext_hf.hub import foreign_errors
 
@@ -109,13 +108,12 @@ def ppl(
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
         requested = [None, *methods.resolve(empty, max(wanted))]
-        tokenizer = load.tokenizer(model)
-        plan = prepare(empty, spans.data, lengths=wanted, tokenizer=tokenizer, **span_arguments)
+        plan = prepare(empty, spans.data, lengths=wanted, tokenizer=load.tokenizer(model), **span_arguments)
+        measurement = PerplexityMeasurement(plan)
         make_folder(out)
-        _preflight(empty, load, plan.passes, plan.scored, len(requested), spans.most_spans)
-        loaded = load.model(model)
-        results = _measure(loaded, requested, plan, spans.data, out, as_json, load.tokens_per_pass, load.offload_cache)
-    _stop_if_not_finite(results)
+        _preflight(empty, load, measurement, len(requested), spans.most_spans)
+        run = _measure(load.model(model), requested, measurement, spans.data, out, as_json, load)
+    _stop_if_not_finite(run)
 
 
 def sweep(
@@ -137,14 +135,15 @@ def sweep(
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, plan_sweep, run_sweep
+    from rope_ext_hf.eval.runner import Workers
+    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, plan_sweep
     from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
     span_arguments = spans.arguments()
     methods.check(factor_alone=True)
-    rank, world, wait = _processes(processes)
-    if world > 1 and load.device == "auto":
+    workers = Workers.from_launcher(processes)
+    if workers.count > 1 and load.device == "auto":
         load = replace(load, device=_own_device())
     quiet_transformers()
     empty = load.empty_model(model)
@@ -159,32 +158,10 @@ def sweep(
             **span_arguments,
         )
         make_folder(out)
-        reading, count = plan.plan, len(plan.methods)
-        show = rank == 0
-        _preflight(empty, load, reading.passes, reading.scored, count, spans.most_spans, processes=world, show=show)
+        _preflight(empty, load, plan.measurement, len(plan.methods), spans.most_spans, workers)
         loaded = load.model(model)
-        with progress_bar("as loaded", show=show) as bar:
-
-            def started(folder: Path, done: int, units: int) -> None:
-                if show:
-                    bar.set_total(count * reading.tokens // world)
-                    print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
-
-            run = run_sweep(
-                loaded,
-                plan,
-                out=out,
-                chunk=load.tokens_per_pass,
-                offload_cache=load.offload_cache,
-                rank=rank,
-                world=world,
-                wait=wait,
-                progress=bar.advance,
-                started=started,
-            )
-    if rank == 0:
-        _print_run(run, as_json)
-    _stop_if_not_finite(run.results)
+        run = _measure(loaded, plan.methods, plan.measurement, plan.data, out, as_json, load, workers)
+    _stop_if_not_finite(run)
 
 
 def passkey(
@@ -211,129 +188,85 @@ def passkey(
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
-    from rope_ext_hf.eval.results import label, provenance
-    from rope_ext_hf.eval.retrieval import Retrieval, heat_map, table
-    from rope_ext_hf.eval.retrieval import passkey as measure
+    from rope_ext_hf.eval.retrieval import haystack_name, plan_passkey
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.patches.patching import patched
 
     wanted = parse_lengths(lengths)
-    shares = parse_numbers("--depths", depths, "0,0.5,1")
     wording = task or ("code" if model == "reference" else "passkey")
-    make_folder(out)
+    shares = parse_numbers("--depths", depths, "0,0.5,1")
     quiet_transformers()
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
         requested = [None, *methods.resolve(empty, max(wanted))]
-        tokenizer = load.tokenizer(model)
-        passes = [length for length in set(wanted) for _ in range(len(set(shares)) * trials)]
-        _preflight(empty, load, passes, len(passes), len(requested))
-        loaded = load.model(model)
-        results: list[Retrieval] = []
-        with progress_bar("as loaded") as bar:
-            bar.set_total(len(requested) * sum(passes))
-            for method in requested:
-                with patched(loaded, method) if method else nullcontext():
-                    results += measure(
-                        loaded,
-                        lengths=wanted,
-                        depths=shares,
-                        tokenizer=tokenizer,
-                        trials=trials,
-                        seed=seed,
-                        haystack=haystack,
-                        task=wording,
-                        distractors=distractors,
-                        chunk=load.tokens_per_pass,
-                        offload_cache=load.offload_cache,
-                        progress=partial(bar.advance, label(method.to_dict() if method else None)),
-                    )
-    source = provenance(loaded, haystack or f"task {wording}")
-    text = json_text({"provenance": source, "results": [result.to_dict() for result in results]})
-    (out / "passkey.json").write_text(text + "\n", encoding="utf-8")
-    picture: Path | None = out / "passkey.png"
-    try:
-        heat_map(results, out / "passkey.png", f"{Path(loaded.name_or_path).name}, task {wording}")
-    except ImportError:
-        picture = None
-    if as_json:
-        print_text(text)
-    else:
-        print_table(table(results, patch_geometry(loaded).context_length))
-        print_text(f"results  {out / 'passkey.json'}\npicture  {picture or _NO_PICTURE}")
+        measurement = plan_passkey(
+            empty,
+            lengths=wanted,
+            depths=shares,
+            tokenizer=load.tokenizer(model),
+            trials=trials,
+            seed=seed,
+            haystack=haystack,
+            task=wording,
+            distractors=distractors,
+        )
+        make_folder(out)
+        _preflight(empty, load, measurement, len(requested))
+        _measure(load.model(model), requested, measurement, haystack_name(wording, haystack), out, as_json, load)
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, as `sweep` prints it.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's folder, as `ppl`, `sweep` and `passkey` print it.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Make the table, CSV, curves and HTML page of a run anew, finished or not.
+    """Make the table, CSV, picture and HTML page of a run anew, finished or not.
 
-    Example: `rope-ext report rope-ext-results/reference-0123456789`
+    Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
-    from rope_ext_hf.eval.sweeps import read_run
+    from rope_ext_hf.eval.report import write_files
+    from rope_ext_hf.eval.run_folder import read_run
 
     run = read_run(folder)
+    write_files(run)
     _print_run(run, as_json)
-    _stop_if_not_finite(run.results)
+    _stop_if_not_finite(run)
 
 
 def _preflight(
     empty: PreTrainedModel,
     load: EvalOptions,
-    passes: Sequence[int],
-    scored: int,
+    measurement: Measurement,
     repeats: int,
     most_spans: int | None = None,
-    *,
-    processes: int = 1,
-    show: bool = True,
+    workers: Workers | None = None,
 ) -> None:
-    """Print what reading these windows so many times needs before any weights are read; stop where it cannot fit.
+    """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
 
     Args:
         empty: the model on the meta device.
-        passes: the size of every window that goes through the model, in tokens.
-        scored: tokens that go through its head.
-        repeats: how many times, once per method.
+        load: how the model will be loaded.
+        measurement: what is measured.
+        repeats: with how many methods.
         most_spans: how many spans per length were asked for, None for all.
+        workers: the processes that share it; the first one prints.
     """
     from rope_ext_hf.eval.preflight import check_memory, estimate_flops, measure_flops
     from rope_ext_hf.hub import find_device, find_dtype
 
     device, given = find_device(load.device), find_dtype(load.dtype)
     dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
+    passes = measurement.passes
     needed = check_memory(
         empty, max(passes), dtype, device, spread=load.device_map is not None, offload_cache=load.offload_cache
     )
-    seconds = repeats * estimate_flops(empty, passes, scored) / measure_flops(device, dtype) / processes
-    if show:
+    seconds = repeats * estimate_flops(empty, passes, measurement.scored) / measure_flops(device, dtype)
+    if workers is None or workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
+        count = workers.count if workers else 1
         bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
-        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds)}{bounded}")
-
-
-def _processes(expected: int | None) -> tuple[int, int, Any]:
-    """This process's rank, their number, and a function that waits for all; one alone unless a launcher started more.
-
-    Raises:
-        MethodError: another number of processes than expected.
-    """
-    rank, world, wait = 0, 1, None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch
-        from accelerate import PartialState
-
-        state = PartialState(cpu=not torch.cuda.is_available())
-        rank, world, wait = state.process_index, state.num_processes, state.wait_for_everyone
-    if expected is not None and world != expected:
-        raise MethodError(
-            f"{expected} processes were asked for, {world} are running; launch with "
-            f"torchrun --nproc-per-node {expected} -m rope_ext_hf sweep ..."
-        )
-    return rank, world, wait
+        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds / count)}{bounded}")
 
 
 def _own_device() -> str:
@@ -343,72 +276,71 @@ def _own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-def _print_run(run: Run, as_json: bool) -> None:
-    from rope_ext_hf.eval.report import write_report
-    from rope_ext_hf.eval.results import label, write_json
-    from rope_ext_hf.eval.tables import table, throughput_text
-
-    write_json(run.folder / "results.json", run.settings, run.results)
-    rows, page = run.write_csv(), write_report(run)
-    if as_json:
-        print_text((run.folder / "results.json").read_text(encoding="utf-8"))
-        return
-    if run.results:
-        costs = {label(result.method): run.loss_increase(result.method) for result in run.results}
-        print_table(table(run.results, run.trained_length, costs))
-        print_text(f"speed    {throughput_text(run.results)}")
-    print_text(f"results  {rows}\nreport   {page}")
-
-
-def _stop_if_not_finite(results: Sequence[Result]) -> None:
-    from rope_ext_hf.eval.results import label
-
-    bad = sorted({f"{label(r.method)} at {r.length} in {name}" for r in results for name in r.nonfinite})
-    if bad:
-        print_error(f"the loss is not finite: {'; '.join(bad)}")
-        raise typer.Exit(1)
-
-
 def _measure(
     model: PreTrainedModel,
-    requested: Sequence[RopeMethod | None],
-    plan: EvalPlan,
+    methods: Sequence[RopeMethod | None],
+    measurement: Measurement,
     data: str,
     out: Path,
     as_json: bool,
-    chunk: int | None = None,
-    offload_cache: bool = False,
-) -> list[Result]:
-    """Run every method, show progress, write and print the results."""
-    from rope_ext_hf.eval.measuring import aggregate, score_plan
-    from rope_ext_hf.eval.plots import curves
-    from rope_ext_hf.eval.results import label, provenance, write_json
-    from rope_ext_hf.eval.scorer import TokenScorer
-    from rope_ext_hf.eval.tables import table, throughput_text
-    from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.patches.patching import patched
+    load: EvalOptions | None = None,
+    workers: Workers | None = None,
+) -> Run[Any]:
+    """Run every method in a run's folder, show progress, print the results."""
+    from rope_ext_hf.eval.runner import run_methods
 
-    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
-    results: list[Result] = []
-    with progress_bar("as loaded") as bar:
-        bar.set_total(len(requested) * plan.tokens)
-        for method in requested:
-            saved = method.to_dict() if method else None
-            with patched(model, method) if method else nullcontext():
-                results += aggregate(saved, plan, score_plan(scorer, plan, partial(bar.advance, label(saved))))
+    first = workers is None or workers.rank == 0
+    with progress_bar("as loaded", show=first) as bar:
 
-    trained = patch_geometry(model).context_length
-    write_json(out / "results.json", provenance(model, data), results)
-    picture: Path | None = out / "perplexity.png"
-    try:
-        curves(results, trained, out / "perplexity.png", f"{Path(model.name_or_path).name} on {data}")
-    except ImportError:
-        picture = None
-    if as_json:
-        print_text((out / "results.json").read_text(encoding="utf-8"))
-    else:
-        print_table(table(results, trained))
-        print_text(
-            f"speed    {throughput_text(results)}\nresults  {out / 'results.json'}\npicture  {picture or _NO_PICTURE}"
+        def started(folder: Path, done: int, units: int) -> None:
+            if first:
+                bar.set_total(len(methods) * sum(measurement.passes) // (workers.count if workers else 1))
+                print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
+
+        run = run_methods(
+            model,
+            methods,
+            measurement,
+            data=data,
+            out=out,
+            chunk=load.tokens_per_pass if load else None,
+            offload_cache=load.offload_cache if load else False,
+            workers=workers,
+            progress=bar.advance,
+            started=started,
         )
-    return results
+    if first:
+        _print_run(run, as_json)
+    return run
+
+
+def _print_run(run: Run[Any], as_json: bool) -> None:
+    """Print a run's table, or the content of its results.json, and where its files are."""
+    from rope_ext_hf.eval.results import Result, finite_or_null
+    from rope_ext_hf.eval.tables import run_table, throughput_text
+
+    if as_json:
+        results = [finite_or_null(result.to_dict()) for result in run.results]
+        print_text(json_text({"provenance": run.settings, "results": results}))
+    else:
+        if (table := run_table(run)) is not None:
+            print_table(table)
+        if perplexities := [result for result in run.results if isinstance(result, Result)]:
+            print_text(f"speed    {throughput_text(perplexities)}")
+        print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
+        if not list(run.folder.glob(f"{run.kind}.png")):
+            print_text(f"picture  {_NO_PICTURE}")
+
+
+def _stop_if_not_finite(run: Run[Any]) -> None:
+    from rope_ext_hf.eval.results import Result, label
+
+    bad = sorted(
+        f"{label(result.method)} at {result.length} in {name}"
+        for result in run.results
+        if isinstance(result, Result)
+        for name in result.nonfinite
+    )
+    if bad:
+        print_error(f"the loss is not finite: {'; '.join(bad)}")
+        raise typer.Exit(1)

@@ -17,9 +17,11 @@ import torch
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, preflight, sweep
 from rope_ext_hf.eval.plan import Tokens
-from rope_ext_hf.eval.report import write_report
+from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
-from rope_ext_hf.eval.sweeps import Run, expand, plan_sweep, read_run, run_sweep
+from rope_ext_hf.eval.run_folder import Run, read_run
+from rope_ext_hf.eval.runner import Workers, run_methods
+from rope_ext_hf.eval.sweeps import expand, plan_sweep
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from tests.models import build
@@ -36,14 +38,14 @@ def corpus(count: int = 3) -> list[Tokens]:
     ]
 
 
-def run(out: Path, **changed: Any) -> Run:
+def run(out: Path, **changed: Any) -> Run[Result]:
     model = build("llama")
     options: dict[str, Any] = {"lengths": LENGTHS, "methods": METHODS, "factors": [2.0, 4.0], "bos": False} | changed
     return sweep(model, options.pop("corpus", corpus()), out=out, **options)
 
 
-def lines(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(x) for path in sorted(run.folder.glob("losses.*.jsonl")) for x in path.read_text().splitlines()]
+def lines(run: Run[Result]) -> list[dict[str, Any]]:
+    return [json.loads(x) for path in sorted(run.folder.glob("records.*.jsonl")) for x in path.read_text().splitlines()]
 
 
 def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
@@ -116,8 +118,8 @@ def test_what_it_took_is_recorded(tmp_path: Path) -> None:
     assert all(r.gpu_bytes is None for r in found.results) or torch.cuda.is_available()
     costs = [record["cost"] for record in lines(found)]
     assert sum(tokens for tokens, _, _ in costs) == 6 * found.settings["tokens"]  # of 5 methods and none
-    assert "tokens per second" in write_report(found).read_text(encoding="utf-8")
-    with found.write_csv().open(encoding="utf-8") as file:
+    assert "tokens per second" in write_files(found).page.read_text(encoding="utf-8")
+    with write_files(found).csv.open(encoding="utf-8") as file:
         assert all(float(row["tokens_per_second"]) > 0 for row in csv.DictReader(file))
 
 
@@ -125,7 +127,7 @@ def test_what_it_took_is_recorded(tmp_path: Path) -> None:
 def test_half_a_line_is_measured_again(tmp_path: Path, keep: int) -> None:
     whole = run(tmp_path / "whole")
     found = run(tmp_path / "cut")
-    journal = found.folder / "losses.0.jsonl"
+    journal = found.folder / "records.0.jsonl"
     content = journal.read_bytes().split(b"\n")
     journal.write_bytes(
         b"\n".join(content[:keep]) + (b"\n" if keep else b"") + content[keep][: len(content[keep]) // 2]
@@ -140,7 +142,7 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     from filelock import FileLock
 
     found = run(tmp_path)
-    with FileLock(found.folder / "run.0.lock"), pytest.raises(rope.CheckpointError, match="another process is writing"):
+    with FileLock(found.folder / "run.0.lock"), pytest.raises(rope.FileError, match="another process is writing"):
         run(tmp_path)
     assert run(tmp_path) == found
 
@@ -150,24 +152,26 @@ def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) ->
     model = build("llama")
     plan = plan_sweep(model, corpus(), lengths=LENGTHS, methods=METHODS, factors=[2.0, 4.0], bos=False)
     for rank in (1, 0):
-        shared = run_sweep(model, plan, out=tmp_path / "shared", rank=rank, world=2)
+        shared = run_methods(
+            model, plan.methods, plan.measurement, data=plan.data, out=tmp_path / "shared", workers=Workers(rank, 2)
+        )
     assert shared.results == alone.results
-    assert sorted(p.name for p in shared.folder.glob("losses.*")) == ["losses.0.jsonl", "losses.1.jsonl"]
+    assert sorted(p.name for p in shared.folder.glob("records.*")) == ["records.0.jsonl", "records.1.jsonl"]
 
 
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
-    command = [sys.executable, "-m", "rope_ext_hf", "sweep", "reference", "--methods", "ntk,yarn", "--factors", "4"]
+    command = [sys.executable, "-m", "rope_ext_hf", "sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
     command += ["--lengths", "256,512", "--max-spans", "12", "--dtype", "float32", "--out"]
     whole = tmp_path / "whole"
     subprocess.run([*command, str(whole)], check=True, capture_output=True)
     (expected,) = whole.iterdir()
-    total = len((expected / "losses.0.jsonl").read_text().splitlines())
+    total = len((expected / "records.0.jsonl").read_text().splitlines())
     out = tmp_path / "killed"
     for target in (2, total // 2):
         process = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
-            if sum(p.read_bytes().count(b"\n") for p in out.glob("*/losses.0.jsonl")) >= target:
+            if sum(p.read_bytes().count(b"\n") for p in out.glob("*/records.0.jsonl")) >= target:
                 os.kill(process.pid, signal.SIGKILL)
                 break
             time.sleep(0.005)
@@ -176,13 +180,13 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     (folder,) = out.iterdir()
     assert folder.name == expected.name
     assert read_run(folder).results == read_run(expected).results
-    records = [json.loads(line) for line in (folder / "losses.0.jsonl").read_text().splitlines()]
-    keys = [(json.dumps(r["method"]), r["document"], r["length"]) for r in records]
+    records = [json.loads(line) for line in (folder / "records.0.jsonl").read_text().splitlines()]
+    keys = [(json.dumps(r["method"]), r["item"], *r["cell"]) for r in records]
     assert len(keys) == len(set(keys)) == total
 
 
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:
-    command = ["-m", "rope_ext_hf.eval", "sweep", "reference", "--methods", "ntk", "--factors", "4"]
+    command = ["-m", "rope_ext_hf.eval", "sweep", "reference", "--method", "ntk", "--factor", "4"]
     command += ["--lengths", "256,512", "--max-spans", "8", "--dtype", "float32", "--out"]
     subprocess.run([sys.executable, *command, str(tmp_path / "one")], check=True, capture_output=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -197,7 +201,7 @@ def test_two_processes_under_torchrun(tmp_path: Path) -> None:
     )
     (one,), (two,) = (list((tmp_path / name).iterdir()) for name in ("one", "two"))
     assert read_run(two).results == read_run(one).results
-    assert all((two / f"losses.{rank}.jsonl").stat().st_size for rank in (0, 1))
+    assert all((two / f"records.{rank}.jsonl").stat().st_size for rank in (0, 1))
     assert done.stdout.count("report ") == 1  # one table, not two
 
 
@@ -235,7 +239,7 @@ def test_results_do_not_depend_on_the_order_of_documents() -> None:
 
 def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
     found = run(tmp_path)
-    page = write_report(found).read_text(encoding="utf-8")
+    page = write_files(found).page.read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "http" not in page.replace("http-equiv", "")
     assert 'name="viewport"' in page
@@ -243,7 +247,7 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
         assert label(result.method) in page
         assert f"{result.bits_per_byte:.3f}" in page
     assert found.settings["weights"] in page
-    with found.write_csv().open(encoding="utf-8") as file:
+    with write_files(found).csv.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss_nats"]) for row in rows] == [r.loss for r in found.results]
     assert json.loads(rows[-1]["parameters"])["method"] == "dynamic-yarn"
@@ -251,12 +255,12 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
 
 def test_names_are_escaped_in_the_report(tmp_path: Path) -> None:
     found = run(tmp_path, data="<script>alert(1)</script>")
-    assert "<script" not in write_report(found).read_text(encoding="utf-8")
+    assert "<script" not in write_files(found).page.read_text(encoding="utf-8")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(rope.CheckpointError, match="not the folder of a sweep"):
+    with pytest.raises(rope.FileError, match="does not describe a run"):
         read_run(tmp_path)
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(rope.CheckpointError, match="not the folder of a sweep"):
+    with pytest.raises(rope.FileError, match="does not describe a run"):
         read_run(tmp_path)

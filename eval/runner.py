@@ -1,0 +1,313 @@
+"""The one loop of every measurement: methods x items x cells, in memory or in a run's folder.
+
+    run = run_methods(model, [None, Yarn(factor=8.0)], measurement, data="stdlib", out="rope-ext-results")
+
+A run's folder is named after everything that its numbers depend on (weights, text, protocol, versions), so that a
+changed setting starts another run. Each finished piece of work is one line of the folder's journal, on disk before it
+is reported; the same call continues after the last whole line. Tables, pictures and pages are made from the folder
+alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rope_ext_hf.errors import FileError, MethodError
+from rope_ext_hf.eval.journal import (
+    Cell,
+    Layout,
+    Record,
+    Value,
+    agree_on_chunks,
+    exclusive,
+    open_journal,
+    read_plain,
+    read_records,
+)
+from rope_ext_hf.eval.report import write_files
+from rope_ext_hf.eval.results import Cost, label, method_key, provenance
+from rope_ext_hf.eval.run_folder import KINDS, SETTINGS, Run, check_settings, read_run, results_from_records
+from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
+from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.patching import patched, patched_method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.eval.results import RetrievalSetting, Setting
+    from rope_ext_hf.methods.base import RopeMethod
+
+__all__ = ["Measurement", "Workers", "context_length", "measure", "run_methods"]
+
+
+class Measurement(ABC):
+    """What is measured with each method: the items, and how one item is scored.
+
+    Attributes:
+        kind: a key of `run_folder.KINDS`.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def items(self) -> Sequence[str]:
+        """Names of the documents or trials."""
+
+    @property
+    @abstractmethod
+    def setting(self) -> Setting | RetrievalSetting:
+        """How the items are read, as results record it."""
+
+    @property
+    @abstractmethod
+    def passes(self) -> Sequence[int]:
+        """Tokens of each pass through the model, with one method."""
+
+    @property
+    @abstractmethod
+    def scored(self) -> int:
+        """Tokens that go through the model's head, with one method."""
+
+    @abstractmethod
+    def cells(self, item: int) -> Sequence[Cell]:
+        """The cells that one item has values for."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A digest of all token ids that are read and of how they are scored."""
+
+    @abstractmethod
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
+    ) -> Iterator[tuple[Cell, Value, Cost]]:
+        """Score one item at some of its cells.
+
+        Args:
+            scorer: reads the tokens.
+            item: index of the item.
+            cells: the cells to score.
+            progress: called with the number of tokens read, after each pass.
+
+        Yields:
+            (cell, value, cost), as soon as a cell is complete.
+        """
+
+    @property
+    def layout(self) -> Layout:
+        """Items and cells of a complete run."""
+        counts: dict[Cell, int] = {}
+        for item in range(len(self.items)):
+            for cell in self.cells(item):
+                counts[cell] = counts.get(cell, 0) + 1
+        return Layout(tuple(self.items), dict(sorted(counts.items())))
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that share a run; items are dealt out among them.
+
+    Attributes:
+        rank: which of them this process is.
+        count: how many there are.
+        wait: called when this process has done its part; returns when all have.
+    """
+
+    rank: int = 0
+    count: int = 1
+    wait: Callable[[], object] | None = None
+
+    @classmethod
+    def from_launcher(cls, expected: int | None = None) -> Workers:
+        """The processes that torchrun or accelerate launched; one where there was no launcher.
+
+        Args:
+            expected: how many processes the user asked for.
+
+        Raises:
+            MethodError: another number of processes is running.
+        """
+        workers = cls()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            import torch
+            from accelerate import PartialState
+
+            state = PartialState(cpu=not torch.cuda.is_available())
+            workers = cls(state.process_index, state.num_processes, state.wait_for_everyone)
+        if expected is not None and workers.count != expected:
+            raise MethodError(
+                f"{expected} processes were asked for, {workers.count} are running; launch with "
+                f"torchrun --nproc-per-node {expected} -m rope_ext_hf sweep ..."
+            )
+        return workers
+
+    def share(self, items: int) -> range:
+        """The indices of this process's items."""
+        return range(self.rank, items, self.count)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The length in tokens that the model as loaded is for; labels such as 2x are multiples of it."""
+    return patch_geometry(model).context_length
+
+
+def measure(
+    model: PreTrainedModel,
+    measurement: Measurement,
+    *,
+    chunk: int | None = None,
+    offload_cache: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """Measure a model as it is, in memory: one result per cell.
+
+    Args:
+        model: patched or not.
+        measurement: what is measured.
+        chunk, offload_cache: as `TokenScorer` takes them.
+        progress: called with the number of tokens read, after each pass.
+    """
+    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
+    method = patched_method(model)
+    saved = method.to_dict() if method else None
+    records = [
+        Record(saved, item, cell, value, cost)
+        for item in range(len(measurement.items))
+        for cell, value, cost in measurement.measure(scorer, item, measurement.cells(item), progress)
+    ]
+    return results_from_records(KINDS[measurement.kind], measurement.setting, measurement.layout, records)
+
+
+def run_methods(
+    model: PreTrainedModel,
+    methods: Sequence[RopeMethod | None],
+    measurement: Measurement,
+    *,
+    data: str,
+    out: str | Path,
+    chunk: int | None = None,
+    offload_cache: bool = False,
+    workers: Workers | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    started: Callable[[Path, int, int], None] | None = None,
+) -> Run[Any]:
+    """Measure every method in a run's folder, whatever is there already left out; then write its tables and pages.
+
+    Args:
+        model: the model with its weights; None among the methods is the model as it is.
+        methods: in the order in which they are measured and shown.
+        measurement: what is measured with each.
+        data: what the text is called.
+        out: the folder that the run's folder is made in.
+        chunk, offload_cache: as `TokenScorer` takes them.
+        workers: the processes that share the run; default: this one alone.
+        progress: called with the method's label and the tokens read, after each pass.
+        started: called with the run's folder, and how many of how many values are there already.
+
+    Returns:
+        The run, with the results of these methods; complete where the workers waited for each other.
+
+    Raises:
+        FileError: another process is writing this run, the folder is damaged, or the disk refuses.
+    """
+    workers = workers or Workers()
+    loaded = patched_method(model)
+    base = loaded.to_dict() if loaded is not None and None in methods else None
+    settings = _settings(model, measurement, data, base)
+    folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    chosen = {method_key(saved): (method, saved) for method in methods for saved in [_saved(method, base)]}
+    with exclusive(folder, workers.rank):
+        _write_settings(folder, settings)
+        records = read_records(folder, measurement.layout, KINDS[measurement.kind].parse)
+        done = {(method_key(record.method), record.item, record.cell) for record in records}
+        mine = workers.share(len(measurement.items))
+        units = [(key, item, cell) for key in chosen for item in mine for cell in measurement.cells(item)]
+        if started is not None:
+            started(folder, sum(unit in done for unit in units), len(units))
+        scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
+        if chunk is None:
+            scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+        with open_journal(folder, workers.rank) as write:
+            for key, (method, saved) in chosen.items():
+                report = None if progress is None else partial(progress, label(saved))
+                with _applied(model, method, loaded):
+                    for item in mine:
+                        if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
+                            for cell, value, cost in measurement.measure(scorer, item, left, report):
+                                write(Record(saved, item, cell, value, cost))
+    if workers.wait is not None:
+        workers.wait()
+    if workers.rank == 0:
+        write_files(read_run(folder))
+    return read_run(folder, [saved for _, saved in chosen.values()])
+
+
+def _saved(method: RopeMethod | None, loaded: dict[str, Any] | None) -> dict[str, Any] | None:
+    return loaded if method is None else method.to_dict()
+
+
+def _applied(
+    model: PreTrainedModel, method: RopeMethod | None, loaded: RopeMethod | None
+) -> AbstractContextManager[Any]:
+    """The model under a method; a method that it has already is not patched in a second time."""
+    return nullcontext() if method is None or method == loaded else patched(model, method)
+
+
+def _settings(
+    model: PreTrainedModel, measurement: Measurement, data: str, loaded: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Everything the numbers depend on, methods aside."""
+    layout = measurement.layout
+    settings = provenance(model, data) | {
+        "kind": measurement.kind,
+        "weights": _weights_fingerprint(model),
+        "text": measurement.fingerprint(),
+        "context_length": context_length(model),
+        "loaded": loaded,
+        "setting": asdict(measurement.setting),
+        "items": list(layout.items),
+        "cells": [list(cell) for cell in layout.counts],
+        "per_cell": list(layout.counts.values()),
+        "tokens": sum(measurement.passes),
+    }
+    return check_settings(json.loads(json.dumps(settings)))
+
+
+def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Write run.json, or check that it is this run's."""
+    path = folder / SETTINGS
+    if os.path.lexists(path):
+        try:
+            if parse_json_object(read_plain(path)) == settings:
+                return
+        except (ValueError, RecursionError):
+            pass
+        raise FileError(f"{str(path)!r} describes another run or is damaged; move {str(folder)!r} away")
+    with atomic_file(path) as part:
+        part.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def _weights_fingerprint(model: PreTrainedModel) -> str:
+    """A digest of a few numbers of every parameter: it differs between checkpoints, and is quick for any size."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)][:64]
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
