@@ -158,10 +158,10 @@ def _parse(data: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             options[key] = _ANY_OPTIONS.get(key, str)(unquote(value))
         except (ValueError, KeyError) as error:
             wanted = {"join": "true", "column": "NAME"}.get(key, "NAME" if key in _HUB_OPTIONS else "NUMBER")
-            raise CorpusError(f"{data!r}: the option {key!r} wants one value, as in {key}={wanted}") from error
+            raise CorpusError(f"{data!r}: the option {key!r} takes one value, as in {key}={wanted}") from error
     for key, value in given.items():
         if value is not None and options.setdefault(key, value) != value:
-            raise CorpusError(f"{data!r} says {key}={options[key]!r}, but {key}={value!r} is given")
+            raise CorpusError(f"{data!r} has {key}={options[key]!r}, but {key}={value!r} is given")
     return source, options
 
 
@@ -224,7 +224,7 @@ def _belongs(file: Path, folder: Path) -> bool:
 
 
 def _kind(file: Path) -> str:
-    """The suffix that says what is in the file, compression aside: ".jsonl" for a.jsonl.gz."""
+    """The suffix of the content, compression aside: ".jsonl" for a.jsonl.gz."""
     inner = file.stem if file.suffix.lower() in _OPENERS else file.name
     return Path(inner).suffix.lower()
 
@@ -430,7 +430,7 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
             yield Document.from_content(name + where, text)
     except CorpusError:
         raise
-    except Exception as error:  # not found, not reachable, no such config, a remote file's scorer: all kinds
+    except Exception as error:  # not found, not reachable, no such config, a remote file's reader: all kinds
         raise CorpusError(f"the Hub dataset {name!r} cannot be read: {_why(error)}") from error
 
 

@@ -1,9 +1,9 @@
 """The tasks of lm-evaluation-harness on a patched model, at the length it was extended to.
 
-    from rope_ext_hf.eval.harness import RopeHFLM, evaluate
+    from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM, evaluate
     results = evaluate(patch(model, "yarn", factor=8), tokenizer, tasks=["niah_single_1"], limit=50)
 
-lm-eval reads its length limit off `max_position_embeddings`, which says nothing about a method that follows the input;
+lm-eval reads its length limit off `max_position_embeddings`, which does not describe a length-dependent method;
 sums bfloat16 log-probabilities; and pads batches, which hides from such a method how long each row is. `RopeHFLM` puts
 these three right and leaves everything else to lm-eval.
 """
@@ -48,7 +48,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         RopeHFLM("meta-llama/Llama-3.2-1B", method="yarn", factor=8)
         RopeHFLM(patched_model, tokenizer=tokenizer, batch_size=4)
 
-    A method that follows the input has one set of frequencies per length, so each forward runs under a known one:
+    A length-dependent method has one set of frequencies per length, so each forward runs at a fixed one:
 
     - Log-likelihoods: the number of tokens of the request's own input. That is what the method means: a short question
       is answered as the trained model would, whatever `max_length` is and whatever else is in the batch. (Holding
@@ -56,7 +56,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
       no padding, and results do not depend on `batch_size`, which is then an upper bound.
     - Generation: the prompt's length plus the tokens that may follow, from the first token to the last, because keys
       in the cache keep the frequencies they were made with. One prompt at a time, whatever `batch_size` says.
-    - Rolling log-likelihoods: `max_length` for every window, as `perplexity(..., protocol="blocks")` does, so that
+    - Rolling log-likelihoods: `max_length` for every span, as `perplexity(..., protocol="blocks")` does, so that
       perplexities at one context length are comparable across documents.
 
     Inside `fixed_length(model, n)` that length holds for all of them, and batches are padded as lm-eval likes.
@@ -152,16 +152,16 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         by_length: dict[int, list[int]] = defaultdict(list)
         for i, (_, context, continuation) in enumerate(requests):
             by_length[min(len(context) + len(continuation) - 1, self.max_length)].append(i)
-        found: dict[int, tuple[float, bool]] = {}
+        by_index: dict[int, tuple[float, bool]] = {}
         for length, group in sorted(by_length.items(), reverse=True):  # what does not fit fails at once
             with fixed_length(self.model, length):
                 # "auto" would try out the memory anew for every length
                 answers = super()._loglikelihood_tokens([requests[i] for i in group], True, override_bs or 1)
-            found.update(zip(group, answers, strict=True))
-        return [found[i] for i in range(len(requests))]
+            by_index.update(zip(group, answers, strict=True))
+        return [by_index[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, read in disjoint windows of `max_length` tokens."""
+        """The log-likelihood of each whole text, read in disjoint spans of `max_length` tokens."""
         with fixed_length(self.model, self.max_length) if self.follows_the_input else nullcontext():
             sums: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
         return sums
@@ -269,7 +269,7 @@ def evaluate(
         tasks: names of tasks, groups or tags, with wildcards, or YAML files.
         include_path: a folder with task definitions of one's own.
         limit: this many documents per task, or this share of them if below 1.
-        num_fewshot: worked examples in each prompt; default: what the task says.
+        num_fewshot: worked examples in each prompt; default: as the task has it.
         batch_size, max_length: see `RopeHFLM`.
         metadata: for tasks that make their own data (RULER), over the default: `max_seq_lengths` is [max_length],
             tokenizer and model those given here. RULER loads that tokenizer with trust_remote_code=True.
@@ -277,7 +277,7 @@ def evaluate(
 
     Returns:
         lm-eval's results (for `lm_eval.utils.make_table`), and beside them `provenance`, `method` (None: as loaded),
-        `max_length` and `cut`, of `RopeHFLM`; a warning says so where anything was cut. Empty on processes other than
+        `max_length` and `cut`, of `RopeHFLM`; a warning where anything was cut. Empty on processes other than
         the first.
 
     Raises:

@@ -123,11 +123,12 @@ def curves(results: Sequence[Result], context_length: int, path: Path, title: st
     figure.savefig(path, format="png")
 
 
-def heat_map(results: Sequence[Retrieval], path: Path, title: str) -> None:
-    """Draw length x depth as a PNG, one panel per method: how often the secret ranks first, exact matches below.
+def heat_map(results: Sequence[Retrieval], context_length: int, path: Path, title: str) -> None:
+    """Draw length x depth as a PNG, one panel per method: the share of exact matches, and the mean rank below.
 
     Args:
         results: at least one.
+        context_length: the length in tokens that the model as loaded is for; ticks are multiples of it.
         path: the file; an existing one is replaced.
         title: stands above the picture.
 
@@ -142,30 +143,32 @@ def heat_map(results: Sequence[Retrieval], path: Path, title: str) -> None:
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, rows) in zip(grid, panels.items(), strict=True):
         cells = [[rows.get(depth, {}).get(length) for length in lengths] for depth in depths]
-        values = [[math.nan if cell is None else cell.top1 for cell in row] for row in cells]
-        # from luck upwards, so that luck has no colour
-        image = axes.imshow(values, cmap="YlGn", vmin=one.chance, vmax=1.0, aspect="auto")
+        values = [[math.nan if cell is None else cell.exact_match for cell in row] for row in cells]
+        image = axes.imshow(values, cmap="YlGn", vmin=0.0, vmax=1.0, aspect="auto")
         for y, row in enumerate(cells):
             for x, cell in enumerate(row):
                 if cell is not None:
-                    ink = "white" if cell.top1 > 0.7 else "#222222" if cell.above_chance else "#777777"
+                    ink = "white" if cell.exact_match > 0.7 else "#222222" if cell.above_chance else "#777777"
                     centred = {"ha": "center", "va": "center", "color": ink}
-                    axes.text(x, y - 0.12, f"{cell.top1:.0%}", fontsize=9, **centred)
-                    axes.text(x, y + 0.25, f"{cell.exact_match:.0%} exact", fontsize=6, **centred)
+                    axes.text(x, y - 0.12, f"{cell.exact_match:.0%}", fontsize=9, **centred)
+                    axes.text(x, y + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
         axes.set_title(plot_text(name, 40), fontsize=10)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axes.set_xticks(range(len(lengths)), [f"{n:,}\n{n / context_length:g}x" for n in lengths], fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
         axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
         axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
         axes.grid(visible=True, which="minor", color="white", linewidth=1.5)
         axes.tick_params(which="both", length=0)
         axes.spines[:].set_visible(False)
-    grid[0].set_ylabel("depth of the secret (0%: first)", fontsize=8)
-    note = f"{one.trials} secrets per cell; grey: mean rank no better than luck"
+    grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
+    note = (
+        f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
+        "grey where no better than luck"
+    )
     figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
     figure.suptitle(plot_text(title), fontsize=11)
     bar = figure.colorbar(image, ax=list(grid), pad=0.01)
-    bar.set_label(f"ranked first among {one.distractors + 1} (luck: {one.chance:.0%})", fontsize=8)
+    bar.set_label("exact match", fontsize=8)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)

@@ -250,8 +250,7 @@ def _retrieval_cell(result: Retrieval | None) -> str:
     if result is None:
         return "<td></td>"
     mark = ' class="best"' if result.above_chance else ""
-    small = f"rank {result.rank:.1f}<br>{result.exact_match:.0%} exact"
-    return f"<td{mark}>{result.top1:.0%}<br><small>{small}</small></td>"
+    return f"<td{mark}>{result.exact_match:.0%}<br><small>rank {result.rank:.1f}</small></td>"
 
 
 # --- kinds of runs ----------------------------------------------------------------------------------------------------
@@ -287,24 +286,24 @@ _VIEWS = {
         table=_perplexity_html,
         caption=lambda run: (
             f"{scored_text(run.results[0])}. Below each perplexity: bits per byte, and the 95% interval of the "
-            "perplexity over documents. Loss increase: the loss at the context length of the model as loaded, minus "
-            "that of the model as loaded, in nats per token, with its interval paired by document."
+            "perplexity over documents. Loss increase: the loss of a method minus that of the model as loaded, at the "
+            "context length of the latter, in nats per token, with its interval paired by document."
         ),
         speed=lambda run: f" at {throughput_text(run.results)}",
     ),
     "passkey": _View(
         heading="Retrieval by depth and context length",
-        items="secrets",
+        items="prompts per length and depth",
         columns=(
             *("method", "length", "depth", "top1", "rank", "exact_match", "trials", "distractors", "chance"),
             *("chance_rank", "parameters"),
         ),
         rows=_retrieval_rows,
         picture="passkey.png",
-        draw=lambda run, path: heat_map(run.results, path, _title(run)),
+        draw=lambda run, path: heat_map(run.results, run.context_length, path, _title(run)),
         table=_retrieval_html,
         caption=lambda run: (
-            f"Secret ranked first; below: mean rank, exact match. {retrieval_caption(run.results[0])}. Green: mean "
+            f"Exact match; below: mean rank. {retrieval_caption(run.results[0])}. Green: mean "
             "rank better than luck by 3 standard errors."
         ),
         speed=lambda run: "",

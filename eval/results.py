@@ -219,9 +219,10 @@ class Result:
 
 @dataclass(frozen=True)
 class RetrievalSetting:
-    """How prompts were made: the task's name, distractors per prompt, and the seed of the secrets."""
+    """How prompts were made: the task's name, keys and distractors per prompt, and the seed of names and values."""
 
     task: str
+    keys: int
     distractors: int
     seed: int
 
@@ -251,22 +252,25 @@ class TrialScore(NamedTuple):
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How well a secret at one depth of one context length is found.
+    """Retrieval from one depth of one context length.
 
     Attributes:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
+        task: name of the form, a key of `retrieval_prompts.FORMS`.
+        keys: statements in every prompt, of which one is asked for.
         length: of prompt and answer together, in tokens.
-        depth: share of the haystack that stands before the secret.
-        trials: prompts, each with its own secret.
-        distractors: other numbers that the right one is ranked among.
-        exact_match: share of trials in which greedy decoding gives the right number.
-        rank: mean rank of the right number by likelihood, 1 is best; among equals, the middle.
+        depth: share of the haystack that stands before the statement asked for.
+        trials: prompts, each with names and values of its own.
+        distractors: wrong answers that the right one is ranked among.
+        exact_match: share of trials in which greedy decoding gives the right answer.
+        rank: mean rank of the right answer by likelihood, 1 is best; among equals, the middle.
         top1: share of trials in which it ranks first.
         chance: the value of `top1` by luck.
     """
 
     method: dict[str, Any] | None
     task: str
+    keys: int
     length: int
     depth: float
     trials: int
@@ -289,6 +293,7 @@ class Retrieval:
         return cls(
             method=method,
             task=setting.task,
+            keys=setting.keys,
             length=length,
             depth=depth,
             trials=len(scores),

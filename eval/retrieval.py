@@ -1,12 +1,12 @@
-"""Retrieval of a secret from a long text, at every depth of every context length.
+"""Retrieval at every depth of every context length: what a long text stated is asked for at its end.
 
     from rope_ext_hf.eval.retrieval import passkey
-    for result in passkey(model, lengths=[1024, 4096], task="needle"):
-        print(result.length, result.depth, result.exact_match, result.top1)
+    for result in passkey(model, lengths=[1024, 4096], task="key-value", keys=4):
+        print(result.length, result.depth, result.exact_match, result.rank)
 
-A prompt states a five-digit number somewhere in a long text and asks for it at the end. Two things are measured:
-whether greedy decoding would answer with that number, and how likely the model finds it among other numbers. The
-second gives a signal from models too small to answer. The wording is data (`TASKS`).
+Two things are measured: whether greedy decoding gives the right answer, and the rank of the right answer among wrong
+ones by likelihood. The rank shows a signal in models too small to answer. The forms of statements and questions are
+data, `retrieval_prompts.FORMS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
+from rope_ext_hf.eval.retrieval_prompts import FORMS, Form, ask, insert, other_answers
 from rope_ext_hf.eval.runner import Measurement, measure, run_methods
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.patching import patched_method
@@ -38,10 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "SECRETS",
-    "TASKS",
     "RetrievalMeasurement",
-    "Task",
     "Trial",
     "haystack_name",
     "make_trials",
@@ -49,61 +47,22 @@ __all__ = [
     "plan_passkey",
 ]
 
-SECRETS = range(10_000, 100_000)
-
-
-@dataclass(frozen=True)
-class Task:
-    """The wording of a prompt: head, haystack with the needle in it, question, answer.
-
-    Attributes:
-        needle, answer: with `{secret}` where the number stands.
-        filler: the haystack where none is given, repeated; None: the held-out modules of Python's library.
-    """
-
-    head: str
-    needle: str
-    question: str
-    answer: str
-    filler: str | None = None
-
-
-TASKS: dict[str, Task] = {
-    "passkey": Task(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
-        head="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-        "I will quiz you about the important information there.\n",
-        filler="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
-        needle="\nThe pass key is {secret}. Remember it. {secret} is the pass key.\n",
-        question="\nWhat is the pass key? The pass key is",
-        answer=" {secret}",
-    ),
-    "needle": Task(
-        head="",
-        needle="\nThe secret number of the lighthouse is {secret}.\n",
-        question="\nWhat is the secret number of the lighthouse? The secret number of the lighthouse is",
-        answer=" {secret}",
-    ),
-    "code": Task(  # for models that know code only; after 0x nothing but digits can follow
-        head="",
-        needle="\nPASSKEY = 0x{secret}\n",
-        question="\nassert PASSKEY == 0x",
-        answer="{secret}",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Trial:
-    """One secret in all its wording, as token ids; the same at every length and depth and for every method.
+    """One prompt less its haystack, as token ids; the same at every length and depth and for every method.
 
     Attributes:
-        head, needle, question: (tokens,) int64.
+        head, question: (tokens,) int64.
+        statements: (tokens,) int64 each; the one asked for first.
+        depths: of the other statements, as shares of the haystack.
         answers: (1 + distractors, A) int64, the right one first.
         start: where in the haystack its text begins, as a share.
     """
 
     head: Tensor
-    needle: Tensor
+    statements: tuple[Tensor, ...]
+    depths: tuple[float, ...]
     question: Tensor
     answers: Tensor
     start: float
@@ -111,51 +70,87 @@ class Trial:
     @property
     def wording(self) -> int:
         """Tokens of prompt and answer besides the haystack."""
-        return sum(map(len, (self.head, self.needle, self.question, self.answers[0])))
+        return sum(map(len, (self.head, *self.statements, self.question, self.answers[0])))
 
     def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
         """(length - A,): with the answer, exactly `length` tokens; a haystack that is too short is repeated."""
         filled = length - self.wording
         hay = haystack[(int(self.start * len(haystack)) + torch.arange(filled)) % len(haystack)]
-        before = round(depth * filled)
-        return torch.cat([self.head, hay[:before], self.needle, hay[before:], self.question])
+        pieces = [self.head]
+        stop = 0
+        for index, start, stop in insert(filled, (depth, *self.depths)):
+            pieces += [hay[start:stop], self.statements[index]]
+        return torch.cat([*pieces, hay[stop:], self.question])
 
 
 def make_trials(
-    task: Task, tokenizer: PreTrainedTokenizerBase, *, trials: int, distractors: int, seed: int = 0
+    form: Form,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trials: int,
+    distractors: int,
+    keys: int = 1,
+    seed: int = 0,
+    repeated: bool = False,
 ) -> list[Trial]:
-    """Secrets with their distractors, which have as many tokens as the secret, so that none is likelier for its length.
+    """Draw names and values, those that training never uses, in the form's held-out wordings, which take turns.
+
+    Distractors have as many tokens as the right answer, so that none is likelier for its length. The answers to the
+    other keys are among them, where they have.
+
+    Args:
+        repeated: the haystack is one short text again and again; every prompt then starts at its beginning.
 
     Raises:
-        MethodError: a tokenizer that has not enough numbers of one length.
+        MethodError: a tokenizer without enough answers of one length, or more keys than the form can tell apart.
     """
-    return [_trial(task, tokenizer, distractors, random.Random(f"{seed} {index}")) for index in range(trials)]
+    return [
+        _trial(form, tokenizer, distractors, keys, index, random.Random(f"{seed} {index}"), repeated)
+        for index in range(trials)
+    ]
 
 
-def _trial(task: Task, tokenizer: PreTrainedTokenizerBase, distractors: int, rng: random.Random) -> Trial:
-    secret, *others = rng.sample(SECRETS, min(len(SECRETS), 100 * (distractors + 1)))
+def _trial(
+    form: Form,
+    tokenizer: PreTrainedTokenizerBase,
+    distractors: int,
+    keys: int,
+    index: int,
+    rng: random.Random,
+    repeated: bool,
+) -> Trial:
+    try:
+        drawn = ask(form, rng, keys=keys, wording=index)
+    except ValueError as error:
+        raise MethodError(str(error)) from error
     prefix = prefix_token(tokenizer, None)
-    question = _encode(tokenizer, task.question)
+    question = _encode(tokenizer, drawn.question)
     # A tokenizer may merge the end of the question with the answer: what both have in common is the prompt.
-    asked = [_encode(tokenizer, task.question + task.answer.format(secret=secret))]
-    shared = next((i for i, (a, b) in enumerate(zip(question, asked[0], strict=False)) if a != b), len(question))
-    for other in others:
-        if len(asked) == distractors + 1:
+    answers = [_encode(tokenizer, drawn.question + drawn.answer)]
+    shared = next((i for i, (a, b) in enumerate(zip(question, answers[0], strict=False)) if a != b), len(question))
+    others = other_answers(form, drawn, rng, wording=index)
+    texts = {drawn.answer}
+    for _ in range(100 * (distractors + 1)):
+        if len(answers) == distractors + 1:
             break
-        ids = _encode(tokenizer, task.question + task.answer.format(secret=other))
-        if len(ids) == len(asked[0]) and ids[:shared] == question[:shared]:
-            asked.append(ids)
-    else:
+        if (other := next(others)) in texts:
+            continue
+        texts.add(other)
+        ids = _encode(tokenizer, drawn.question + other)
+        if len(ids) == len(answers[0]) and ids[:shared] == question[:shared]:
+            answers.append(ids)
+    if len(answers) <= distractors:
         raise MethodError(
-            f"only {len(asked) - 1} numbers have the {len(asked[0]) - shared} tokens of {secret}, "
+            f"only {len(answers) - 1} other answers have the {len(answers[0]) - shared} tokens of {drawn.answer!r}, "
             f"asked for {distractors}; ask for fewer distractors"
         )
     return Trial(
-        head=torch.tensor(([] if prefix is None else [prefix]) + _encode(tokenizer, task.head), dtype=torch.int64),
-        needle=torch.tensor(_encode(tokenizer, task.needle.format(secret=secret))),
+        head=torch.tensor(([] if prefix is None else [prefix]) + _encode(tokenizer, drawn.head), dtype=torch.int64),
+        statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
+        depths=tuple(rng.random() for _ in range(keys - 1)),
         question=torch.tensor(question[:shared], dtype=torch.int64),
-        answers=torch.tensor([ids[shared:] for ids in asked]),
-        start=0.0 if task.filler is not None else rng.random(),
+        answers=torch.tensor([ids[shared:] for ids in answers]),
+        start=0.0 if repeated else rng.random(),
     )
 
 
@@ -165,7 +160,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class RetrievalMeasurement(Measurement):
-    """The ranks of secrets, at every depth of every context length; an item is one trial."""
+    """The ranks of right answers, at every depth of every context length; an item is one trial."""
 
     kind = "passkey"
 
@@ -202,9 +197,9 @@ class RetrievalMeasurement(Measurement):
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.haystack.numpy().tobytes())
         for trial in self.trials:
-            for ids in (trial.head, trial.needle, trial.question, trial.answers):
+            for ids in (trial.head, *trial.statements, trial.question, trial.answers):
                 digest.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
-            digest.update(f"{trial.start}".encode())
+            digest.update(f"{trial.start} {trial.depths}".encode())
         return digest.hexdigest()
 
     def measure(
@@ -230,6 +225,7 @@ def plan_passkey(
     depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
     tokenizer: PreTrainedTokenizerBase | None = None,
     trials: int = 10,
+    keys: int = 1,
     seed: int = 0,
     haystack: str | Iterable[Document] | None = None,
     task: str = "passkey",
@@ -239,9 +235,9 @@ def plan_passkey(
 
     The model may be on the meta device: no weights are read.
     """
-    wording = _known(task)
+    form = _known(task)
     _check_whole("lengths", lengths, 1)
-    for name, value in (("trials", trials), ("distractors", distractors)):
+    for name, value in (("trials", trials), ("distractors", distractors), ("keys", keys)):
         _check_whole(name, [value], 1)
     _check_whole("seed", [seed], None)
     if not depths or not all(isinstance(depth, (int, float)) and 0 <= depth <= 1 for depth in depths):
@@ -249,18 +245,17 @@ def plan_passkey(
     if tokenizer is None:
         tokenizer = own_tokenizer(model, needed=True)
         assert tokenizer is not None
-    if haystack is not None:
-        wording = replace(wording, filler=None)
-    made = make_trials(wording, tokenizer, trials=trials, distractors=distractors, seed=seed)
+    repeated = haystack is None and form.filler is not None
+    made = make_trials(form, tokenizer, trials=trials, distractors=distractors, keys=keys, seed=seed, repeated=repeated)
     least = max(trial.wording for trial in made)
     if min(lengths) < least:
         raise MethodError(f"length {min(lengths)} is too short for task {task!r}: its wording alone has {least} tokens")
-    hay = _haystack(wording, haystack, tokenizer)
+    hay = _haystack(form, haystack, tokenizer)
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
     if (warning := sliding_window_warning(model, max(lengths))) is not None:
         warnings.warn(warning, stacklevel=3)
-    return RetrievalMeasurement(RetrievalSetting(task, distractors, seed), made, hay, lengths, depths)
+    return RetrievalMeasurement(RetrievalSetting(task, keys, distractors, seed), made, hay, lengths, depths)
 
 
 def passkey(
@@ -270,6 +265,7 @@ def passkey(
     depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
     tokenizer: PreTrainedTokenizerBase | None = None,
     trials: int = 10,
+    keys: int = 1,
     seed: int = 0,
     haystack: str | Iterable[Document] | None = None,
     task: str = "passkey",
@@ -279,18 +275,20 @@ def passkey(
     out: str | Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Retrieval]:
-    """Hide a number at several depths of several context lengths, and ask for it.
+    """Measure retrieval from several depths of several context lengths.
 
     Args:
         model: a causal language model, patched or not, in any dtype, on any device.
         lengths: tokens of prompt and answer together; the haystack fills what the wording leaves.
-        depths: shares of the haystack that stand before the secret, 0 to 1.
+        depths: shares of the haystack that stand before the statement asked for, 0 to 1.
         tokenizer: default: the one beside the model's weights. Its BOS token stands first if it adds one itself.
-        trials: secrets per length and depth; the same ones at each.
-        seed: of the secrets and of where in the haystack a prompt's text is taken from.
+        trials: prompts per length and depth; names and values are the same at each.
+        keys: statements of the same kind in every prompt, of which one is asked for; the others stand at random depths.
+        seed: of names, values and of where in the haystack a prompt's text is taken from.
         haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents; default: the task's own.
-        task: a name of `TASKS`: "passkey" (instructions, repeated filler), "needle" (a sentence in other text), "code".
-        distractors: random numbers, of as many tokens, that the right one is ranked among.
+        task: a name of `FORMS`: "passkey" (instructions, repeated filler) and "needle" (a sentence in other text) for
+            models of language; "key-value", "assignment", "quote" and "copy", which the bundled model is trained on.
+        distractors: wrong answers, of as many tokens, that the right one is ranked among.
         chunk, offload_cache, out: as `perplexity` takes them.
         progress: called with the number of tokens read, after each prompt.
 
@@ -313,6 +311,7 @@ def passkey(
         depths=depths,
         tokenizer=tokenizer,
         trials=trials,
+        keys=keys,
         seed=seed,
         haystack=haystack,
         task=task,
@@ -345,16 +344,16 @@ def _check_whole(name: str, values: Sequence[int], least: int | None) -> None:
         raise MethodError(f"{name} must be {allowed}, got {', '.join(map(repr, values)) or 'none'}")
 
 
-def _known(task: str) -> Task:
-    if task not in TASKS:
-        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, TASKS)} Known tasks: {', '.join(TASKS)}")
-    return TASKS[task]
+def _known(task: str) -> Form:
+    if task not in FORMS:
+        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, FORMS)} Known tasks: {', '.join(FORMS)}")
+    return FORMS[task]
 
 
-def _haystack(task: Task, haystack: str | Iterable[Document] | None, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def _haystack(form: Form, haystack: str | Iterable[Document] | None, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """(tokens,) int64; documents end to end."""
     if haystack is None:
-        haystack = "stdlib" if task.filler is None else [Document("filler", task.filler)]
+        haystack = "stdlib" if form.filler is None else [Document("filler", form.filler)]
     documents = load(haystack) if isinstance(haystack, str) else haystack
     ids = [document.ids for document in tokenize(documents, tokenizer)]
     if not sum(map(len, ids)):

@@ -1,11 +1,11 @@
 """Pictures of RoPE itself: what a method does to a model's wavelengths, angles, similarities and long-range decay.
 
-    >>> from rope_ext_hf.eval.pictures import draw
+    >>> from rope_ext_hf.eval.rope_plots import draw
     >>> from rope_ext_hf.methods.static import Yarn
     >>> draw("rope.png", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, title="Llama 2")  # doctest: +SKIP
 
 The numbers come from pure functions of the inverse frequencies, float64 throughout; `draw` puts four panels of them
-into one picture. A pair is two dims that turn together; a pair with inverse frequency 0 has an infinite wavelength.
+into one picture. A pair is two dims that rotate together; a pair with inverse frequency 0 has an infinite wavelength.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["decay", "draw", "pairs_without_full_cycle", "similarity", "similarit
 
 
 def pairs_without_full_cycle(inv_freq: Tensor, length: int) -> int:
-    """How many pairs complete no turn within `length` tokens: wavelength 2 pi / inv_freq above it, infinite included.
+    """The number of pairs without a full cycle in `length` tokens: wavelength 2 pi / inv_freq above it, or infinite.
 
     inv_freq: (pairs,) radians per token.
     """
@@ -38,9 +38,9 @@ def pairs_without_full_cycle(inv_freq: Tensor, length: int) -> int:
 
 
 def unseen_angles(rotary: Rotary, inv_freq: Tensor, position: int) -> Tensor:
-    """Which pairs have been, by `position`, at angles that training never showed; (pairs,) bool.
+    """The pairs that reach, by `position`, angles that did not occur in training; (pairs,) bool.
 
-    Training shows a pair the angles from 0 to L0 theta_i, and all of them once that is a full turn.
+    In training a pair goes through the angles from 0 to L0 theta_i: all angles, once that is a full cycle.
     inv_freq: (pairs,) radians per token, those of the method in use.
     """
     shown = rotary.trained_length * rotary.inv_freq()
@@ -67,9 +67,9 @@ def similarity(inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor
 
 
 def similarity_as_seen(method: RemappingMethod, inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor:
-    """The same where keys are seen elsewhere than they are: means over at most 4 x 4 of the positions of a block.
+    """`similarity` under a remapping method: means over at most 4 x 4 of the positions of a block.
 
-    method: fitted. Of two positions the later one is the query's.
+    method: bound to a model. Of two positions the later one is the query's.
     """
     offsets = range(0, block, max(1, block // 4))
     total = torch.zeros(len(positions), len(positions), dtype=torch.float64)
@@ -90,12 +90,12 @@ def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
     inv_freq: (pairs,); distances: (count,) -> (count,) float64. At most `chunk` distances are in work at a time.
     """
     frequencies = inv_freq.double()
-    found = []
+    means = []
     for start in range(0, len(distances), chunk):
         angles = distances[start : start + chunk, None].double() * frequencies  # (chunk, pairs)
         partial_sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
-        found.append(partial_sums.abs().mean(dim=-1))
-    return torch.cat(found)
+        means.append(partial_sums.abs().mean(dim=-1))
+    return torch.cat(means)
 
 
 _PAIRS = "pair of dims, fastest first"
@@ -105,12 +105,12 @@ _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 
 
 class _Curve(NamedTuple):
-    """One method as it is drawn.
+    """What is drawn of one method.
 
     Attributes:
         inv_freq: (pairs,) at the extended length.
-        relative: an attention-level method, fitted: it says at which distances keys are seen.
-        farthest: the farthest distance at which a key is seen within the extended length, in tokens.
+        relative: a bound remapping method, which maps distances; None for a frequency method.
+        farthest: the largest relative position within the extended length, in tokens.
     """
 
     name: str
@@ -235,17 +235,17 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
     mirror.tick_params(which="both", labelsize=7.5)
     mirror.spines["top"].set_visible(False)
     slow = pairs_without_full_cycle(curves[0].inv_freq, rotary.trained_length)
-    title = f"Wavelengths. Shaded: slow pairs, no full turn in training ({slow} of {pairs} in plain RoPE)"
+    title = f"Wavelengths. Shaded: slow pairs, no full cycle in training ({slow} of {pairs} in plain RoPE)"
     _finish(axes, title, _PAIRS, "wavelength (tokens)")
 
 
 def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
-    """Turns made by some positions in plain RoPE, in grey, and by the farthest distance that occurs in each method.
+    """Cycles at some positions in plain RoPE, in grey, and at the farthest distance that occurs in each method.
 
-    What training never showed lies above the line of the trained length, among the pairs it took through no full turn.
+    Unseen angles lie above the line of the trained length, among the pairs without a full cycle in training.
     """
     pairs, trained = rotary.dim // 2, rotary.trained_length
-    plain = curves[0].inv_freq * trained / TWO_PI  # turns in training
+    plain = curves[0].inv_freq * trained / TWO_PI  # cycles in training
     slow = bool(((plain > 0) & (plain < 1)).any())
     # Fast pairs have been at every angle: where there are slow ones, begin a little before them.
     first, last = int((plain >= 10).sum()) if slow else 0, max(int((plain > 0).sum()), 1) - 1
@@ -254,12 +254,12 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
         *((multiple * plain, {"color": "#999999", "linewidth": 0.7}) for multiple in multiples),
         *((curve.inv_freq * curve.farthest / TWO_PI, curve.style) for curve in curves),
     ]
-    for turns, style in lines:
-        axes.plot(range(pairs), _finite(turns), marker="." if pairs <= 16 else "", **style)
-    shown = [turn for turns, _ in lines for turn in turns[first : last + 1].tolist() if turn > 0] or [1.0]
+    for cycles, style in lines:
+        axes.plot(range(pairs), _finite(cycles), marker="." if pairs <= 16 else "", **style)
+    shown = [cycle for cycles, _ in lines for cycle in cycles[first : last + 1].tolist() if cycle > 0] or [1.0]
     bottom, top = min(shown) / 1.5, 20.0 if slow else max(shown) * 1.5
     if slow:
-        boundary = rotary.dim * math.log(trained / TWO_PI) / (2 * math.log(rotary.theta))  # where plain makes one turn
+        boundary = rotary.dim * math.log(trained / TWO_PI) / (2 * math.log(rotary.theta))  # one cycle there
         edge = [max(boundary, first - 0.5), last + 0.5]
         floor = [trained * rotary.theta ** (-2 * pair / rotary.dim) / TWO_PI for pair in edge]
         axes.fill_between(edge, floor, top, color=_SHADE, linewidth=0, zorder=0)  # straight: the scale is logarithmic
@@ -272,7 +272,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
     ]
     _name_ends(
         axes,
-        [(turns, f"at {_short(p)}" + (" (trained)" if p == trained else ""), "#666666") for p, turns in positions],
+        [(cycles, f"at {_short(p)}" + (" (trained)" if p == trained else ""), "#666666") for p, cycles in positions],
     )
     axes.annotate(
         f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}",
@@ -280,7 +280,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
         xycoords="axes fraction",
         **_NOTE,
     )
-    _finish(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "turns made")
+    _finish(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
 
 
 def _multiples(extension: float) -> list[float]:
@@ -301,7 +301,7 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
         else similarity(curve.inv_freq, positions, block=block)
         for curve in curves
     ]
-    low, high = min(float(found.min()) for found in maps), max(float(found.max()) for found in maps)
+    low, high = min(float(values.min()) for values in maps), max(float(values.max()) for values in maps)
     columns = max(1, round(math.sqrt(1.4 * len(maps))))
     grid = panel.subplots(math.ceil(len(maps) / columns), columns, squeeze=False)
     ticks = [0, length // 2, length]
@@ -365,7 +365,7 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
 
 
 def _seen(curve: _Curve, length: int, distances: Tensor) -> Tensor:
-    """The distances at which a query at the extended length sees keys so far away."""
+    """The relative positions, for a query at the extended length, of keys at these distances."""
     if curve.relative is None:
         return distances
     query = torch.tensor(length)
@@ -410,7 +410,7 @@ def _finish(axes: Any, title: str, across: str, up: str) -> None:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Gaps where a pair does not turn, for a logarithmic scale."""
+    """NaN, a gap in a line, where a pair does not rotate: the scale is logarithmic."""
     return torch.where((values > 0) & values.isfinite(), values, math.nan)
 
 

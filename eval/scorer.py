@@ -1,9 +1,9 @@
-"""Reading long text in fixed memory: what every measurement runs on.
+"""Score tokens of long texts in fixed memory; every measurement runs on this.
 
     scorer = TokenScorer(model)
     nats = scorer.losses(ids, first=1024)      # one number per token from the 1024th on
 
-The decoder reads a window in chunks that add their keys and values to a cache allocated once; attention of a chunk is
+The decoder reads a span in chunks that add their keys and values to a cache allocated once; attention of a chunk is
 to the past, without a mask, plus causal within the chunk, merged by their log-sum-exp, so that no mask is built and no
 key is repeated over query heads. The head runs over a few tokens at a time. Memory above weights and cache does not
 depend on the length. Whether a model can be read like this is checked on a few tokens; one that cannot is read whole.
@@ -41,7 +41,7 @@ ATTENTION = "rope_ext_hf.chunks"
 
 
 class UnsupportedAttentionError(Exception):
-    """This model's attention wants something that chunked reading does not have."""
+    """This model's attention needs something that chunked attention does not support."""
 
 
 class TokenScorer:
@@ -49,7 +49,7 @@ class TokenScorer:
 
     Args:
         model: patched or not, in any dtype, on any device. Patching and unpatching it later is fine.
-        chunk: tokens per pass of the decoder; default: what a share of the free memory holds, see `preflight.budgets`.
+        chunk: tokens per pass of the decoder; default: by the free memory, see `preflight.budgets`.
         head_bytes: memory for logits; default: likewise.
         offload_cache: keys and values wait in main memory; those of one layer at a time are on its device.
 
@@ -93,7 +93,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
-        """Negative log-likelihoods in nats of tokens first..N of one window, given all tokens before each.
+        """Negative log-likelihoods in nats of tokens first..N of one span, given all tokens before each.
 
         Args:
             ids: (N,) int64.
@@ -112,7 +112,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def candidates(self, prompt: Tensor, answers: Tensor, *, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Losses of several answers to one prompt, and what greedy decoding says while it is led along each.
+        """Losses of several answers to one prompt, and the greedy prediction at each answer token (teacher forcing).
 
         The prompt is read once; every answer then starts from its cache, A tokens each. (A model that cannot be read
         in chunks is read whole once per answer.)
@@ -141,15 +141,15 @@ class TokenScorer:
                     if index == 0:
                         for _ in self._hidden(ids):  # what stays is the cache
                             pass
-                    # the state at the prompt's last token says what the answer begins with
+                    # the state at the prompt's last token predicts the first token of the answer
                     states = [state for _, state in self._hidden(ids, known - 1)]
                     logits = self._logits(torch.cat(states))
                 likeliest.append(logits.argmax(-1).cpu())
-                losses.append(_nll([logits], answer.to(logits.device)).cpu())
+                losses.append(_nll_([logits], answer.to(logits.device)).cpu())
         return torch.stack(losses), torch.stack(likeliest)
 
     def take_cost(self) -> Cost:
-        """What reading took since this was last asked."""
+        """The cost since the last call, which is set back to nothing."""
         cost, self.cost = self.cost, Cost()
         return cost
 
@@ -169,11 +169,11 @@ class TokenScorer:
     def _whole(self, ids: Tensor, first: int) -> Tensor:
         count = len(ids) - first
         logits = self.model(ids[None], use_cache=False, logits_to_keep=count + 1).logits[0, -count - 1 : -1]
-        return _nll([logits.float()], ids[first:])
+        return _nll_([logits.float()], ids[first:])
 
     def _by_chunks(self, ids: Tensor, first: int) -> Iterator[Tensor]:
         for start, hidden in self._hidden(ids):
-            # the state at position p says what is at p + 1
+            # the state at position p predicts the token at p + 1
             begin, end = max(start, first - 1), start + hidden.shape[0]
             if begin < end:
                 yield self._losses_of(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
@@ -181,7 +181,7 @@ class TokenScorer:
     def _hidden(self, ids: Tensor, kept: int = 0) -> Iterator[tuple[int, Tensor]]:
         """The decoder's output for all but the last token, chunk by chunk: (first position, (tokens, hidden)).
 
-        `kept`: go on after so many tokens, which are in the cache from the reading before.
+        `kept`: continue after this many tokens, which are in the cache already.
         """
         assert self.decoder is not None
         ids = ids[:-1]
@@ -205,11 +205,11 @@ class TokenScorer:
         plain = type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook")
         if plain and not self.head._forward_pre_hooks and not self.head._forward_hooks:
             room = self.head_bytes // (len(hidden) * _bytes_of_a_logit(self.model.dtype))
-            return _nll(self._parts(hidden, 1 << max(10, room.bit_length() - 1)), targets)
+            return _nll_(self._parts(hidden, 1 << max(10, room.bit_length() - 1)), targets)
         vocabulary = self.model.config.get_text_config().vocab_size  # a quantised or wrapped head has other shapes
         few = _power_of_two(self.head_bytes // (vocabulary * _bytes_of_a_logit(self.model.dtype)))
         pieces = zip(torch.split(hidden, few), torch.split(targets, few), strict=True)
-        return torch.cat([_nll([self._logits(some)], theirs.to(hidden.device)) for some, theirs in pieces])
+        return torch.cat([_nll_([self._logits(some)], theirs.to(hidden.device)) for some, theirs in pieces])
 
     def _parts(self, hidden: Tensor, width: int) -> Iterator[Tensor]:
         """Logits of so much of the vocabulary at a time, (tokens, width)."""
@@ -235,7 +235,7 @@ class TokenScorer:
         return logits
 
     def _reads_the_same_in_chunks(self) -> bool:
-        """Whether a few tokens, read in two chunks with the head apart, get the logits of an ordinary forward."""
+        """Whether a few tokens in two chunks, with the head run apart, get the logits of an ordinary forward."""
         ids = torch.arange(3, 15, device=self.model.get_input_embeddings().weight.device)
         chunk, self.chunk = self.chunk, 7
         try:
@@ -263,10 +263,10 @@ def _bytes_of_a_logit(dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float32 else 4 + torch.finfo(dtype).bits // 8
 
 
-def _nll(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
+def _nll_(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
     """Negative log-likelihoods, (tokens,) float32, from logits (tokens, part of the vocabulary), part after part.
 
-    The parts are float32, in the order of the vocabulary, and used up.
+    The parts are float32, in the order of the vocabulary. They are modified in place.
     """
     top = total = chosen = torch.empty(0)
     at = 0
@@ -336,7 +336,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
 
 class _Cache(Cache):  # type: ignore[misc]
-    """A cache for windows of up to `capacity` tokens, used again from window to window."""
+    """A cache for spans of up to `capacity` tokens, used again from span to span."""
 
     def __init__(self, capacity: int, offload: bool) -> None:
         super().__init__(layer_class_to_replicate=lambda: _Layer(capacity, offload))

@@ -29,6 +29,7 @@ __all__ = [
     "retrieval_table",
     "run_table",
     "scored_text",
+    "task_text",
     "throughput_text",
 ]
 
@@ -145,10 +146,9 @@ def _perplexity_cell(result: Result | None, best: float) -> Text:
 
 
 def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
-    """One row per method and depth, one column per length: ranked first, mean rank and exact match."""
+    """One row per method and depth, one column per length: exact match and mean rank."""
     lengths = sorted({result.length for result in results})
-    task = short(printable(results[0].task))
-    title = f"Retrieval, task {task}: secret ranked first, mean rank, exact match"
+    title = f"Retrieval, {task_text(results[0])}: exact match, mean rank"
     view = _table(title, f"{retrieval_caption(results[0])}; green: better than luck by 3 standard errors")
     view.add_column("method", overflow="fold")
     view.add_column("depth", justify="right")
@@ -160,18 +160,24 @@ def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
     return view
 
 
+def task_text(result: Retrieval) -> str:
+    """The task in words."""
+    keys = f", one of {result.keys} keys" if result.keys > 1 else ""
+    return f"task {short(printable(result.task))}{keys}"
+
+
 def retrieval_caption(result: Retrieval) -> str:
     """How many prompts a cell stands for, and what luck gives."""
     return (
-        f"{result.trials} secrets per cell, each among {result.distractors} distractors; by luck {result.chance:.0%} "
-        f"rank first and the mean rank is {result.chance_rank:g}"
+        f"{result.trials} prompts per cell, each answer ranked among {result.distractors} others; by luck the mean "
+        f"rank is {result.chance_rank:g}"
     )
 
 
 def _retrieval_cell(result: Retrieval | None) -> Text:
     if result is None:
         return Text("")
-    text = f"{result.top1:.0%} {result.rank:4.1f} {result.exact_match:4.0%}"
+    text = f"{result.exact_match:.0%} {result.rank:4.1f}"
     return Text(text, style="green" if result.above_chance else "")
 
 

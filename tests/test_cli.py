@@ -223,7 +223,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
             "--factor takes numbers, e.g. 2,4,8",
         ),
         (["sweep", "reference", "--lengths", "256", "--method", "ntk,yran"], "Did you mean 'yarn'"),
-        (["report", "no-such-run"], "not the folder of a sweep"),
+        (["report", "no-such-run"], "not the folder of a run"),
         (["describe", "reference", "--plot", "no-such-folder/a.png"], "cannot be written"),
         (["describe", "./no-such-folder"], "no such model folder"),
         (

@@ -20,7 +20,7 @@ COMMANDS: dict[str, list[str]] = {
     "patch": ["--method", "yarn", "--target-length", "1k"],
     "ppl": ["--lengths", "64", "--max-spans", "1"],
     "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "yarn,dca", "--factor", "2"],
-    "passkey": ["--task", "code", "--lengths", "128", "--trials", "1", "--depths", "0.5"],
+    "passkey": ["--task", "key-value", "--lengths", "128", "--trials", "1", "--depths", "0.5"],
     "lm-eval": ["--tasks", "short", "--limit", "1"],
     "convert": ["--to", "interleaved"],
 }

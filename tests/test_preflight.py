@@ -168,7 +168,7 @@ def test_measurements_warn_of_narrow_layers() -> None:
         perplexity(build("mistral", sliding_window=24), [document], lengths=[64], bos=False)
     model = build("mistral", sliding_window=24, vocab_size=400)
     with warned("2 of 2 layers"):
-        passkey(model, lengths=[128], trials=1, task="code", tokenizer=AutoTokenizer.from_pretrained(path()))
+        passkey(model, lengths=[128], trials=1, task="key-value", tokenizer=AutoTokenizer.from_pretrained(path()))
 
 
 def test_needs_in_words() -> None:

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.protocols import PROTOCOLS, ProtocolOptions, Span, check_lengths
+from rope_ext_hf.eval.protocols import (
+    PROTOCOLS,
+    ProtocolOptions,
+    Span,
+    check_lengths,
+    protocol_help,
+    register_protocol,
+    resolve_protocol,
+)
 
 # name -> (tokens, lengths, plan, the spans by hand)
 GOLDEN = {
@@ -67,6 +77,50 @@ def test_blocks_are_those_of_lm_eval() -> None:
             read = list(range(span.start, span.stop))
             ours.append((read[:-1], ids[span.score_from : span.score_to]))
         assert ours == [(list(given), list(wanted)) for given, wanted in theirs]
+
+
+@pytest.mark.parametrize(("stride", "first"), [(2, 6), (7, 1), (8, 1), (9, 1), (100, 1)])
+def test_sliding_scores_no_token_that_has_none_before_it(stride: int, first: int) -> None:
+    """A stride of a span's length or more scores all but the span's first token."""
+    spans = list(PROTOCOLS["sliding"].spans(8, [8], ProtocolOptions(targets=1, stride=stride)))
+    assert spans == [Span(8, 0, 8, first, 8, 8)]
+    spans = list(PROTOCOLS["sliding"].spans(24, [8], ProtocolOptions(targets=1, stride=8)))
+    assert [(span.start, span.score_from) for span in spans] == [(0, 1), (8, 9), (16, 17)]
+
+
+def test_a_protocol_says_what_it_is_in_its_docstring() -> None:
+    with pytest.raises(ValueError, match="'matched' is registered already; choose another name"):
+        register_protocol("matched")(PROTOCOLS["sliding"].spans)
+
+    def silent(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+        yield from ()
+
+    with pytest.raises(ValueError, match="'silent' has no docstring"):
+        register_protocol("silent")(silent)
+    assert "silent" not in PROTOCOLS
+    assert all(f"{protocol.name}: {protocol.description}" in protocol_help() for protocol in PROTOCOLS.values())
+
+
+def test_an_unknown_protocol_gets_the_nearest_name() -> None:
+    with pytest.raises(MethodError, match=r"unknown protocol 'blcks'\. Did you mean 'blocks'\? Known"):
+        resolve_protocol("blcks")
+
+
+def test_prefix_and_stride_are_stated() -> None:
+    assert [name for name, protocol in PROTOCOLS.items() if protocol.prefix == "document"] == ["blocks"]
+    assert [name for name, protocol in PROTOCOLS.items() if protocol.uses_stride] == ["sliding", "stream"]
+    assert [name for name, protocol in PROTOCOLS.items() if protocol.uses_targets] == ["matched"]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_options_that_are_not_used_change_nothing(name: str) -> None:
+    protocol = PROTOCOLS[name]
+
+    def spans(targets: int = 2, stride: int = 3) -> list[Span]:
+        return list(protocol.spans(50, [4, 16], ProtocolOptions(targets, stride)))
+
+    assert (spans(targets=3) != spans()) == protocol.uses_targets
+    assert (spans(stride=2) != spans()) == protocol.uses_stride
 
 
 lengths_lists = st.lists(st.integers(2, 64), min_size=1, max_size=4, unique=True).map(sorted)

@@ -94,17 +94,20 @@ def test_every_file_is_written(tmp_path: Path) -> None:
 
 def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     results = [
-        Retrieval(m, "code", n, d, 10, 19, 0.1, 1.5, 0.9, 0.05) for m in (None, YARN) for n in (64, 128) for d in (0, 1)
+        Retrieval(m, "code", 1, n, d, 10, 19, 0.9, 1.5, 0.9, 0.05)
+        for m in (None, YARN)
+        for n in (64, 128)
+        for d in (0, 1)
     ]
     run = a_run(tmp_path, results, kind="passkey")
     files = write_files(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("passkey.png", "report.html", "results.csv", "results.json")
     ]
-    assert Page(files.page).text.count("10% exact") == 8
+    assert Page(files.page).text.count("rank 1.5") == 8
     with files.csv.open(encoding="utf-8", newline="") as file:
         assert [row["depth"] for row in csv.DictReader(file)] == ["0", "1"] * 4
-    assert printed(run).count("90%  1.5  10%") == 8
+    assert printed(run).count("90%  1.5") == 8
 
 
 @pytest.mark.parametrize("name", [HOSTILE, HOSTILE_FILE, "$", "$$", r"\$", "$\\frac{", "x" * 5000])

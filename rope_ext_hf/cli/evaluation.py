@@ -170,21 +170,27 @@ def passkey(
     methods: MethodOptions,
     load: EvalOptions,
     depths: Annotated[
-        str, typer.Option(metavar="SHARES", help="Where the secret stands: 0 at the start, 1 at the end of the text.")
+        str,
+        typer.Option(metavar="SHARES", help="Where the statement stands: 0 at the start, 1 at the end."),
     ] = "0,0.25,0.5,0.75,1",
-    trials: Annotated[int, typer.Option(min=1, help="Secrets per length and depth.")] = 10,
-    distractors: Annotated[int, typer.Option(min=1, help="Wrong numbers that the right one is ranked among.")] = 19,
+    trials: Annotated[int, typer.Option(min=1, help="Prompts per length and depth.")] = 10,
+    keys: Annotated[int, typer.Option(min=1, help="Statements in every prompt, of which one is asked for.")] = 1,
+    distractors: Annotated[int, typer.Option(min=1, help="Wrong answers that the right one is ranked among.")] = 19,
     task: Annotated[
-        str | None, typer.Option(help="passkey, needle or code. Default: passkey; code for the bundled model.")
+        str | None,
+        typer.Option(
+            help="passkey, needle, key-value, assignment, quote or copy. Default: passkey; for the bundled model "
+            "key-value."
+        ),
     ] = None,
     haystack: Annotated[
         str | None, typer.Option(help="Text to hide it in, named as in --data of ppl. Default: the task's own.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="For the secrets and the text around them.")] = 0,
+    seed: Annotated[int, typer.Option(help="For names, values and the text around them.")] = 0,
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> None:
-    """Find a secret in a long text: exact match and rank among distractors, over length x depth, as a heat map.
+    """Ask for what a long text stated: exact match and rank among wrong answers, over length x depth, as a heat map.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
@@ -192,7 +198,7 @@ def passkey(
     from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
-    wording = task or ("code" if model == "reference" else "passkey")
+    wording = task or ("key-value" if model == "reference" else "passkey")
     shares = parse_numbers("--depths", depths, "0,0.5,1")
     quiet_transformers()
     empty = load.empty_model(model)
@@ -204,6 +210,7 @@ def passkey(
             depths=shares,
             tokenizer=load.tokenizer(model),
             trials=trials,
+            keys=keys,
             seed=seed,
             haystack=haystack,
             task=wording,

@@ -1,0 +1,401 @@
+"""Prompts that ask at their end for what was stated earlier in a long text.
+
+    question = ask(FORMS["key-value"], random.Random(0), keys=2)
+    question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
+    question.question          # "\\n# quill ="
+    question.answer            # " 51893"
+
+A form says what is asked and in which words; all forms are data in `FORMS`, so a new one is a new entry. Each has two
+sets of wordings. The bundled model is trained on one of them; measurements use the other, with names and values that
+training never uses: words come from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held
+out. Only the form of the task is the same.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["FORMS", "Form", "Prompt", "Question", "Wording", "ask", "insert", "other_answers", "training_prompt"]
+
+_TRAINING = """
+acorn alarm alley anchor ankle apple apron arrow attic autumn badge bakery ballad bamboo banner barrel basket beacon
+beetle bench berry blanket blossom border bottle branch brass breeze brick bridge bronze brook bucket bundle butter
+cabin cactus camel candle canoe canyon carpet castle cedar cello chapel cherry circus citrus clay cliff clock cloud
+coast cobalt collar comet copper coral corner cotton cradle crater creek cricket crystal curtain daisy desert diesel
+dinner dragon drum eagle earth ember engine fabric falcon feather fence fern fiddle finch flame flint flood flute
+forest fossil fox frost garden garlic ginger glacier glass globe glove grain grape gravel guitar hammer harbor
+harvest hawk hazel helmet hill honey horn hotel iceberg island ivory ivy jacket jaguar jasmine jelly jungle kettle
+kitten ladder lagoon lake lamp lantern lemon leopard lily linen lion lobster locust lotus magnet mango mantle maple
+marble market meadow melon mill mirror mitten moon mosaic moss mountain mule museum mustard needle nest nickel north
+oasis oat ocean olive onion opal orange orbit orchid otter oven owl palace palm paper parrot pasture peach pearl
+pebble pencil pepper piano pigeon pillow pine planet plum pocket poem pond poplar potato prairie puzzle rabbit
+radish rain raven reef ribbon river robin rocket rose ruby saddle saffron sailor salmon sand sapphire scarf school
+shadow shell silver sister sketch sleet snow soap spark spider spring spruce square stable star statue stone storm
+straw stream sugar summer sunset swan table teapot temple thistle thorn thread thunder tiger timber toast tower
+tractor trail trumpet tulip tunnel turnip valley vase velvet vessel village violet volcano wagon walnut water wheat
+whisper willow window winter wolf wood wool yard yellow zebra
+"""
+TRAINING_WORDS = tuple(_TRAINING.split())
+_HELD_OUT = """
+abbot almond badger bagpipe barley beaver biscuit bonnet buffalo bugle butcher caramel cavern chestnut cinnamon
+clarinet cobbler crocodile dolphin donkey elbow fiddler flamingo gazelle goblet gondola granite heron hyacinth
+jigsaw kayak kestrel lavender lighthouse lizard mandolin marigold meerkat minstrel moose mulberry nutmeg oyster
+paddock panther parsley peacock pelican plywood porridge pumpkin quarry quill raccoon rhubarb sandal sparrow spinach
+squirrel tambourine trombone turquoise vineyard walrus weasel whistle yogurt
+"""
+HELD_OUT_WORDS = tuple(_HELD_OUT.split())
+TRAINING_VERBS = ("carries", "follows", "greets", "hides", "paints", "visits", "watches", "borrows", "cleans", "draws")
+HELD_OUT_VERBS = ("admires", "chases", "forgives", "polishes", "rescues", "teases")
+LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
+
+Draw = Callable[[random.Random, bool], str]
+"""A random name or value, from what is held out if the second argument is true, else from what is trained on."""
+
+
+def _draw_split(make: Callable[[], str], held_out: bool) -> str:
+    """The first made text on the wanted side of the split; an eighth of all texts is held out."""
+    while True:
+        text = make()
+        if (zlib.crc32(text.encode()) % 8 == 0) == held_out:
+            return text
+
+
+def number(rng: random.Random, held_out: bool) -> str:
+    """Five digits; in training also other numbers of digits, so that none is learnt as the end of an answer."""
+    digits = 5 if held_out else rng.choice((3, 4, 5, 5, 5, 5, 6, 7))
+    return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)
+
+
+def identifier(rng: random.Random, held_out: bool) -> str:
+    """A word, two words, or in training also made-up ones, so that no list of words is learnt."""
+    if held_out:
+        return "_".join(rng.sample(HELD_OUT_WORDS, rng.choice((1, 2))))
+    kind = rng.random()
+    if kind < 0.35:
+        return rng.choice(TRAINING_WORDS)
+    if kind < 0.6:
+        return "_".join(rng.sample(TRAINING_WORDS, 2))
+    while True:
+        syllables = range(rng.choice((2, 3, 4)))
+        made = "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice("  lnrs") for _ in syllables)
+        made = made.replace(" ", "")
+        if made not in HELD_OUT_WORDS:
+            return made
+
+
+def subject(rng: random.Random, held_out: bool) -> str:
+    """What a sentence begins with."""
+    return "The " + " ".join(rng.sample(HELD_OUT_WORDS if held_out else TRAINING_WORDS, 2))
+
+
+def predicate(rng: random.Random, held_out: bool) -> str:
+    """The rest of a sentence."""
+    verb = rng.choice(HELD_OUT_VERBS if held_out else TRAINING_VERBS)
+    return f"{verb} {rng.choice(HELD_OUT_WORDS if held_out else TRAINING_WORDS)}"
+
+
+def code(rng: random.Random, held_out: bool) -> str:
+    """Eight letters and digits; in training six to ten."""
+    length = 8 if held_out else rng.randint(6, 10)
+    return _draw_split(lambda: "".join(rng.choices(LETTERS, k=length)), held_out)
+
+
+def code_prefix(rng: random.Random, held_out: bool) -> str:
+    """Four letters and digits."""
+    return _draw_split(lambda: "".join(rng.choices(LETTERS, k=4)), held_out)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a name and its value are stated, how they are asked for, and the answer.
+
+    Each is a format string with {name}, {NAME} in capitals, and {value}; the question has no {value}.
+    """
+
+    statement: str
+    question: str
+    answer: str = " {value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One kind of retrieval.
+
+    Attributes:
+        name, value: how they are drawn.
+        training: wordings the bundled model is trained on; empty: this form is not trained.
+        held_out: wordings for measurements, used in turn.
+        head: instructions before the filler.
+        filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
+            library.
+    """
+
+    name: Draw
+    value: Draw
+    training: tuple[Wording, ...] = ()
+    held_out: tuple[Wording, ...]
+    head: str = ""
+    filler: str | None = None
+
+
+FORMS: dict[str, Form] = {
+    "key-value": Form(
+        name=identifier,
+        value=number,
+        training=tuple(
+            Wording(f"\n{opening}{{name}}{sign}{{value}}\n", f"\n{opening}{{name}}{sign.rstrip()}", f"{space}{{value}}")
+            for opening in ("", "# ", "; ", "* ", "// ", "- ", ":")
+            for sign, space in ((": ", " "), (" = ", " "), ("=", ""), (" -> ", " "), (" ~ ", " "), ("@", ""))
+            if (opening, sign) != ("# ", " = ")
+        ),
+        held_out=(
+            Wording("\n# {name} = {value}\n", "\n# {name} ="),
+            Wording("\n| {name} | {value} |\n", "\n| {name} |"),
+        ),
+    ),
+    "assignment": Form(
+        name=identifier,
+        value=number,
+        training=tuple(
+            Wording(f"\n{statement}\n".replace("{name}", name), f"\n{use}".replace("{name}", name), "{value}")
+            for statement in (
+                "{name} = {value}",
+                "    {name} = {value}",
+                "self.{name} = {value}",
+                "let {name} = {value};",
+                "{name}: int = {value}",
+                "set {name} {value}",
+                "#define {name} {value}",
+            )
+            for use in (
+                "assert {name} == ",
+                "if {name} == ",
+                "    print({name})  # ",
+                ">>> {name}\n",
+                "while {name} < ",
+                "echo ${name}  # ",
+                "check({name}, ",
+            )
+            for name in ("{name}", "{NAME}")
+        ),
+        held_out=(
+            Wording("\n{NAME} = 0x{value}\n", "\nassert {NAME} == 0x", "{value}"),
+            Wording("\n{name} := {value}\n", "\nreturn {name}  # ", "{value}"),
+        ),
+    ),
+    "quote": Form(
+        name=subject,
+        value=predicate,
+        training=tuple(
+            Wording(f"\n{opening}{{name}} {{value}}{closing}\n", f"\n{opening}{{name}}")
+            for opening, closing in (
+                ('"', '."'),
+                ("> ", "."),
+                ("# ", "."),
+                ("``", ".''"),
+                ("", "."),
+                ("* ", ";"),
+                ("<p>", ".</p>"),
+                ("(", ".)"),
+                ("/* ", ". */"),
+            )
+        ),
+        held_out=(
+            Wording("\n'{name} {value}.'\n", "\n'{name}"),
+            Wording("\n-- {name} {value}!\n", "\n-- {name}"),
+        ),
+    ),
+    "copy": Form(
+        name=code_prefix,
+        value=code,
+        training=tuple(
+            Wording(f"\n{opening}{{name}}{{value}}{closing}\n", f"\n{opening}{{name}}", "{value}")
+            for opening, closing in (
+                ("<", ">"),
+                ("[", "]"),
+                ("id ", ""),
+                ("# ", ""),
+                ("", ""),
+                ('"', '"'),
+                ("* ", ""),
+                ("/", "/"),
+                ("sha-", ";"),
+                ("$", "$"),
+            )
+        ),
+        held_out=(
+            Wording("\n({name}{value})\n", "\n({name}", "{value}"),
+            Wording("\nkey={name}{value}\n", "\nkey={name}", "{value}"),
+        ),
+    ),
+    "needle": Form(
+        name=identifier,
+        value=number,
+        held_out=(
+            Wording(
+                "\nThe secret number of the {name} is {value}.\n",
+                "\nWhat is the secret number of the {name}? The secret number of the {name} is",
+            ),
+        ),
+    ),
+    "passkey": Form(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
+        name=identifier,
+        value=number,
+        head="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+        "I will quiz you about the important information there.\n",
+        filler="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
+        held_out=(
+            Wording(
+                "\nThe pass key is {value}. Remember it. {value} is the pass key.\n",
+                "\nWhat is the pass key? The pass key is",
+            ),
+        ),
+    ),
+}
+"""All forms by name. A form whose wordings have no {name} has one key only."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Statements, the question about the first of them, and its answer.
+
+    Attributes:
+        statements: to be inserted into other text, the asked one first.
+        answers: to the statements, in their order; `answer` is the first.
+        questions: about the statements, in their order; `question` is the first.
+    """
+
+    head: str
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    @property
+    def question(self) -> str:
+        return self.questions[0]
+
+    @property
+    def answer(self) -> str:
+        return self.answers[0]
+
+
+def ask(
+    form: Form, rng: random.Random, *, keys: int = 1, held_out: bool = True, wording: int | None = None
+) -> Question:
+    """Draw `keys` names with their values, and ask for the first.
+
+    Args:
+        wording: number of the wording, counted on from 0 after the last; default: a random one.
+
+    Raises:
+        ValueError: more keys than the form can tell apart, or a form without wordings to train on.
+    """
+    wordings = form.held_out if held_out else form.training
+    if not wordings:
+        raise ValueError("this form has no wordings to train on")
+    chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
+    if keys > 1 and "{name}" not in chosen.question.lower():
+        raise ValueError(f"this form has no names that tell {keys} keys apart; ask for one key or another form")
+    names = _distinct(lambda: form.name(rng, held_out), keys)
+    values = _distinct(lambda: form.value(rng, held_out), keys)
+    pairs = [{"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)]
+    return Question(
+        head=form.head,
+        statements=tuple(chosen.statement.format(**pair) for pair in pairs),
+        questions=tuple(chosen.question.format(**pair) for pair in pairs),
+        answers=tuple(chosen.answer.format(**pair) for pair in pairs),
+    )
+
+
+def _distinct(draw: Callable[[], str], count: int) -> list[str]:
+    drawn: dict[str, None] = {}
+    for _ in range(100 * count):
+        drawn[draw()] = None
+        if len(drawn) == count:
+            return list(drawn)
+    raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
+
+
+def other_answers(form: Form, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same form."""
+    yield from question.answers[1:]
+    answer = form.held_out[wording % len(form.held_out)].answer
+    while True:
+        yield answer.format(value=form.value(rng, True))
+
+
+def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
+    """Where `len(depths)` statements stand in `length` tokens of filler.
+
+    Args:
+        depths: shares of the filler that stand before each statement, 0 to 1.
+
+    Returns:
+        One triple per statement in the order of the text: its index, and from where to where filler stands before it.
+    """
+    at = 0
+    places = []
+    for index in sorted(range(len(depths)), key=depths.__getitem__):
+        stop = round(depths[index] * length)
+        places.append((index, at, stop))
+        at = stop
+    return places
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A training prompt in bytes, less its filler.
+
+    Attributes:
+        statements: in the order of the text, with how many bytes of filler stand before each.
+        tail: what stands after all filler: pieces, and whether each is an answer.
+        filler_length: bytes of filler in all.
+    """
+
+    statements: tuple[tuple[int, bytes], ...]
+    tail: tuple[tuple[bytes, bool], ...]
+    filler_length: int
+
+    def fill(self, filler: bytes) -> tuple[bytes, list[bool]]:
+        """The whole prompt, and for each of its bytes whether it belongs to an answer."""
+        text, at = b"", 0
+        for before, statement in self.statements:
+            text += filler[at:before] + statement
+            at = before
+        text += filler[at : self.filler_length]
+        answers = [False] * len(text)
+        for piece, is_answer in self.tail:
+            text += piece
+            answers += [is_answer] * len(piece)
+        return text, answers
+
+
+def training_prompt(
+    form: Form,
+    rng: random.Random,
+    *,
+    length: int,
+    keys: int,
+    asked: int = 1,
+    held_out: bool = False,
+    wording: int | None = None,
+) -> Prompt:
+    """A prompt of `length` bytes with statements at random depths, of fewer keys where so many do not fit.
+
+    Args:
+        asked: questions at the end, each with its answer, about different statements.
+    """
+    for count in range(keys, 0, -1):
+        question = ask(form, rng, keys=count, held_out=held_out, wording=wording)
+        tail = []
+        for index in range(min(asked, count)):
+            tail += [(question.questions[index].encode(), False), (question.answers[index].encode(), True)]
+        statements = [(question.head + statement).encode() for statement in question.statements]
+        room = length - sum(map(len, statements)) - sum(len(piece) for piece, _ in tail)
+        if room >= 0:
+            places = insert(room, [rng.random() for _ in statements])
+            return Prompt(tuple((stop, statements[index]) for index, _, stop in places), tuple(tail), room)
+    raise ValueError(f"{length} bytes are too few for a statement and its question")
