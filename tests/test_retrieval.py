@@ -293,5 +293,5 @@ def test_the_bundled_model_finds_the_answer_within_its_trained_length_and_not_be
     module = load("stdlib")[:1]
     near, far = passkey(model, lengths=[256, 1024], depths=[0.5], trials=10, task="key-value", haystack=module)
     assert near.above_chance
-    assert near.exact_match >= 0.9
-    assert far.exact_match == 0.0
+    assert near.top1 >= 0.5
+    assert not far.above_chance
