@@ -332,12 +332,12 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
-    from rope_ext_hf.eval.tables import table
+    from rope_ext_hf.eval.tables import perplexity_table
 
     setting = Setting("matched", 128, 256, False, 0)
     method = {"method": "\x1b[31m[/red]"}
     result = Result.from_documents(method, setting, 256, [DocumentLoss("a", 1.0, 1, 1, 1)])
-    console.print_table(table([result], 256))
+    console.print_table(perplexity_table([result], 256))
     out = capsys.readouterr().out
     assert "[/red]" in out
     assert "\x1b" not in out
