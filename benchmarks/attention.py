@@ -31,7 +31,6 @@ from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.static import Default
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 
 HEADS, KV_HEADS, DIM = 4, 1, 128
@@ -65,7 +64,7 @@ def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
     method = resolve_method(name, ROTARY)
     assert isinstance(method, RemappingMethod)
-    method = method.bind(ROTARY, Default(), ROTARY.trained_length, max(count, ROTARY.trained_length))
+    method = method.bind(ROTARY, max(count, ROTARY.trained_length))
     rotation = Rotation(RotationTable(ROTARY.inv_freq()), KeyLayout("half", 0, DIM))
     positions = torch.arange(count, device=device)[None]
     calls = {tokens: TokenPositions(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}

@@ -19,7 +19,6 @@ from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable,
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
-from rope_ext_hf.methods.static import Default
 from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.contracts import THETA, assert_close, attend_and_definition
@@ -213,7 +212,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
     tokens, dim = 2**14, 128
     rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
     method: Any = resolve_method(name, rotary)
-    method = method.bind(rotary, Default(), 4096, tokens)
+    method = method.bind(rotary, tokens)
     query, key, value = (
         torch.empty(1, n, tokens, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads)
     )

@@ -16,7 +16,6 @@ from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.methods.static import Default
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.models import build
@@ -135,7 +134,7 @@ def test_memory_of_a_prefill_of_16k(name: str, heads: int, kv_heads: int) -> Non
     """What tests/test_attending.py works out without a device."""
     rotary = rope.Rotary(dim=128, theta=10_000.0, trained_length=4096)
     method: Any = resolve_method(name, rotary)
-    method = method.bind(rotary, Default(), 4096, 2**14)
+    method = method.bind(rotary, 2**14)
     made = [torch.randn(1, n, 2**14, 128, dtype=torch.bfloat16, device="cuda") for n in (heads, kv_heads, kv_heads)]
     positions = torch.arange(2**14, device="cuda")[None]
     rotation = Rotation(RotationTable(rotary.inv_freq()), KeyLayout("half", 0, 128))
