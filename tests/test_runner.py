@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import perplexity, preflight, sweep
+from rope_ext_hf.eval import passkey, perplexity, preflight, sweep
+from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
@@ -264,3 +266,36 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(rope.FileError, match="does not describe a run"):
         read_run(tmp_path)
+
+
+def test_perplexity_from_python_continues_the_run_of_a_sweep(tmp_path: Path) -> None:
+    swept = run(tmp_path, methods=["ntk"], factors=[2.0])
+    read: list[int] = []
+    model = rope.patch(build("llama"), "yarn", factor=2.0)
+    options: dict[str, Any] = {"lengths": LENGTHS, "bos": False, "out": tmp_path, "progress": read.append}
+    results = perplexity(model, corpus(), **options)
+    assert results == perplexity(model, corpus(), lengths=LENGTHS, bos=False)
+    assert [folder.name for folder in tmp_path.iterdir()] == [swept.folder.name]
+    assert {label(r.method) for r in read_run(swept.folder).results} == {"as loaded", "ntk x2", "yarn x2"}
+    assert "yarn x2" in (swept.folder / "report.html").read_text(encoding="utf-8")
+    once = len(read)
+    assert perplexity(model, corpus(), **options) == results
+    assert len(read) == once > 0
+
+
+def test_passkey_from_python_writes_and_continues_a_run(tmp_path: Path) -> None:
+    model = build("llama", vocab_size=259)
+    read: list[int] = []
+    options: dict[str, Any] = {
+        **{"lengths": [128], "depths": [0, 1], "trials": 2, "distractors": 3, "task": "key-value"},
+        **{"tokenizer": ByT5Tokenizer(extra_ids=0), "haystack": [Document("hay", "some text " * 50)]},
+    }
+    results = passkey(model, **options, out=tmp_path, progress=read.append)
+    assert results == passkey(model, **options)
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} >= {
+        *("run.json", "records.0.jsonl", "results.json", "results.csv", "report.html", "passkey.png")
+    }
+    assert read == [128] * 4
+    assert passkey(model, **options, out=tmp_path, progress=read.append) == results
+    assert read == [128] * 4
