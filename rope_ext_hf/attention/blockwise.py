@@ -159,7 +159,7 @@ class _Attention:
         n = torch.arange(first_local, stop, device=device)[None]
         local = self._local_rotation(n, ("positions", first_local, stop))
         local_keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
-        query = self._scale_query(query, m)
+        query_scale = rule.query_scale(m)
         lse = torch.full((*query.shape[:-1], 1), -math.inf, dtype=torch.float32, device=device)
         for zone, tiles in groupby(sorted(rule.tiles(start, stop), key=lambda tile: tile.zone), lambda t: t.zone):
             if zone == 0:
@@ -167,6 +167,9 @@ class _Attention:
             else:
                 rotation, keys, keys_from = self._zone_rotation(m, zone, ("positions", start, stop)), key, first_key
             zone_query = self._rotate(rotation, query)
+            if query_scale is not None:  # in place where the rotation made a copy, which saves another one
+                zone_query = query.clone() if zone_query is query else zone_query
+                zone_query.mul_(query_scale[:, None, :, None].to(query.dtype))
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
             for run in batch_tiles(rectangles, MAX_QUERY_BLOCK):
                 (q0, q1), (k0, k1), mask = run[0]
