@@ -33,6 +33,7 @@ __all__ = [
     "original_settings",
     "read_rope",
     "rope_dict",
+    "rotating_layers",
     "saved_steps",
     "sliding_layers",
     "softmax_scale",
@@ -426,3 +427,18 @@ def sliding_layers(config: Any) -> tuple[int | None, int]:
     if not window:
         return None, 0
     return window, sum(kind in SLIDING for kind in layers) if layers else config.num_hidden_layers
+
+
+def rotating_layers(config: Any) -> tuple[int, int]:
+    """How many full-attention layers rotate their queries and keys, and how many full-attention layers there are."""
+    count = config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["full_attention"] * count
+    full = [index for index, kind in enumerate(types[:count]) if kind == "full_attention"]
+    uses_rope = getattr(config, "no_rope_layers", None)  # despite its name 1 where a layer rotates (Llama 4, SmolLM3)
+    thetas = getattr(config, "layer_rope_theta", None)  # 0 where a layer does not rotate
+    sliding_only = family(config.model_type).sliding_rope_only and getattr(config, "sliding_window", None)
+
+    def rotates(index: int) -> bool:
+        return not sliding_only and all(not each or bool(each[index]) for each in (uses_rope, thetas))
+
+    return sum(map(rotates, full)), len(full)

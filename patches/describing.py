@@ -12,7 +12,7 @@ from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import RECORD, SLIDING, read_rope, saved_steps, sliding_layers
+from rope_ext_hf.patches.config import RECORD, SLIDING, read_rope, rotating_layers, saved_steps, sliding_layers
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
 from rope_ext_hf.patches.patch_record import Record
@@ -67,6 +67,7 @@ class Description:
         context_length: tokens that the model is for without the method on top; `factor` multiplies it.
         context_rule: which reading of the config, or which argument, gave `context_length`.
         extended_length: tokens that the model is for with the method on top; None: it follows the input.
+        rotating_layers: how many full-attention layers rotate, of how many there are.
         wavelengths: per pair, 2 pi / inv_freq in tokens, at the context length; inf where a pair does not rotate.
         attention_factor: what cos and sin are multiplied by.
         save_route: how `save_pretrained` would write it.
@@ -83,6 +84,7 @@ class Description:
     context_length: int
     context_rule: str
     extended_length: int | None
+    rotating_layers: tuple[int, int]
     wavelengths: tuple[float, ...]
     attention_factor: float
     save_route: str
@@ -107,6 +109,7 @@ class Description:
             f"  context length    {self.context_length:,} tokens ({self.context_rule})",
             f"  extended length   {extended}",
             f"  theta             {self.theta:g}",
+            f"  rotating layers   {self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers",
             f"  attention factor  {self.attention_factor:.4f}",
             f"  wavelengths       {len(self.wavelengths)} pairs, {longer} of them longer than the trained length",
             f"      pair          {'  '.join(f'{i:>9}' for i in shown)}",
@@ -203,6 +206,7 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,
         theta=rotary.theta,
+        rotating_layers=rotating_layers(slot.config),
         **rest,
     )
 

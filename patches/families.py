@@ -92,6 +92,7 @@ class Family:
     static_alpha: bool = False
     short_list_only: bool = False
     own_temperature: bool = False
+    sliding_rope_only: bool = False
     linear_lengths: str = "original"
     linear_original: Mapping[str, float] | None = None
     original_length: int | None = None
@@ -298,6 +299,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "static_alpha": _flag,
     "short_list_only": _flag,
     "own_temperature": _flag,
+    "sliding_rope_only": _flag,
     "linear_lengths": _linear_lengths,
     "linear_original": _linear_original,
     "original_length": _tokens,

@@ -25,7 +25,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.attention_probe import probe_layers
-from rope_ext_hf.patches.config import NativeForm, native_form, softmax_scale, write_rope
+from rope_ext_hf.patches.config import NativeForm, native_form, rotating_layers, softmax_scale, write_rope
 from rope_ext_hf.patches.describing import sliding_notes
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import install_forward_hooks
@@ -123,6 +123,12 @@ def _install(
     configs = _copied_configs(model, first.config)
     config = next(swap.patched for swap in configs if swap.original is first.config)
     undo_saved_patch(config)
+    rotating, full = rotating_layers(config)
+    if full and not rotating:
+        raise UnsupportedModelError(
+            f"none of the {full} full-attention layers of this {config.model_type!r} model rotates its queries and "
+            "keys; a RoPE method would change its sliding-window layers only, which see no further for it"
+        )
     under = what_is_underneath(model, slots, config, over, context_length)
     step, live, saved = make_step(under), below or under.live, below or under.saved
     bound = bind_to(step.method, step.rotary, first.config.model_type, step.target_length)

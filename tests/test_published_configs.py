@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slots import find_slots
 
@@ -257,3 +257,46 @@ def test_original_strips_the_scaling() -> None:
     assert (described.context_length, described.extended_length, described.underneath) == (8192, 131072, ())
     expected = rope.frequencies("yarn", rope.Rotary(128, 500000.0, 8192), factor=16)
     assert described.wavelengths == tuple((2 * math.pi / expected.inv_freq).tolist())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("cohere2", {"sliding_window": 64}, (0, 1)),
+        ("exaone4", {"sliding_window": 64}, (0, 1)),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, (2, 2)),
+        ("afmoe", {"sliding_window": 64}, (0, 1)),
+        ("smollm3", {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}, (1, 2)),
+        ("llama4_text", {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"]}, (0, 1)),
+        ("gemma3_text", {"sliding_window": 64}, (1, 1)),
+        ("llama", {"layer_types": None}, (2, 2)),
+    ],
+)
+def test_full_attention_layers_that_rotate(
+    model_type: str, settings: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    small = {
+        name: published("llama-3.1")["config"][name] for name in ("vocab_size", "hidden_size", "intermediate_size")
+    }
+    layers = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "pad_token_id": 0,
+    }
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = AutoConfig.for_model(model_type, **(small | layers | types | settings))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    described = rope.describe(model)
+    assert described.rotating_layers == expected
+    assert f"{expected[0]} of {expected[1]} full-attention layers" in str(described)
+    if expected[0]:
+        rope.patch(model, "ntk", factor=2)
+    else:
+        with pytest.raises(
+            UnsupportedModelError, match=f"none of the {expected[1]} full-attention layers.*{model_type}"
+        ):
+            rope.patch(model, "ntk", factor=2)
+        assert not rope.describe(model).patched
