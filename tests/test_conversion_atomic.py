@@ -269,3 +269,24 @@ def test_killed_at_any_point(source: Path, tmp_path: Path) -> None:
     assert all(kill["right"] and kill["source"] for kill in found["kills"])
     assert sum(kill["there"] for kill in found["kills"]) <= 2  # killed after the folder got its name
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["converted", "expected"]
+
+
+def test_a_source_that_is_replaced_meanwhile_gives_no_folder(source: Path, tmp_path: Path) -> None:
+    """A mixture of old and new shards."""
+
+    def replace(done: int, total: int) -> None:
+        new = {name: tensor + 1 for name, tensor in load_file(source / SECOND).items()}
+        save_file(new, tmp_path / "new", {"format": "pt"})
+        (tmp_path / "new").replace(source / SECOND)
+
+    with pytest.raises(rope.FileError, match=r"00002.safetensors' changed while it was being read"):
+        convert(source, tmp_path / "converted", "interleaved", progress=replace)
+    assert not (tmp_path / "converted").exists()
+
+
+def test_files_keep_their_permissions(source: Path, tmp_path: Path) -> None:
+    for name in (FIRST, SECOND, "config.json", "tokenizer.json"):
+        (source / name).chmod(0o600)
+    convert(source, tmp_path / "converted", "interleaved")
+    for name in (FIRST, SECOND, "config.json", "tokenizer.json"):
+        assert (tmp_path / "converted" / name).stat().st_mode & 0o777 == 0o600, name

@@ -247,3 +247,30 @@ def test_torch_files_that_are_not_tensors_alone_are_refused(
     with pytest.raises(rope.CheckpointError, match=message):
         convert(source, tmp_path / "converted", "interleaved")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_hidden_layers": 100_000}, "has 100,000 layers; at most 10,000 are supported"),
+        ({"head_dim": 2**30}, "has 1,073,741,824 dims per head; at most 65,536 are supported"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_at_once(
+    overrides: dict[str, int], message: str, source: Path, tmp_path: Path
+) -> None:
+    write_config(source, **overrides)
+    with pytest.raises(rope.CheckpointError, match=message):
+        convert(source, tmp_path / "converted", "interleaved")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_an_empty_tensor_in_an_attention_is_converted_as_it_is(legacy: bool, tmp_path: Path) -> None:
+    tensors = llama_tensors() | {"model.layers.0.self_attn.q_proj.lora_B.weight": torch.zeros(64, 0)}
+    source = tmp_path / "source"
+    source.mkdir()
+    write_config(source)
+    torch.save(tensors, source / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    convert(source, tmp_path / "converted", "interleaved", verify=True)
+    written = load_file(tmp_path / "converted" / "model.safetensors")
+    assert written["model.layers.0.self_attn.q_proj.lora_B.weight"].shape == (64, 0)

@@ -223,6 +223,8 @@ def test_packed_damaged_and_missing_weights_do_not_tell(tmp_path: Path) -> None:
     )
     assert "not finite" in verdict("nan", lambda t: t | {name: t[name] * torch.nan})
     assert "config and weights disagree" in verdict("shape", lambda t: t | {name: t[name][:96].clone()})
+    norm = "model.layers.2.input_layernorm.weight"
+    assert "config and weights disagree" in verdict("norm", lambda t: t | {norm: t[norm][:7].clone()})
     gptq = name.replace(".weight", ".qweight")
     without = verdict("gptq", lambda t: {k: v for k, v in t.items() if k != name} | {gptq: torch.zeros(32, 256)})
     assert "packed, or of an adapter" in without

@@ -806,3 +806,13 @@ def test_old_folders_with_frequencies_and_bin(tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     hf_to_meta(source, tmp_path / "meta")
     assert same_files(expected, tmp_path / "meta")
+
+
+@pytest.mark.parametrize(("case", "noted"), [("2", True), ("3", False), ("3.1", False)])
+def test_a_rope_theta_that_params_json_leaves_out_is_noted(case: str, noted: bool, tmp_path: Path) -> None:
+    """Meta's Llama 3 code would assume 500,000 for it."""
+    report = hf_to_meta(hf_llama(tmp_path / "hf", CASES[case]), tmp_path / "meta")
+    assert ("rope_theta" not in json.loads((tmp_path / "meta" / "params.json").read_text())) == noted
+    assert (
+        'assumes 500,000: to run this model with it, add "rope_theta": 10000.0 to params.json' in str(report)
+    ) == noted

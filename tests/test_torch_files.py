@@ -301,3 +301,11 @@ def test_what_is_written_is_what_torch_reads(tmp_path: Path) -> None:
     assert all(torch.equal(file.read(name), found[name]) for name in found)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
+
+
+def test_a_pickle_of_very_many_opcodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rope_ext_hf.checkpoints.torch_files.MAX_OPCODES", 1000)
+    with zipfile.ZipFile(tmp_path / "file.bin", "w") as target:
+        target.writestr("archive/data.pkl", b"\x80\x02" + b"]" * 2000 + b".")
+    with pytest.raises(rope.CheckpointError, match="its pickle has more than 1,000 opcodes"):
+        TorchFile(tmp_path / "file.bin")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import rope_ext_hf as rope
 from tests.checkpoint_folders import (
+    INDEX,
+    convert,
+    llama_tensors,
+    write_folder,
     write_source,
 )
 
@@ -36,3 +41,20 @@ def test_verify_catches_wrong_logits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(rope.CheckpointError, match="logits of the copy differ"):
         rope.convert_checkpoint("reference", tmp_path / "there", "interleaved", verify=True)
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_not_finite_are_verified(value: float, tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors["model.layers.0.self_attn.q_proj.weight"][3, 5] = value
+    folder = write_folder(tmp_path / "odd", tensors)
+    report = convert(folder, tmp_path / "converted", "interleaved", verify=True)
+    assert "q.k of 2 of 2 layers" in str(report.verified)
+    assert "those of the source are not finite" in str(report.verified)
+
+
+def test_an_index_without_metadata_is_verified(source: Path, tmp_path: Path) -> None:
+    index = json.loads((source / INDEX).read_text(encoding="utf-8"))
+    (source / INDEX).write_text(json.dumps({"weight_map": index["weight_map"]}), encoding="utf-8")
+    report = convert(source, tmp_path / "converted", "interleaved", verify=True)
+    assert "q.k of 2 of 2 layers" in str(report.verified)
