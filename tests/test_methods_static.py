@@ -125,6 +125,14 @@ def test_yarn_attention_factor_variants(params: dict[str, Any], expected: float)
     assert_same(result.inv_freq, by_dimension(LLAMA2, 40))  # a matter of cos and sin alone
 
 
+def test_a_ramp_ends_at_the_last_dim() -> None:
+    # The dim with one cycle lies beyond the last: 131072 / (2 pi) is above theta^2.
+    rotary = Rotary(dim=64, theta=100, trained_length=131072)
+    for truncate in (True, False):
+        result = frequencies("by-parts", rotary, factor=4, truncate=truncate)
+        assert_same(result.inv_freq, by_dimension(rotary, 4, truncate=truncate))
+
+
 def test_a_ramp_narrower_than_one_dim_is_a_step() -> None:
     # Both ends of the ramp fall on dim 0: 2 pi 32 turns fit into neither of these lengths.
     rotary = Rotary(dim=64, theta=1e4, trained_length=6)

@@ -74,7 +74,7 @@ def test_exports() -> None:
         ("list_methods", "()"),
         ("frequencies", "(method, rotary, *, length=None, **params)"),
         ("fixed_length", "(model, length)"),
-        ("from_pretrained", "(path, **kwargs)"),
+        ("from_pretrained", "(path, *, auto_class=None, **kwargs)"),
         ("apply_rotary_pos_emb", "(x, cos, sin)"),
         ("NTKAwareRoPE", "(head_dim, max_seq_len, base=10000, k=1, dynamic=False, dtype=torch.float32, device=None)"),
     ],
