@@ -129,8 +129,8 @@ def test_a_ramp_ends_at_the_last_dim() -> None:
     # The dim with one cycle lies beyond the last: 131072 / (2 pi) is above theta^2.
     rotary = Rotary(dim=64, theta=100, trained_length=131072)
     for truncate in (True, False):
-        result = frequencies("by-parts", rotary, factor=4, truncate=truncate)
-        assert_same(result.inv_freq, by_dimension(rotary, 4, truncate=truncate))
+        result = frequencies("by-parts", rotary, factor=4, beta_fast=2000, truncate=truncate)
+        assert_same(result.inv_freq, by_dimension(rotary, 4, fast=2000, truncate=truncate))
 
 
 def test_a_ramp_narrower_than_one_dim_is_a_step() -> None:
