@@ -166,7 +166,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("model", "dtype", "device", "data", "kind"), (str,)),
+    **dict.fromkeys(("model", "dtype", "device", "data", "kind", "over"), (str,)),
     **dict.fromkeys(("parameters", "context_length", "tokens"), (int,)),
     **dict.fromkeys(("versions", "setting"), (dict,)),
     "loaded": (dict, type(None)),

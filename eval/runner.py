@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.results import RetrievalSetting, Setting
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Measurement", "Workers", "context_length", "measure", "run_methods"]
+__all__ = ["Measurement", "Workers", "length_of_model", "measure", "run_methods"]
 
 
 class Measurement(ABC):
@@ -156,7 +156,7 @@ class Workers:
         return range(self.rank, items, self.count)
 
 
-def context_length(model: PreTrainedModel) -> int:
+def length_of_model(model: PreTrainedModel) -> int:
     """The length in tokens that the model as loaded is for; labels such as 2x are multiples of it."""
     return patch_geometry(model).context_length
 
@@ -197,6 +197,8 @@ def run_methods(
     out: str | Path,
     chunk: int | None = None,
     offload_cache: bool = False,
+    over: str = "own",
+    context_length: int | None = None,
     workers: Workers | None = None,
     progress: Callable[[str, int], None] | None = None,
     started: Callable[[Path, int, int], None] | None = None,
@@ -210,6 +212,7 @@ def run_methods(
         data: what the text is called.
         out: the folder that the run's folder is made in.
         chunk, offload_cache: as `TokenScorer` takes them.
+        over, context_length: what the methods extend, as `patch` takes them.
         workers: the processes that share the run; default: this one alone.
         progress: called with the method's label and the tokens read, after each pass.
         started: called with the run's folder, and how many of how many values are there already.
@@ -223,7 +226,8 @@ def run_methods(
     workers = workers or Workers()
     loaded = patched_method(model)
     base = loaded.to_dict() if loaded is not None and None in methods else None
-    settings = _settings(model, measurement, data, base)
+    under: dict[str, Any] = {"over": over, "context_length": context_length}
+    settings = _settings(model, measurement, data, base, under)
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +246,7 @@ def run_methods(
         with open_journal(folder, workers.rank) as write:
             for key, (method, saved) in chosen.items():
                 report = None if progress is None else partial(progress, label(saved))
-                with _applied(model, method, loaded):
+                with _applied(model, method, loaded, under):
                     for item in mine:
                         if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
                             for cell, value, cost in measurement.measure(scorer, item, left, report):
@@ -259,14 +263,19 @@ def _saved(method: RopeMethod | None, loaded: dict[str, Any] | None) -> dict[str
 
 
 def _applied(
-    model: PreTrainedModel, method: RopeMethod | None, loaded: RopeMethod | None
+    model: PreTrainedModel, method: RopeMethod | None, loaded: RopeMethod | None, under: dict[str, Any]
 ) -> AbstractContextManager[Any]:
     """The model under a method; a method that it has already is not patched in a second time."""
-    return nullcontext() if method is None or method == loaded else patched(model, method)
+    present = method == loaded and under["over"] == "own" and under["context_length"] is None
+    return nullcontext() if method is None or present else patched(model, method, **under)
 
 
 def _settings(
-    model: PreTrainedModel, measurement: Measurement, data: str, loaded: dict[str, Any] | None
+    model: PreTrainedModel,
+    measurement: Measurement,
+    data: str,
+    loaded: dict[str, Any] | None,
+    under: dict[str, Any],
 ) -> dict[str, Any]:
     """Everything the numbers depend on, methods aside."""
     layout = measurement.layout
@@ -274,7 +283,8 @@ def _settings(
         "kind": measurement.kind,
         "weights": _weights_fingerprint(model),
         "text": measurement.fingerprint(),
-        "context_length": context_length(model),
+        "context_length": patch_geometry(model, **under).context_length,
+        "over": under["over"],
         "loaded": loaded,
         "setting": asdict(measurement.setting),
         "items": list(layout.items),

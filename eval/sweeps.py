@@ -17,7 +17,7 @@ from rope_ext_hf.eval.measuring import PerplexityMeasurement
 from rope_ext_hf.eval.plan import Tokens, prepare
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.run_folder import Run
-from rope_ext_hf.eval.runner import context_length, run_methods
+from rope_ext_hf.eval.runner import run_methods
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
@@ -63,18 +63,21 @@ def plan_sweep(
     methods: Sequence[str | RopeMethod] = DEFAULT_METHODS,
     factors: Sequence[float] | None = None,
     data: str | None = None,
+    over: str = "own",
+    context_length: int | None = None,
     **options: Any,
 ) -> SweepPlan:
     """Load and tokenise the text, check, plan; the arguments are those of `sweep`.
 
     The model may be on the meta device: no weights are read.
     """
-    length = context_length(model)
-    rotary = patch_geometry(model)
+    under: dict[str, Any] = {"over": over, "context_length": context_length}
+    rotary = patch_geometry(model, **under)
+    length = rotary.context_length
     wanted = sorted({*lengths, *([length] if length < max(lengths, default=0) else [])})
     chosen = expand(methods, factors or [max(1.0, wanted[-1] / length)] if wanted else [], rotary)
     plan = prepare(model, corpus, lengths=wanted, **options)
-    chosen = [bind(model, method, max(wanted[-1], length)) for method in chosen]
+    chosen = [bind(model, method, max(wanted[-1], length), **under) for method in chosen]
     name = data or (corpus if isinstance(corpus, str) else "documents")
     return SweepPlan((None, *chosen), PerplexityMeasurement(plan), name)
 
@@ -90,28 +93,32 @@ def sweep(
     out: str | Path = "rope-ext-results",
     chunk: int | None = None,
     offload_cache: bool = False,
+    over: str = "own",
+    context_length: int | None = None,
     progress: Callable[[str, int], None] | None = None,
     **options: Any,
 ) -> Run[Result]:
     """Measure the model as loaded and every method on the same text, resumable.
 
-    Args:
-        model, corpus: as `perplexity` takes them; so do further options (protocol, targets, stride, tokenizer, bos,
-            max_spans).
-        lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
-            longest, to show how a method changes the loss there.
-        methods: names, or method objects.
-        factors: one method object per factor; default: the longest length over the context length.
-        data: what the text is called in the results; default: `corpus` where it is a string.
-        out: the folder that the run's folder is made in.
-        chunk, offload_cache: as `perplexity` takes them.
-        progress: called with the method's label and the tokens read, after each pass.
+        Args:
+            model, corpus: as `perplexity` takes them; so do further options (protocol, targets, stride, tokenizer, bos,
+                max_spans).
+            lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
+                longest, to show how a method changes the loss there.
+            methods: names, or method objects.
+            factors: one method object per factor; default: the longest length over the context length.
+            data: what the text is called in the results; default: `corpus` where it is a string.
+            out: the folder that the run's folder is made in.
+            chunk, offload_cache: as `TokenScorer` takes them.
+            over, context_length: what the methods extend, as `patch` takes them.
+    : called with the method's label and the tokens read, after each pass.
 
-    Raises:
-        FileError: another process is writing this run, or its folder is damaged or cannot be written.
-        CorpusError, MethodError: as `perplexity` does.
+        Raises:
+            FileError: another process is writing this run, or its folder is damaged or cannot be written.
+            CorpusError, MethodError: as `perplexity` does.
     """
-    plan = plan_sweep(model, corpus, lengths=lengths, methods=methods, factors=factors, data=data, **options)
+    under: dict[str, Any] = {"over": over, "context_length": context_length}
+    plan = plan_sweep(model, corpus, lengths=lengths, methods=methods, factors=factors, data=data, **under, **options)
     return run_methods(
         model,
         plan.methods,
@@ -121,4 +128,5 @@ def sweep(
         chunk=chunk,
         offload_cache=offload_cache,
         progress=progress,
+        **under,
     )

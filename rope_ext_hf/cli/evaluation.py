@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +59,7 @@ def demo(
     """
     from rope_ext_hf.eval.measuring import PerplexityMeasurement
     from rope_ext_hf.eval.plan import prepare
-    from rope_ext_hf.eval.runner import context_length
+    from rope_ext_hf.eval.runner import length_of_model
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn
     from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE
@@ -67,7 +67,7 @@ def demo(
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    length = context_length(model)
+    length = length_of_model(model)
     methods: list[RopeMethod | None] = [
         None,
         Linear(factor=8.0),
@@ -112,7 +112,9 @@ def ppl(
         measurement = PerplexityMeasurement(plan)
         make_folder(out)
         _preflight(empty, load, measurement, len(requested), spans.most_spans)
-        run = _measure(load.model(model), requested, measurement, spans.data, out, as_json, load)
+        run = _measure(
+            load.model(model), requested, measurement, spans.data, out, as_json, load, None, methods.underneath
+        )
     _stop_if_not_finite(run)
 
 
@@ -155,12 +157,15 @@ def sweep(
             factors=methods.factors or None,
             lengths=wanted,
             tokenizer=load.tokenizer(model),
+            **methods.underneath,
             **span_arguments,
         )
         make_folder(out)
         _preflight(empty, load, plan.measurement, len(plan.methods), spans.most_spans, workers)
         loaded = load.model(model)
-        run = _measure(loaded, plan.methods, plan.measurement, plan.data, out, as_json, load, workers)
+        run = _measure(
+            loaded, plan.methods, plan.measurement, plan.data, out, as_json, load, workers, methods.underneath
+        )
     _stop_if_not_finite(run)
 
 
@@ -218,7 +223,8 @@ def passkey(
         )
         make_folder(out)
         _preflight(empty, load, measurement, len(requested))
-        _measure(load.model(model), requested, measurement, haystack_name(wording, haystack), out, as_json, load)
+        name = haystack_name(wording, haystack)
+        _measure(load.model(model), requested, measurement, name, out, as_json, load, None, methods.underneath)
 
 
 def report(
@@ -292,6 +298,7 @@ def _measure(
     as_json: bool,
     load: EvalOptions | None = None,
     workers: Workers | None = None,
+    underneath: Mapping[str, Any] | None = None,
 ) -> Run[Any]:
     """Run every method in a run's folder, show progress, print the results."""
     from rope_ext_hf.eval.runner import run_methods
@@ -312,6 +319,7 @@ def _measure(
             out=out,
             chunk=load.tokens_per_pass if load else None,
             offload_cache=load.offload_cache if load else False,
+            **(underneath or {}),
             workers=workers,
             progress=bar.advance,
             started=started,

@@ -207,6 +207,19 @@ class MethodOptions:
         typer.Option(metavar="TOKENS", help="The extended length in tokens, e.g. 32k. An alternative to --factor."),
     ] = None
 
+    over: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="What is extended. own: the model as loaded, with the scaling it was trained under. original: the "
+            "model without that scaling. patched: the model with its present patch, if it was trained under that.",
+        ),
+    ] = "own"
+    context_length: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="The length that the model as loaded is for, if its config misleads."),
+    ] = None
+
     @property
     def names(self) -> list[str]:
         """The methods by name, in the order given."""
@@ -221,6 +234,12 @@ class MethodOptions:
     def extended_length(self) -> int | None:
         """--target-length in tokens."""
         return parse_length(self.target_length) if self.target_length else None
+
+    @property
+    def underneath(self) -> dict[str, Any]:
+        """--over and --context-length, as `rope_ext_hf.patch` takes them."""
+        length = parse_length(self.context_length) if self.context_length else None
+        return {"over": self.over, "context_length": length}
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -239,6 +258,9 @@ class MethodOptions:
         options = ["--target-length"] if self.target_length else []
         options += ["--factor"] if self.factor and not factor_alone else []
         options += [f"--{name.replace('_', '-')}" for name in self.parameters]
+        if not factor_alone:
+            options += ["--over"] if self.over != "own" else []
+            options += ["--context-length"] if self.context_length else []
         if options and not self.names:
             raise MethodError(f"{', '.join(options)} given without a method; add --method")
 
@@ -252,7 +274,7 @@ class MethodOptions:
         from rope_ext_hf.patches.geometry import bind, patch_geometry
 
         self.check()
-        rotary = patch_geometry(model)
+        rotary = patch_geometry(model, **self.underneath)
         resolved: list[RopeMethod] = []
         for name in self.names:
             parameters = self._parameters_for(name)
@@ -263,7 +285,8 @@ class MethodOptions:
                 elif factor is not None and length is None and not accepts_factor(name):
                     scale, length = None, round(factor * rotary.context_length)
                 method = resolve_method(name, rotary, factor=scale, target_length=length, **parameters)
-                resolved.append(bind(model, method, length or max(longest, rotary.context_length)))
+                reach = length or max(longest, rotary.context_length)
+                resolved.append(bind(model, method, reach, **self.underneath))
         return list(dict.fromkeys(resolved))
 
     def _parameters_for(self, name: str) -> dict[str, Any]:
@@ -286,20 +309,7 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class PatchOptions(MethodOptions):
-    """One method, and what it extends."""
-
-    over: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="What is extended. own: the model as loaded, with the scaling it was trained under. original: the "
-            "model without that scaling. patched: the model with its present patch, if it was trained under that.",
-        ),
-    ] = "own"
-    context_length: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENS", help="The length that the model as loaded is for, if its config misleads."),
-    ] = None
+    """One method with one factor."""
 
     def check_single(self, *, required: bool = False) -> None:
         """Refuse several methods or factors, and options that no method was given for.
@@ -310,8 +320,6 @@ class PatchOptions(MethodOptions):
         self.check()
         if required and not self.names:
             raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
-        if not self.names and (self.over != "own" or self.context_length):
-            raise MethodError("--over and --context-length say what a method extends; add --method")
         if len(self.names) > 1 or len(self.factors) > 1:
             given = ", ".join([*self.names, *(f"{factor:g}" for factor in self.factors)])
             raise MethodError(f"this command takes one method and one factor, got {given}")
@@ -327,11 +335,10 @@ class PatchOptions(MethodOptions):
 
         if not self.names:
             return
-        length = parse_length(self.context_length) if self.context_length else None
         factor = self.factors[0] if self.factors else None
         target = self.extended_length
         if factor is not None and target is None and not accepts_factor(self.names[0]):
-            rotary = patch_geometry(model, over=self.over, context_length=length)
+            rotary = patch_geometry(model, **self.underneath)
             target = round(factor * rotary.context_length)
             factor = None
         patch(
@@ -339,8 +346,7 @@ class PatchOptions(MethodOptions):
             self.names[0],
             factor=factor,
             target_length=target,
-            over=self.over,
-            context_length=length,
+            **self.underneath,
             native=native,
             **self.parameters,
         )
