@@ -36,7 +36,7 @@ from rope_ext_hf.errors import CorpusError, did_you_mean, short
 from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Content, Document, Documents
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
-__all__ = ["MAX_EXPANSION", "SHUFFLE_BUFFER", "load"]
+__all__ = ["load"]
 
 SHUFFLE_BUFFER = 256
 """Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""

@@ -26,7 +26,6 @@ __all__ = [
     "EvalPlan",
     "Tokens",
     "check_vocabulary",
-    "make_plan",
     "own_tokenizer",
     "prefix_token",
     "prepare",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MemoryEstimate",
-    "available",
     "budgets",
     "check_memory",
     "estimate_flops",

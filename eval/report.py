@@ -43,7 +43,7 @@ from rope_ext_hf.eval.tables import (
 )
 from rope_ext_hf.files import atomic_file
 
-__all__ = ["Files", "write_files"]
+__all__ = ["write_files"]
 
 MAX_PICTURE_BYTES = 20_000_000
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "RetrievalMeasurement",
-    "Trial",
     "haystack_name",
     "make_trials",
     "passkey",

@@ -18,7 +18,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FORMS", "Form", "Prompt", "Question", "Wording", "ask", "insert", "other_answers", "training_prompt"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "ask",
+    "insert",
+    "other_answers",
+]
 
 _TRAINING = """
 acorn alarm alley anchor ankle apple apron arrow attic autumn badge bakery ballad bamboo banner barrel basket beacon

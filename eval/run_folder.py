@@ -31,7 +31,7 @@ from rope_ext_hf.eval.results import (
 )
 from rope_ext_hf.files import parse_json_object
 
-__all__ = ["KINDS", "SETTINGS", "Run", "RunKind", "check_settings", "read_run", "results_from_records"]
+__all__ = ["KINDS", "SETTINGS", "Run", "check_settings", "read_run", "results_from_records"]
 
 SETTINGS = "run.json"
 

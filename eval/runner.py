@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval.journal import (
     Cell,
@@ -139,7 +141,6 @@ class Workers:
         """
         workers = cls()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            import torch
             from accelerate import PartialState
 
             state = PartialState(cpu=not torch.cuda.is_available())

@@ -35,7 +35,9 @@ from rope_ext_hf.patches.slots import find_slots, patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "TokenScorer", "UnsupportedAttentionError", "chunked_attention"]
+__all__ = [
+    "TokenScorer",
+]
 
 ATTENTION = "rope_ext_hf.chunks"
 

@@ -25,7 +25,7 @@ from rope_ext_hf.patches.geometry import bind, patch_geometry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DEFAULT_METHODS", "SweepPlan", "expand", "plan_sweep", "sweep"]
+__all__ = ["DEFAULT_METHODS", "expand", "plan_sweep", "sweep"]
 
 DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
 """Methods that follow from a factor alone, or from nothing."""

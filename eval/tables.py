@@ -29,7 +29,6 @@ __all__ = [
     "retrieval_table",
     "run_table",
     "scored_text",
-    "task_text",
     "throughput_text",
 ]
 

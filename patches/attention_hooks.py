@@ -33,7 +33,6 @@ __all__ = [
     "detach",
     "register",
     "remapped_attention",
-    "remapped_mask",
 ]
 
 

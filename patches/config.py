@@ -22,17 +22,14 @@ from rope_ext_hf.patches.patch_step import PatchStep
 
 __all__ = [
     "PAIRING_KEY",
-    "PLUGIN_PREFIX",
     "RECORD",
     "SAVED_KEYS",
     "SLIDING",
-    "Config",
     "ConfigRope",
     "NativeForm",
     "native_form",
     "original_settings",
     "read_rope",
-    "rope_dict",
     "rotating_layers",
     "saved_steps",
     "sliding_layers",

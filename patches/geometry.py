@@ -26,13 +26,11 @@ from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
 __all__ = [
-    "Over",
     "Underneath",
     "bind",
     "bind_to",
     "check_pairing",
     "checkpoint_geometry",
-    "config_rope",
     "patch_geometry",
     "undo_saved_patch",
     "what_is_underneath",

@@ -74,7 +74,7 @@ class Thirds(RemappingMethod):
 
     window: int | None = None
 
-    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
         return replace(self, window=self.window or limit // 4)
 
     @property

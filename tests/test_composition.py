@@ -140,6 +140,20 @@ def test_composition_equals_its_definition(
         assert got.attention_factor == pytest.approx(factor, rel=1e-9)
 
 
+@pytest.mark.parametrize("beta_slow", [0.001, 1.0, 20.0, 300.0])
+@pytest.mark.parametrize("beta_fast", [400.0, 2000.0, 1e6])
+def test_a_ramp_beyond_the_last_and_the_first_pair(beta_fast: float, beta_slow: float) -> None:
+    """The slowest pair of this model rotates 22 cycles over its context length, the fastest 6,519."""
+    linear: dict[str, Any] = {"factor": 2.0}
+    params: dict[str, Any] = {"factor": 4.0, "beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": False}
+    plain: Table = thetas(16, 1000.0), 1.0, 4096
+    table: Table = (*apply("linear", linear, plain, 16, 1000.0, 4096), 8192 * 10)
+    rotary = Rotary(16, 1000.0, 4096).scaled(resolve_method("linear", None, **linear), context_length=8192 * 10)
+    expected, _ = apply("yarn", params, table, 16, 1000.0, 1)
+    got = frequencies("yarn", rotary, **params).inv_freq
+    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
 def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
     """FORMULAS: 1.3466 (0.1 ln 2 + 1) = 1.4399, where YaRN x64 from the original length would have 1.4159."""
     rotary = Rotary(64, 150000.0, 4096).scaled(

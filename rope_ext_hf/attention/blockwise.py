@@ -24,7 +24,7 @@ from rope_ext_hf.attention.tile_batches import batch_tiles, fold_into_batch, mer
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
-__all__ = ["MAX_QUERY_BLOCK", "attend"]
+__all__ = ["attend"]
 
 MAX_QUERY_BLOCK = 2048
 """Queries rotated at a time, in tokens, unless that makes more than `MAX_BLOCKS` blocks."""

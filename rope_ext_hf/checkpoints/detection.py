@@ -48,7 +48,7 @@ from rope_ext_hf.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LayerScore", "PairingReport", "combine_evidence", "detect_pairing", "scores"]
+__all__ = ["PairingReport", "combine_evidence", "detect_pairing", "scores"]
 
 MAX_LAYERS_READ = 8  # evenly spaced over the depth
 MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation

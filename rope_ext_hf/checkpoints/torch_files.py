@@ -35,7 +35,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-__all__ = ["MAX_DIMS", "TensorLocation", "locate_tensors", "open_writer"]
+__all__ = ["MAX_DIMS", "locate_tensors", "open_writer"]
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of the format before torch 1.6
 MAX_PICKLE_BYTES = 100_000_000  # of the pickles in a file

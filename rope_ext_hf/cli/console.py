@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "ProgressBar",
     "duration",
     "json_text",
     "make_folder",

@@ -14,14 +14,14 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import (
-    _check_at_least_four_dims,
-    _check_attention_factor,
-    _check_divisors,
-    _Ramped,
+    RampedMethod,
+    check_at_least_four_dims,
+    check_attention_factor,
+    check_divisors,
     ntk_inv_freq,
 )
 
-__all__ = ["DynamicNTK", "DynamicYarn", "Growth", "LongRoPE"]
+__all__ = ["DynamicNTK", "DynamicYarn", "LongRoPE"]
 
 
 Growth = Literal["paper", "hf", "even", "pow2"]
@@ -91,7 +91,7 @@ class DynamicNTK(RopeMethod):
         return super().next_change(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
-        _check_at_least_four_dims(self.name, rotary)
+        check_at_least_four_dims(self.name, rotary)
 
     def alpha(self, rotary: Rotary, length: Tensor) -> Tensor:
         ratio = length / rotary.context_length
@@ -117,7 +117,7 @@ class DynamicNTK(RopeMethod):
 
 @register_method("dynamic-yarn")
 @dataclass(frozen=True, kw_only=True)
-class DynamicYarn(_Ramped):
+class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
     @property
@@ -147,9 +147,9 @@ class LongRoPE(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_divisors(self.name, "short_factor", self.short_factor)
-        _check_divisors(self.name, "long_factor", self.long_factor)
-        _check_attention_factor(self.name, self.attention_factor)
+        check_divisors(self.name, "short_factor", self.short_factor)
+        check_divisors(self.name, "long_factor", self.long_factor)
+        check_attention_factor(self.name, self.attention_factor)
         if self.factor is None and self.attention_factor is None:
             raise MethodError("longrope: give factor (or target_length), or attention_factor")
 
@@ -165,8 +165,8 @@ class LongRoPE(RopeMethod):
         return UNBOUNDED if length > rotary.context_length else super().next_change(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
-        _check_divisors(self.name, "short_factor", self.short_factor, rotary)
-        _check_divisors(self.name, "long_factor", self.long_factor, rotary)
+        check_divisors(self.name, "short_factor", self.short_factor, rotary)
+        check_divisors(self.name, "long_factor", self.long_factor, rotary)
         if self.attention_factor is None and rotary.context_length == 1:
             raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
 

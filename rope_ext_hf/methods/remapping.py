@@ -30,9 +30,6 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, local_window_tiles
 
 __all__ = [
-    "DEFAULT_GROUP",
-    "DEFAULT_TEMPERATURE",
-    "TEMPERATURES",
     "DualChunk",
     "LeakyReRoPE",
     "ReRoPE",
@@ -140,12 +137,22 @@ class RemappingMethod(RopeMethod):
         if max_distance < 8:
             raise MethodError(f"{self.name} needs a context length of at least 8 tokens, got {max_distance}")
         bound = replace(self, max_distance=max_distance, temperature=temperature)
-        return bound._with_defaults(max_distance, target_length)
+        return bound.with_defaults(max_distance, target_length)
 
     @abstractmethod
-    def _with_defaults(self, limit: int, target_length: int | None) -> Self: ...
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
+        """The method with its own parameters filled in; `max_distance` and `temperature` are filled in already.
 
-    def _check_reach(self, limit: int, what: str, size: float) -> None:
+        Args:
+            limit: the longest relative position that may be used, in tokens.
+            target_length: the length in tokens that was asked for; None: none.
+
+        Raises:
+            MethodError: parameters that lead beyond `limit`, see `check_reach`.
+        """
+
+    def check_reach(self, limit: int, what: str, size: float) -> None:
+        """Raise MethodError where `size`, in tokens, is above `limit`; `what` names it in the message."""
         if size > limit:
             raise MethodError(
                 f"{self.name}: {what} is {size:g} tokens, and the longest relative position the model was trained at "
@@ -252,9 +259,9 @@ class ReRoPE(_WindowedRemapping):
     `window`: default half the limit.
     """
 
-    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = replace(self, window=self.window or limit // 2)
-        method._check_reach(limit, "window", method.last_zone_start)
+        method.check_reach(limit, "window", method.last_zone_start)
         return method
 
     def key_position(self, n: Tensor) -> RemappedPosition:
@@ -279,9 +286,9 @@ class LeakyReRoPE(_WindowedRemapping):
         if self.k is not None and self.k < 1:
             raise MethodError(f"{self.name}: k must be at least 1, got {self.k:g}")
 
-    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2
-        self._check_reach(limit, "window", window)
+        self.check_reach(limit, "window", window)
         k = self.k
         if k is None:
             k = float(
@@ -291,7 +298,7 @@ class LeakyReRoPE(_WindowedRemapping):
             )
         method = replace(self, window=window, k=k)
         if target_length is not None:
-            method._check_reach(
+            method.check_reach(
                 limit,
                 f"with k={k:g} the place of a key {target_length} tokens back",
                 window + (target_length - window) / k,
@@ -326,9 +333,9 @@ class SelfExtend(_WindowedRemapping):
     def _farthest(self, length: int, window: int, group: int) -> int:
         return (length - 1) // group + window - window // group
 
-    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 4
-        self._check_reach(limit, "window", window)
+        self.check_reach(limit, "window", window)
         group = self.group
         if group is None:
             group = DEFAULT_GROUP
@@ -338,7 +345,7 @@ class SelfExtend(_WindowedRemapping):
                     (size for size in sizes if self._farthest(target_length, window, size) < limit), target_length
                 )
         if target_length is not None:
-            self._check_reach(
+            self.check_reach(
                 limit - 1, f"with group={group} the farthest place", self._farthest(target_length, window, group)
             )
         return replace(self, window=window, group=group)
@@ -371,10 +378,10 @@ class DualChunk(RemappingMethod):
     chunk: int | None = None
     window: int | None = None
 
-    def _with_defaults(self, limit: int, target_length: int | None) -> Self:
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
         chunk = self.chunk or 3 * limit // 4
         window = self.window or max(1, limit - chunk)
-        self._check_reach(limit, "chunk and window together", chunk + window)
+        self.check_reach(limit, "chunk and window together", chunk + window)
         return replace(self, chunk=chunk, window=window)
 
     @property

@@ -15,7 +15,22 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.registry import register_method
 
-__all__ = ["NTK", "ByParts", "Default", "Factors", "Linear", "Llama3", "Theta", "Yarn", "ntk_theta"]
+__all__ = [
+    "NTK",
+    "ByParts",
+    "Default",
+    "Factors",
+    "Linear",
+    "Llama3",
+    "RampedMethod",
+    "Theta",
+    "Yarn",
+    "check_at_least_four_dims",
+    "check_attention_factor",
+    "check_divisors",
+    "ntk_inv_freq",
+    "ntk_theta",
+]
 
 
 @register_method("default")
@@ -99,7 +114,7 @@ def ntk_inv_freq(rotary: Rotary, alpha: Any, device: torch.device) -> Tensor:
     return rotary.inv_freq(device) / divisors
 
 
-def _check_at_least_four_dims(name: str, rotary: Rotary) -> None:
+def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
     if rotary.dim < 4:
         raise MethodError(f"{name} needs at least 4 rotated dims (its exponent is d/(d-2)), got {rotary.dim}")
 
@@ -112,7 +127,7 @@ class NTK(RopeMethod):
     factor: float
 
     def check(self, rotary: Rotary) -> None:
-        _check_at_least_four_dims(self.name, rotary)
+        check_at_least_four_dims(self.name, rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return ntk_inv_freq(rotary, self.factor, length.device), 1.0
@@ -167,7 +182,7 @@ def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tens
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ramped(RopeMethod):
+class RampedMethod(RopeMethod):
     """Base of by-parts, yarn and dynamic-yarn: which pairs are interpolated.
 
     A pair that rotates `beta_fast` full cycles or more over the context length keeps its frequency, a pair that rotates
@@ -201,7 +216,7 @@ class _Ramped(RopeMethod):
 
 @register_method("by-parts")
 @dataclass(frozen=True, kw_only=True)
-class ByParts(_Ramped):
+class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
     factor: float
@@ -217,7 +232,7 @@ class ByParts(_Ramped):
 
 @register_method("yarn")
 @dataclass(frozen=True, kw_only=True)
-class Yarn(_Ramped):
+class Yarn(RampedMethod):
     """YaRN (Peng et al. 2023, arXiv 2309.00071, sec. 3.4): by-parts interpolation plus attention temperature scaling.
 
     The temperature t of the softmax is applied to cos and sin: they are multiplied by sqrt(1/t), which is
@@ -232,7 +247,7 @@ class Yarn(_Ramped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_attention_factor(self.name, self.attention_factor)
+        check_attention_factor(self.name, self.attention_factor)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return self.interpolate(rotary, self.factor, length.device), self._attention_factor()
@@ -260,7 +275,7 @@ class Yarn(_Ramped):
         )
 
 
-def _yarn_parameters(method: _Ramped, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
+def _yarn_parameters(method: RampedMethod, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rope_theta": rotary.theta,
@@ -311,7 +326,7 @@ class Llama3(RopeMethod):
         return _llama3_parameters(rotary, self.factor, self.low_freq_factor, self.high_freq_factor)
 
 
-def _check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotary | None = None) -> None:
+def check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotary | None = None) -> None:
     if rotary is not None and len(divisors) != rotary.dim // 2:
         raise MethodError(
             f"{name}: {key} needs one number per pair of rotated dims, {rotary.dim // 2} for this model; "
@@ -321,7 +336,7 @@ def _check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rota
         raise MethodError(f"{name}: every number in {key} must be above 0, got {min(divisors):g}")
 
 
-def _check_attention_factor(name: str, attention_factor: float | None) -> None:
+def check_attention_factor(name: str, attention_factor: float | None) -> None:
     if attention_factor is not None and attention_factor <= 0:
         raise MethodError(f"{name}: attention_factor must be above 0, got {attention_factor:g}")
 
@@ -336,11 +351,11 @@ class Factors(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_divisors(self.name, "factors", self.factors)
-        _check_attention_factor(self.name, self.attention_factor)
+        check_divisors(self.name, "factors", self.factors)
+        check_attention_factor(self.name, self.attention_factor)
 
     def check(self, rotary: Rotary) -> None:
-        _check_divisors(self.name, "factors", self.factors, rotary)
+        check_divisors(self.name, "factors", self.factors, rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return rotary.inv_freq(length.device) / constant(self.factors, length.device), self.attention_factor

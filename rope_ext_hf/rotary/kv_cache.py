@@ -29,8 +29,6 @@ from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.phase import angles, phase_to_radians
 
 __all__ = [
-    "FUSED_UPCAST_DEVICES",
-    "ROTATE_CHUNK_TOKENS",
     "CacheState",
     "KeyLayout",
     "KeyRotation",
