@@ -1,0 +1,486 @@
+"""Fill every figure of README.md and the pages in, from the files that hold the measurements and from the code.
+
+    python docs/make_figures.py                # rewrite README.md and docs/*.md
+    python docs/make_figures.py --check        # exit with 1 if a page is out of date
+    python docs/make_figures.py --pictures     # also draw docs/pictures/*.png
+
+A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
+function of this file. Measurements come from benchmarks/results.jsonl (`make bench` appends to it; the last line of a
+kind counts) and from docs/results/*.json (older ones, with the version they were measured with); tables of methods,
+protocols and families come from the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FIGURES", "fill", "pages"]
+
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "pictures"
+PROCESSORS = ("x86_64", "aarch64", "arm64", "AMD64")
+"""What `device` is in a line that was measured on a CPU."""
+
+FIGURES: dict[str, Callable[[], str]] = {}
+"""Every figure by name."""
+
+_FIGURE = re.compile(r"(<!-- figure: ([a-z0-9-]+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def figure(make: Callable[[], str]) -> Callable[[], str]:
+    """Register a function as the figure of its name, with dashes."""
+    FIGURES[make.__name__.replace("_", "-")] = make
+    return make
+
+
+# --- measurements ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _lines() -> tuple[Row, ...]:
+    text = (ROOT / "benchmarks" / "results.jsonl").read_text(encoding="utf-8")
+    return tuple(json.loads(line) for line in text.splitlines())
+
+
+@cache
+def _older(name: str) -> Row:
+    """A measurement that `make bench` does not repeat."""
+    result: Row = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def _measured(benchmark: str) -> list[Row]:
+    """The lines of a benchmark on a CPU, oldest first."""
+    return [line for line in _lines() if line["benchmark"] == benchmark and line["device"] in PROCESSORS]
+
+
+def _rows(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], Row]:
+    """All rows of a benchmark with these values, by their keys; the row measured last counts."""
+    return {
+        tuple(row[key] for key in keys): row
+        for line in _measured(benchmark)
+        for row in line["rows"]
+        if all(row.get(key) == value for key, value in values.items())
+    }
+
+
+def _stamp(line: Row, command: str) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
+    threads = f", {line['threads']} threads" if "threads" in line else ""
+    return f"*Measured by `{command}` with {versions}, on {line['device']}{threads}.*"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return "\n\n" + "\n".join(lines) + "\n\n" + (f"{after}\n\n" if after else "")
+
+
+def _interval(row: Row) -> str:
+    return f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+
+
+# --- the bundled model ----------------------------------------------------------------------------------------------
+
+IN_SHORT = ("as loaded", "linear", "ntk", "yarn", "dynamic-yarn", "self-extend", "dca")
+"""The methods of the table in README.md."""
+
+
+def _reference(wanted: Sequence[str] = ()) -> str:
+    result = _measured("reference")[-1]
+    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
+    trained = result["context_length"]
+    methods: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        methods.setdefault(row["method"], []).append(row)
+    best = {length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths}
+    shown = {
+        name: [
+            f"**{row['bits_per_byte']:.2f}**"
+            if round(row["bits_per_byte"], 2) == round(best[row["length"]], 2)
+            else f"{row['bits_per_byte']:.2f}"
+            for row in rows
+        ]
+        for name, rows in methods.items()
+        if not wanted or name in wanted or name.split()[0] in wanted
+    }
+    head = ["bits per byte at", *(f"{length:,} ({length // trained}x)" for length in lengths)]
+    return _table(head, ([name, *cells] for name, cells in shown.items()))
+
+
+@figure
+def reference_short() -> str:
+    return _reference(IN_SHORT)
+
+
+@figure
+def reference() -> str:
+    result = _measured("reference")[-1]
+    command = f"benchmarks/reference.py --spans {result['spans']}"
+    return _reference() + f"{_stamp(result, command)}\n\n"
+
+
+@figure
+def reference_setting() -> str:
+    result = _measured("reference")[-1]
+    return (
+        f"{result['parameters'] / 1e6:.1f} million parameters, trained at {result['context_length']} bytes; the same "
+        f"{result['scored_tokens']:,} bytes of held-out Python scored at every length"
+    )
+
+
+def _at(method: str, length: int) -> float:
+    rows: list[Row] = _measured("reference")[-1]["rows"]
+    row = next(r for r in rows if r["length"] == length and r["method"].startswith(method))
+    return float(row["bits_per_byte"])
+
+
+@figure
+def reference_increase() -> str:
+    """The difference to the model as loaded at its context length, with intervals."""
+    result = _measured("reference")[-1]
+    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
+    names = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    cell = {
+        (r["method"], r["length"]): f"{r['increase']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]" for r in result["rows"]
+    }
+    rows = ([name, *(cell[name, length] for length in lengths)] for name in names)
+    return _table(["increase at", *(f"{length:,}" for length in lengths)], rows)
+
+
+@figure
+def remapping_without_temperature() -> str:
+    older = _older("remapping-without-temperature")
+    rows = (
+        [f"`{row['method']}`", *(_older_cell(cell) for cell in row["cells"])] for row in older["rows"]
+    )
+    note = f"*{older['note']} Command: `{older['command']}`.*"
+    return _table(["bits per byte at", *(f"{length:,}" for length in older["lengths"])], rows, note)
+
+
+def _older_cell(cell: Sequence[float]) -> str:
+    value, increase, *interval = cell
+    text = f"{value:.3f} ({increase:+.3f}"
+    return text + (f" [{interval[0]:+.3f}, {interval[1]:+.3f}])" if interval else ")")
+
+
+@figure
+def temperatures() -> str:
+    older = _older("temperatures")
+    rows = (
+        [f"`{row['method']}`", row["temperature"], *("–" if x is None else f"{x:.3f}" for x in row["bits_per_byte"])]
+        for row in older["rows"]
+    )
+    head = ["method", "temperature", *(f"{scale}x" for scale in older["scales"])]
+    return _table(head, rows, f"*{older['note']}*")
+
+
+@figure
+def novels() -> str:
+    older = _older("novels")
+    rows = ([f"`{row['method']}`", *(f"{x:.3f}" for x in row["bits_per_byte"])] for row in older["rows"])
+    return _table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+@figure
+def patch_milliseconds() -> str:
+    return f"{_measured('overhead')[-1]['patch_32_layers_ms']:.0f}"
+
+
+@figure
+def overhead() -> str:
+    line = _measured("overhead")[-1]
+    rows = (
+        [f"{row['model']}, {row['parameters'] / 1e6:.1f}M", row["what"], f"{1000 * row['stock_seconds']:.1f} ms", _interval(row)]
+        for row in line["rows"]
+    )
+    head = ["model", "forward", "stock", "patched / stock"]
+    return _table(head, rows, _stamp(line, "benchmarks/overhead.py"))
+
+
+@figure
+def dynamic_cost() -> str:
+    measured = _rows("dynamic", "rule", "key heads", "tokens", dtype="float32")
+    settings = sorted({key[1:] for key in measured})
+    rules = list(dict.fromkeys(key[0] for key in measured))
+    rows = (
+        [f"`{rule}`", *(f"{measured[rule, *setting]['ratio']:.2f}" for setting in settings)] for rule in rules
+    )
+    head = ["`growth`", *(f"{heads} key heads, {tokens:,} cached" for heads, tokens in settings)]
+    return _table(head, rows, _stamp(_measured("dynamic")[-1], "benchmarks/dynamic.py"))
+
+
+@figure
+def dynamic_memory() -> str:
+    measured = _rows("dynamic", "rule", "key heads", "tokens", "dtype")
+    most = {
+        even: max(row["memory"] for key, row in measured.items() if (key[0] == "even") is even) for even in (True, False)
+    }
+    return f"{most[True]:.2f} times under `even` and {most[False]:.2f} times under the others"
+
+
+@figure
+def dynamic_text() -> str:
+    line = _measured("dynamic text")[-1]
+    rows = (
+        [f"{row['factor']:g}", row["positions"], f"{row['stock']:.2f}", f"{row['ours']:.2f}"]
+        + ["{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["interval"])]
+        for row in line["rows"]
+    )
+    head = ["factor", "positions", "transformers", "this package", "difference"]
+    return _table(head, rows, _stamp(line, "benchmarks/dynamic.py --text"))
+
+
+@figure
+def attention() -> str:
+    line = _measured("attention")[-1]
+    measured = {(row["what"], row["way"], row["tokens"]): row for row in line["rows"]}
+    ways = list(dict.fromkeys(row["way"] for row in line["rows"] if row["way"] not in ("plain", "eager")))
+    lengths = [length for length in sorted({row["tokens"] for row in line["rows"]}) if length >= 4096]
+    rows = [
+        [f"{title}, `{way}`", *(f"{measured[what, way, length][key]:.2f}" for length in lengths)]
+        for title, what, key in (
+            ("prefill, time", "prefill", "time"),
+            ("prefill, memory", "prefill", "memory"),
+            ("decode step, time", "decode", "time"),
+        )
+        for way in ways
+    ]
+    head = ["times plain attention", *(f"{length:,}" for length in lengths)]
+    return _table(head, rows, _stamp(line, "benchmarks/attention.py"))
+
+
+@figure
+def attention_eager() -> str:
+    rows = [row for row in _measured("attention")[-1]["rows"] if row["way"] == "eager"]
+    longest = max(rows, key=lambda row: row["tokens"])
+    return (
+        f"{longest['time']:.1f} times as long at {longest['tokens']:,} tokens, and {longest['memory']:.0f} times the "
+        "memory"
+    )
+
+
+@figure
+def reading() -> str:
+    lines = _measured("reading")
+    rows = []
+    for (lengths,), row in sorted(
+        {(tuple(row["lengths"]),): row for line in lines for row in line["rows"] if "chunks" in row}.items()
+    ):
+        ordinary, fits = row["ordinary"], row["ratio"] is not None
+        rows.append(
+            [
+                f"{lengths[0]:,}",
+                f"{row['chunks']['seconds']:.0f} s, {row['chunks']['megabytes']:,} MB",
+                f"{ordinary['seconds']:.0f} s, {ordinary['megabytes']:,} MB" if fits else "does not fit in 24 GB",
+                f"{row['ratio']:.2f}" if fits else "–",
+            ]
+        )
+    head = ["tokens", "in chunks", "`model(ids, labels=ids)`", "time, chunks / ordinary"]
+    return _table(head, rows, _stamp(lines[-1], "benchmarks/reading.py"))
+
+
+@figure
+def position_ratio() -> str:
+    row = [row for line in _measured("reading") for row in line["rows"] if "position" in row][-1]
+    *shorter, longest = (f"{length:,}" for length in row["lengths"])
+    return f"{row['ratio']:.2f} times the time of one pass for each of {', '.join(shorter)} and {longest}"
+
+
+@figure
+def conversion() -> str:
+    line = _measured("conversion")[-1]
+    return (
+        f"{line['gigabytes']:.1f} GB in {line['parts']} files took {line['ratio']:.2f} times as long as `cp -r` and "
+        f"`sync` (median of {len(line['ratios'])} pairs, {min(line['ratios']):.2f} to {max(line['ratios']):.2f}, imports "
+        f"aside), and {line['convert_megabytes']} MB of memory, where loading the model takes "
+        f"{line['load_megabytes'] / 1000:.1f} GB"
+    )
+
+
+@figure
+def detection() -> str:
+    older = _older("detection")
+    rows = ([row["model"], row["half"], row["interleaved"]] for row in older["rows"])
+    return _table(["model", "half paired", "interleaved"], rows, f"*{older['note']}*")
+
+
+@figure
+def random_initialisations() -> str:
+    return str(_older("detection")["random_initialisations"])
+
+
+@figure
+def gpu() -> str:
+    lines = [line for line in _lines() if line["device"] not in PROCESSORS]
+    if not lines:
+        return "\nNo figure here was measured on a GPU. `make bench DEVICE=cuda` measures one.\n"
+    last = {(line["benchmark"], line["device"]): line for line in lines}
+    text = []
+    for (benchmark, _), line in last.items():
+        keys = [key for key, value in line["rows"][0].items() if not isinstance(value, (dict, list))]
+        rows = ([str(row.get(key, "")) for key in keys] for row in line["rows"])
+        text.append(f"\n**{benchmark}**\n{_table(keys, rows, _stamp(line, 'make bench DEVICE=cuda'))}")
+    return "".join(text)
+
+
+# --- tables of the code ---------------------------------------------------------------------------------------------
+
+
+@figure
+def protocols() -> str:
+    from rope_ext_hf.eval.protocols import PROTOCOLS
+
+    return _table(
+        ["`--protocol`", "what it reads and scores", "options"],
+        (
+            [
+                f"`{protocol.name}`",
+                protocol.description,
+                ", ".join(
+                    option
+                    for option, used in (
+                        ("`--targets`", protocol.uses_targets),
+                        ("`--stride`", protocol.uses_stride),
+                    )
+                    if used
+                )
+                or "–",
+            ]
+            for protocol in PROTOCOLS.values()
+        ),
+    )
+
+
+def _parameters(cls: type) -> str:
+    import dataclasses
+
+    def text(field: Any) -> str:
+        required = field.default is dataclasses.MISSING
+        return f"`{field.name}`" if required or field.default is None else f"`{field.name}={field.default!r}`"
+
+    return ", ".join(map(text, dataclasses.fields(cls))) or "–"
+
+
+@figure
+def methods() -> str:
+    from rope_ext_hf import list_methods
+
+    summaries = {name: (inspect.getdoc(cls) or "").splitlines()[0] for name, cls in list_methods().items()}
+    return _table(
+        ["name", "what it is", "parameters"],
+        ([f"[`{name}`](#{name})", summaries[name], _parameters(cls)] for name, cls in list_methods().items()),
+    )
+
+
+@figure
+def family_count() -> str:
+    from rope_ext_hf.patches.families import families
+
+    return str(len(families()))
+
+
+@figure
+def families() -> str:
+    from rope_ext_hf.patches.families import families as table
+
+    by_pairing: dict[str, list[str]] = {}
+    for name, entry in sorted(table().items()):
+        by_pairing.setdefault(entry.pairing or "none: the family does not rotate by pairs known here", []).append(name)
+    rows = ([pairing, ", ".join(f"`{name}`" for name in names)] for pairing, names in by_pairing.items())
+    return _table(["pairing", "`model_type`"], rows)
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+DRAWN: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 8},
+    "theta": {"theta": 1_000_000.0},
+    "ntk": {"factor": 8},
+    "dynamic-ntk": {"growth": "even"},
+    "by-parts": {"factor": 8},
+    "yarn": {"factor": 8},
+    "dynamic-yarn": {},
+    "llama3": {"factor": 8},
+    "rerope": {},
+    "leaky-rerope": {},
+    "self-extend": {},
+    "dca": {},
+}
+"""Methods with a picture, and their parameters; a model like Llama 2, 4,096 tokens extended to 32,768."""
+
+
+def draw_pictures() -> None:
+    """One picture for each method, and one with the frequency methods over one another."""
+    from PIL import Image
+
+    from rope_ext_hf.eval.results import label
+    from rope_ext_hf.eval.rope_plots import draw
+    from rope_ext_hf.methods import Rotary, resolve_method
+    from rope_ext_hf.methods.remapping import RemappingMethod
+
+    rotary, extended = Rotary(dim=128, theta=10_000.0, trained_length=4096), 32_768
+    drawn = {}
+    for name, parameters in DRAWN.items():
+        method = resolve_method(name, rotary, **parameters)
+        if isinstance(method, RemappingMethod):
+            method = method.bind(rotary, extended)
+        drawn[name] = (label(method.to_dict()), method)
+    together = {name: drawn[name] for name in ("linear", "ntk", "yarn", "llama3")}
+    PICTURES.mkdir(exist_ok=True)
+    for name, shown in [("methods", together), *((name, {name: drawn[name]}) for name in drawn)]:
+        file = PICTURES / f"{name}.png"
+        draw(file, rotary, dict(shown.values()), extended_length=extended, title="128 dims, theta 10,000, trained at 4,096")
+        with Image.open(file) as picture:  # a quarter of the bytes, and no difference to the eye
+            picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(file, optimize=True)
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def pages() -> list[Path]:
+    """README.md and every page."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def fill(page: str) -> str:
+    """The text of a page with its figures made anew.
+
+    Raises:
+        KeyError: a figure of a name that is not in FIGURES.
+    """
+    return _FIGURE.sub(lambda match: match[1] + FIGURES[match[2]]() + match[4], page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    parser.add_argument("--pictures", action="store_true", help="also draw the pictures of the methods")
+    arguments = parser.parse_args()
+    stale = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (made := fill(text)) != text:
+            stale.append(page.relative_to(ROOT).as_posix())
+            if not arguments.check:
+                page.write_text(made, encoding="utf-8")
+    if arguments.pictures:
+        draw_pictures()
+    if arguments.check and stale:
+        sys.exit(f"out of date, run `make figures`: {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()
