@@ -1,9 +1,11 @@
-# make demo | test | test-fast | mutate | lint | bench: each does its own set-up in .venv, with the versions pinned in
-# constraints.txt.
+# make demo | test | test-fast | mutate | lint | docs | figures | pictures | bench: each does its own set-up in .venv, with
+# the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
+DEVICE ?= cpu
+RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast mutate lint bench clean
+.PHONY: demo test test-fast mutate lint docs figures pictures bench clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -24,13 +26,39 @@ lint: .venv/ready
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
+# The site, into build/site.
+docs: .venv/docs-ready
+	$(RUN)/python docs/make_figures.py --check
+	$(RUN)/mkdocs build --strict
+
+# Every number of README.md and the pages, from $(RESULTS) and docs/results.
+figures: .venv/ready
+	$(RUN)/python docs/make_figures.py
+
+pictures: .venv/ready
+	$(RUN)/python docs/make_figures.py --pictures
+
+# An hour or more: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready
-	$(RUN)/python benchmarks/overhead.py
+	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/demo.png)
+	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/attention.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/attention.png)
+	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)
+	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --position 1024,2048,4096,8192 --out $(RESULTS)
+	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
+	$(RUN)/python benchmarks/detection.py --folder build/bench/detection --out $(RESULTS)
+	$(RUN)/python benchmarks/trained_scaling.py --out build/bench/trained-scaling --results $(RESULTS)
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(RUN)/pip install -q -c constraints.txt torch==2.13.0
 	$(RUN)/pip install -q -c constraints.txt -e '.[eval,dev]'
+	touch $@
+
+.venv/docs-ready: .venv/ready
+	$(RUN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

@@ -1,8 +1,8 @@
 """The project's address, and Markdown whose relative links point there.
 
-The address stands once, in [project.urls] of pyproject.toml. README.md and the pages use relative links, which work in a
-clone and on a code host; `setup.py` makes those of README.md absolute for a package index, and the site those that leave
-docs/.
+The address stands once, in [project.urls] of pyproject.toml. README.md and the pages use relative links, which work in
+a clone and on a code host; `setup.py` makes those of README.md absolute for a package index, and the site those that
+leave docs/.
 """
 
 from __future__ import annotations

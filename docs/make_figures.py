@@ -76,7 +76,8 @@ def _rows(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], Ro
 
 def _stamp(line: Row, command: str) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
-    threads = f", {line['threads']} threads" if "threads" in line else ""
+    count = line.get("threads")
+    threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
     return f"*Measured by `{command}` with {versions}, on {line['device']}{threads}.*"
 
 
@@ -102,7 +103,9 @@ def _reference(wanted: Sequence[str] = ()) -> str:
     methods: dict[str, list[Row]] = {}
     for row in result["rows"]:
         methods.setdefault(row["method"], []).append(row)
-    best = {length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths}
+    best = {
+        length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths
+    }
     shown = {
         name: [
             f"**{row['bits_per_byte']:.2f}**"
@@ -160,9 +163,7 @@ def reference_increase() -> str:
 @figure
 def remapping_without_temperature() -> str:
     older = _older("remapping-without-temperature")
-    rows = (
-        [f"`{row['method']}`", *(_older_cell(cell) for cell in row["cells"])] for row in older["rows"]
-    )
+    rows = ([f"`{row['method']}`", *(_older_cell(cell) for cell in row["cells"])] for row in older["rows"])
     note = f"*{older['note']} Command: `{older['command']}`.*"
     return _table(["bits per byte at", *(f"{length:,}" for length in older["lengths"])], rows, note)
 
@@ -203,7 +204,12 @@ def patch_milliseconds() -> str:
 def overhead() -> str:
     line = _measured("overhead")[-1]
     rows = (
-        [f"{row['model']}, {row['parameters'] / 1e6:.1f}M", row["what"], f"{1000 * row['stock_seconds']:.1f} ms", _interval(row)]
+        [
+            f"{row['model']}, {row['parameters'] / 1e6:.1f}M",
+            row["what"],
+            f"{1000 * row['stock_seconds']:.1f} ms",
+            _interval(row),
+        ]
         for row in line["rows"]
     )
     head = ["model", "forward", "stock", "patched / stock"]
@@ -215,9 +221,7 @@ def dynamic_cost() -> str:
     measured = _rows("dynamic", "rule", "key heads", "tokens", dtype="float32")
     settings = sorted({key[1:] for key in measured})
     rules = list(dict.fromkeys(key[0] for key in measured))
-    rows = (
-        [f"`{rule}`", *(f"{measured[rule, *setting]['ratio']:.2f}" for setting in settings)] for rule in rules
-    )
+    rows = ([f"`{rule}`", *(f"{measured[rule, *setting]['ratio']:.2f}" for setting in settings)] for rule in rules)
     head = ["`growth`", *(f"{heads} key heads, {tokens:,} cached" for heads, tokens in settings)]
     return _table(head, rows, _stamp(_measured("dynamic")[-1], "benchmarks/dynamic.py"))
 
@@ -226,7 +230,8 @@ def dynamic_cost() -> str:
 def dynamic_memory() -> str:
     measured = _rows("dynamic", "rule", "key heads", "tokens", "dtype")
     most = {
-        even: max(row["memory"] for key, row in measured.items() if (key[0] == "even") is even) for even in (True, False)
+        even: max(row["memory"] for key, row in measured.items() if (key[0] == "even") is even)
+        for even in (True, False)
     }
     return f"{most[True]:.2f} times under `even` and {most[False]:.2f} times under the others"
 
@@ -235,8 +240,13 @@ def dynamic_memory() -> str:
 def dynamic_text() -> str:
     line = _measured("dynamic text")[-1]
     rows = (
-        [f"{row['factor']:g}", row["positions"], f"{row['stock']:.2f}", f"{row['ours']:.2f}"]
-        + ["{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["interval"])]
+        [
+            f"{row['factor']:g}",
+            row["positions"],
+            f"{row['stock']:.2f}",
+            f"{row['ours']:.2f}",
+            "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["interval"]),
+        ]
         for row in line["rows"]
     )
     head = ["factor", "positions", "transformers", "this package", "difference"]
@@ -304,8 +314,8 @@ def conversion() -> str:
     line = _measured("conversion")[-1]
     return (
         f"{line['gigabytes']:.1f} GB in {line['parts']} files took {line['ratio']:.2f} times as long as `cp -r` and "
-        f"`sync` (median of {len(line['ratios'])} pairs, {min(line['ratios']):.2f} to {max(line['ratios']):.2f}, imports "
-        f"aside), and {line['convert_megabytes']} MB of memory, where loading the model takes "
+        f"`sync` (median of {len(line['ratios'])} pairs, {min(line['ratios']):.2f} to {max(line['ratios']):.2f}, "
+        f"imports aside), and {line['convert_megabytes']} MB of memory, where loading the model takes "
         f"{line['load_megabytes'] / 1000:.1f} GB"
     )
 
@@ -385,21 +395,28 @@ def methods() -> str:
     )
 
 
+def _families() -> dict[str, str]:
+    """The pairing of every family that can be converted and has a class in transformers."""
+    from rope_ext_hf.patches.families import families as table
+
+    return {
+        name: entry.pairing
+        for name, entry in sorted(table().items())
+        if entry.pairing and entry.rotates and not entry.own_code
+    }
+
+
 @figure
 def family_count() -> str:
-    from rope_ext_hf.patches.families import families
-
-    return str(len(families()))
+    return str(len(_families()))
 
 
 @figure
 def families() -> str:
-    from rope_ext_hf.patches.families import families as table
-
-    by_pairing: dict[str, list[str]] = {}
-    for name, entry in sorted(table().items()):
-        by_pairing.setdefault(entry.pairing or "none: the family does not rotate by pairs known here", []).append(name)
-    rows = ([pairing, ", ".join(f"`{name}`" for name in names)] for pairing, names in by_pairing.items())
+    rows = (
+        [f"`{pairing}`", ", ".join(f"`{name}`" for name, runs in _families().items() if runs == pairing)]
+        for pairing in ("half", "interleaved")
+    )
     return _table(["pairing", "`model_type`"], rows)
 
 
@@ -442,7 +459,13 @@ def draw_pictures() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, shown in [("methods", together), *((name, {name: drawn[name]}) for name in drawn)]:
         file = PICTURES / f"{name}.png"
-        draw(file, rotary, dict(shown.values()), extended_length=extended, title="128 dims, theta 10,000, trained at 4,096")
+        draw(
+            file,
+            rotary,
+            dict(shown.values()),
+            extended_length=extended,
+            title="128 dims, theta 10,000, trained at 4,096",
+        )
         with Image.open(file) as picture:  # a quarter of the bytes, and no difference to the eye
             picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(file, optimize=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file alone
 
-from links import absolute_links, repository_url  # noqa: E402
+from links import absolute_links, repository_url
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,5 +21,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs for each page."""
-    return absolute_links(markdown, repository_url(ROOT), f"docs/{Path(page.file.src_uri).parent.as_posix()}".rstrip("/."), only_above=True)
+    """Called by mkdocs for each page. The page "contributing" is CONTRIBUTING.md."""
+    url = repository_url(ROOT)
+    if page.file.src_uri == "contributing.md":
+        return absolute_links((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), url)
+    return absolute_links(markdown, url, "docs", only_above=True)

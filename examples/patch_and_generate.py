@@ -1,0 +1,26 @@
+"""Patch a model, generate beyond its trained length, and take the patch off again.
+
+python examples/patch_and_generate.py [MODEL]
+"""
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext_hf as rope
+from rope_ext_hf.reference import path
+
+model_name = sys.argv[1] if len(sys.argv) > 1 else path()  # the bundled model is trained at 256 tokens
+model = AutoModelForCausalLM.from_pretrained(model_name)
+tokenizer = AutoTokenizer.from_pretrained(model_name)
+
+prompt = "def add(first, second):\n    return first + second\n\n\n" * 8
+ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+print(f"prompt of {ids.shape[1]} tokens; the model is for {rope.describe(model).context_length}")
+
+for method in ("default", "yarn", "self-extend"):
+    with rope.patched(model, method, **({} if method == "default" else {"target_length": 2048})):
+        output = model.generate(ids, max_new_tokens=40, do_sample=False)
+    print(f"--- {method}\n{tokenizer.decode(output[0, ids.shape[1] :])}")
+
+print(rope.describe(model))  # as loaded: a `with` block undoes its patch

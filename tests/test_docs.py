@@ -1,0 +1,189 @@
+"""README and pages: their code and commands run, their figures are current, their links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+OTHERS = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md"]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", read(page), flags=re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_the_readme_is_short() -> None:
+    text = read("README.md")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1200
+
+
+# --- what pages show runs -------------------------------------------------------------------------------------------
+
+RUN_BLOCKS = """
+import json, sys
+for block in json.load(sys.stdin):
+    exec(compile(block, block, "exec"), {"__name__": "__main__"})
+"""
+RUN_COMMANDS = """
+import json, sys
+from rope_ext_hf.cli.app import main
+for command in json.load(sys.stdin):
+    sys.argv = ["rope-ext", *command]
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code:
+            raise RuntimeError(f"{command}: exit status {stop.code}") from None
+"""
+QUICK = {"ppl": ["--max-spans", "2"], "sweep": ["--max-spans", "2"], "passkey": ["--trials", "1", "--depths", "0.5"]}
+
+
+def run_in_one_process(code: str, pieces: object, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(pieces),
+        text=True,
+        capture_output=True,
+        cwd=folder,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_runs(page: str, tmp_path: Path) -> None:
+    run_in_one_process(RUN_BLOCKS, blocks(page, "python"), tmp_path)
+
+
+def runnable(page: str) -> list[list[str]]:
+    return [words[1:] for words in commands(page) if words[0] == "rope-ext" and "MODEL" not in words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
+def test_commands_run(page: str, tmp_path: Path) -> None:
+    """Every `rope-ext` line, with few spans so that it is quick."""
+    run_in_one_process(RUN_COMMANDS, [[*words, *QUICK.get(words[0], [])] for words in runnable(page)], tmp_path)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_options_and_targets_exist(page: str) -> None:
+    """Also those of commands that are not run: `make` lines, and `rope-ext` lines about MODEL."""
+    import typer
+
+    from rope_ext_hf.cli.app import app
+    from rope_ext_hf.methods.registry import list_methods
+
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    fields = {f"--{name.replace('_', '-')}" for cls in list_methods().values() for name in cls.__dataclass_fields__}
+    group = typer.main.get_command(app)
+    for words in commands(page):
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, words
+        elif words[0] == "rope-ext":
+            command = group.commands[words[1]]  # type: ignore[attr-defined]
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            assert {word for word in words[2:] if word.startswith("--")} <= known | fields, words
+
+
+def test_methods_protocols_and_commands_have_their_place() -> None:
+    from rope_ext_hf.eval.protocols import PROTOCOLS
+    from rope_ext_hf.methods.registry import list_methods
+
+    for name in list_methods():
+        assert f"\n## {name}\n" in read("docs/methods.md")
+        assert f"`{name}`" in read("README.md")
+    for name in PROTOCOLS:
+        assert f"| `{name}` |" in read("docs/evaluation.md")
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_are_current(page: str) -> None:
+    assert script("make_figures").fill(read(page)) == read(page), "run `make figures`"
+
+
+def test_every_figure_is_shown_and_every_marker_closed() -> None:
+    text = "".join(map(read, PAGES))
+    named = re.findall(r"<!-- figure: (\S+) -->", text)
+    assert set(named) == set(script("make_figures").FIGURES)
+    assert len(named) == text.count("<!-- /figure -->")
+
+
+def test_older_measurements_name_their_command_and_versions() -> None:
+    results = sorted((ROOT / "docs" / "results").glob("*.json"))
+    assert results
+    for file in results:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        assert result["command"]
+        assert {"rope-ext-hf", "torch", "transformers"} <= result["versions"].keys()
+        assert result["versions"]["rope-ext-hf"].removesuffix(".dev0") in result["note"]
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match("[a-z]+:", target):
+            continue
+        path, _, heading = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings}, target
+
+
+def test_relative_links_become_absolute() -> None:
+    links = script("links")
+    text = "![a](docs/a.png) [b](docs/b.md#c) [d](https://e.org/f) [g](#h)"
+    assert links.absolute_links(text, "https://p.org/q") == (
+        "![a](https://p.org/q/raw/main/docs/a.png) [b](https://p.org/q/blob/main/docs/b.md#c) "
+        "[d](https://e.org/f) [g](#h)"
+    )
+    above = links.absolute_links("[a](b.md) [c](../d/e.py)", "https://p.org/q", "docs", only_above=True)
+    assert above == "[a](b.md) [c](https://p.org/q/blob/main/d/e.py)"
+
+
+def test_the_address_stands_in_one_place() -> None:
+    address = script("links").repository_url(ROOT)
+    for page in [*PAGES, *OTHERS, "mkdocs.yml", "setup.py"]:
+        assert address not in read(page), page
+    assert f'"{address}"' in read("CITATION.cff")  # a format that has no other way
