@@ -402,7 +402,7 @@ def _families() -> dict[str, str]:
     return {
         name: entry.pairing
         for name, entry in sorted(table().items())
-        if entry.pairing and entry.rotates and not entry.own_code
+        if entry.pairing and entry.rotated and not entry.remote_attention
     }
 
 

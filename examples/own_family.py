@@ -52,4 +52,4 @@ TABLE = """
 like = "llama"
 """
 known = files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8")
-print("the table is read as:", parse_families(known + TABLE)["own_family"].rotates)
+print("the table is read as:", parse_families(known + TABLE)["own_family"].rotated)
