@@ -38,7 +38,7 @@ figures: .venv/ready
 pictures: .venv/ready
 	$(RUN)/python docs/make_figures.py --pictures
 
-# An hour or more: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
+# Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/demo.png)
 	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)
@@ -48,8 +48,8 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --position 1024,2048,4096,8192 --out $(RESULTS)
 	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
-	$(RUN)/python benchmarks/detection.py --folder build/bench/detection --out $(RESULTS)
-	$(RUN)/python benchmarks/trained_scaling.py --out build/bench/trained-scaling --results $(RESULTS)
+	$(RUN)/python benchmarks/detection.py --device $(DEVICE) --folder build/bench/detection --out $(RESULTS)
+	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --folder build/bench/trained-scaling --out $(RESULTS)
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

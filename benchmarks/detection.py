@@ -1,6 +1,6 @@
 """Whether `detect_pairing` is right: on small models of many kinds, trained here, and on their conversions.
 
-    python benchmarks/detection.py --folder FOLDER [--minutes 9] [--only qwen3,glm] [--out benchmarks/results.jsonl]
+    python benchmarks/detection.py --folder FOLDER [--minutes 9] [--only qwen3,glm] [--device cuda] [--out FILE]
 
 Each model learns bytes of Python's standard library, as the bundled one did, for so many minutes; run it with
 OMP_NUM_THREADS=1. A model that is in the folder already is not trained again. Then come random initialisations, none of
@@ -77,10 +77,10 @@ def build(name: str, seed: int) -> Any:
     return AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES | settings))
 
 
-def train(name: str, minutes: float, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+def train(name: str, minutes: float, device: str = "cpu", seed: int = 0) -> tuple[Any, dict[str, Any]]:
     """A recipe's model, trained for so long, and how that went."""
     stream = encode(stdlib_training())
-    model = build(name, seed)
+    model = build(name, seed).to(device)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -93,7 +93,7 @@ def train(name: str, minutes: float, seed: int = 0) -> tuple[Any, dict[str, Any]
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LEARNING_RATE * rate
         starts = torch.randint(0, len(stream) - TRAINED_LENGTH - 1, (BATCH,), generator=sampler)
-        loss = mean_loss(model, windows(stream, starts))
+        loss = mean_loss(model, windows(stream, starts).to(device))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -102,7 +102,7 @@ def train(name: str, minutes: float, seed: int = 0) -> tuple[Any, dict[str, Any]
         if step % 100 == 0:
             print(f"{name}: step {step}, {60 * minutes * progress:.0f} s, {running:.3f} bits per byte", flush=True)
     about = {"parameters": model.num_parameters(), "steps": step, "bits_per_byte": round(running, 3)}
-    return model.to(torch.bfloat16).eval(), about
+    return model.to("cpu", torch.bfloat16).eval(), about
 
 
 def row(name: str, weights: str, right: str | None, report: rope.PairingReport) -> dict[str, Any]:
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="of training, for each model that is not there")
     parser.add_argument("--only", help="names of recipes; default: all of them")
     parser.add_argument("--seeds", type=int, default=20, help="random initialisations of each")
+    parser.add_argument("--device", default="cpu", help="what the models are trained on")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(RECIPES)
@@ -159,7 +160,7 @@ def main() -> None:
     for name in names:
         folder = arguments.folder / name
         if not folder.exists():
-            model, about = train(name, arguments.minutes)
+            model, about = train(name, arguments.minutes, arguments.device)
             model.save_pretrained(folder)
             (folder / "training.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
         about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
@@ -170,7 +171,7 @@ def main() -> None:
         "random": by_chance(names, arguments.seeds),
         "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out)
+    record(result, arguments.out, arguments.device)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Extend a model that was trained under a scaling: from where it stands, against counting from the original length.
 
-    python benchmarks/trained_scaling.py --out trained-yarn      # trains the bundled model under YaRN x4, then measures
+    python benchmarks/trained_scaling.py --folder trained-yarn [--device cuda] [--out benchmarks/results.jsonl]
 
 The bundled model, trained at 256 bytes, is trained further at 1,024 bytes under YaRN x4 on the same text; a control
 gets the same steps at 256 bytes without a patch. The trained model is saved, loaded again, and extended by 2 and 4.
@@ -34,8 +34,8 @@ TRAINED, EXTENDED = 256, 1024
 LENGTHS = [TRAINED, EXTENDED, 2 * EXTENDED, 4 * EXTENDED]
 
 
-def load(folder: str | Path) -> Any:
-    return rope.from_pretrained(folder, dtype=torch.float32).eval()
+def load(folder: str | Path, device: str) -> Any:
+    return rope.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
 
 def train(model: Any, length: int, steps: int, batch: int, peak: float) -> None:
@@ -50,8 +50,8 @@ def train(model: Any, length: int, steps: int, batch: int, peak: float) -> None:
         for group in optimizer.param_groups:
             group["lr"] = peak * warm * left
         starts = torch.randint(0, len(stream) - length - 1, (rows,))
-        ids = stream[starts[:, None] + torch.arange(length + 1)].long()
-        with torch.autocast("cpu", torch.bfloat16):
+        ids = stream[starts[:, None] + torch.arange(length + 1)].long().to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
             logits = model(ids[:, :-1], use_cache=False).logits
         loss = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         torch.autograd.backward(loss)
@@ -78,16 +78,17 @@ def measure(model: Any, windows: int, lengths: list[int]) -> dict[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
+    parser.add_argument("--folder", type=Path, required=True, help="where the trained model is kept")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=8, help="rows of 1,024 bytes")
     parser.add_argument("--peak", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--results", type=Path, help="JSON lines file the result is appended to")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     started = time.perf_counter()
     bits: dict[str, dict[int, float]] = {}
-    control = load(path())
+    control = load(path(), arguments.device)
     bits["as bundled"] = measure(control, arguments.windows, LENGTHS[:2])
     with rope.patched(control, "yarn", factor=4):
         bits["yarn x4, not trained"] = measure(control, arguments.windows, LENGTHS)
@@ -96,10 +97,10 @@ def main() -> None:
     with rope.patched(control, "yarn", factor=4):
         bits["control under yarn x4"] = measure(control, arguments.windows, LENGTHS)
 
-    model = rope.patch(load(path()), "yarn", factor=4)
+    model = rope.patch(load(path(), arguments.device), "yarn", factor=4)
     train(model, EXTENDED, arguments.steps, arguments.batch, arguments.peak)
-    model.save_pretrained(arguments.out)
-    model = load(arguments.out)
+    model.save_pretrained(arguments.folder)
+    model = load(arguments.folder, arguments.device)
     bits["trained under yarn x4"] = measure(model, arguments.windows, LENGTHS)
     for factor in (2, 4):
         for method in ("yarn", "ntk"):
@@ -119,7 +120,7 @@ def main() -> None:
         "windows": arguments.windows,
         "seconds": round(time.perf_counter() - started),
     }
-    record(result, arguments.results)
+    record(result, arguments.out, arguments.device)
 
 
 if __name__ == "__main__":

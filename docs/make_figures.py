@@ -321,20 +321,47 @@ def conversion() -> str:
 
 
 @figure
-def detection() -> str:
+def trained_scaling() -> str:
+    lines = _measured("trained_scaling")
+    if not lines:
+        return "\n\n`benchmarks/trained_scaling.py` compares the two; its figures are not among the results yet.\n\n"
+    measured = lines[-1]["bits_per_byte"]
+    lengths = list(dict.fromkeys(length for row in measured.values() for length in row))
+    rows = (
+        [name, *(f"{row[length]:.3f}" if length in row else "–" for length in lengths)]
+        for name, row in measured.items()
+    )
+    head = ["bits per byte at", *(f"{int(length):,}" for length in lengths)]
+    return _table(head, rows, _stamp(lines[-1], "benchmarks/trained_scaling.py"))
+
+
+def _detection() -> tuple[list[list[str]], int, str]:
+    """Rows, the number of random initialisations, and where both come from."""
+    if lines := _measured("detection"):
+        rows: dict[str, dict[str, str]] = {}
+        for row in lines[-1]["rows"]:
+            rows.setdefault(row["model"], {})[row["weights"]] = f"{row['score']:.3f} ± {row['error']:.3f}"
+        models = [[name, row["half"], row["interleaved"]] for name, row in rows.items()]
+        return models, lines[-1]["random"]["models"], _stamp(lines[-1], "benchmarks/detection.py")
     older = _older("detection")
-    rows = ([row["model"], row["half"], row["interleaved"]] for row in older["rows"])
-    return _table(["model", "half paired", "interleaved"], rows, f"*{older['note']}*")
+    models = [[row["model"], row["half"], row["interleaved"]] for row in older["rows"]]
+    return models, older["random_initialisations"], f"*{older['note']}*"
+
+
+@figure
+def detection() -> str:
+    rows, _, note = _detection()
+    return _table(["model", "half paired", "interleaved"], rows, note)
 
 
 @figure
 def random_initialisations() -> str:
-    return str(_older("detection")["random_initialisations"])
+    return str(_detection()[1])
 
 
 @figure
 def gpu() -> str:
-    lines = [line for line in _lines() if line["device"] not in PROCESSORS]
+    lines = [line for line in _lines() if line["device"] not in PROCESSORS and "rows" in line]
     if not lines:
         return "\nNo figure here was measured on a GPU. `make bench DEVICE=cuda` measures one.\n"
     last = {(line["benchmark"], line["device"]): line for line in lines}
@@ -464,10 +491,10 @@ def draw_pictures() -> None:
             rotary,
             dict(shown.values()),
             extended_length=extended,
-            title="128 dims, theta 10,000, trained at 4,096",
+            title=name,
         )
         with Image.open(file) as picture:  # a quarter of the bytes, and no difference to the eye
-            picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(file, optimize=True)
+            picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(file, optimize=True)
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
