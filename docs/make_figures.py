@@ -201,6 +201,30 @@ def patch_milliseconds() -> str:
 
 
 @figure
+def float32_angle_error() -> str:
+    row = next(row for row in _measured("angles")[-1]["rows"] if row["position"] == 2**17)
+    return f"{row['transformers, float32']:.0e} at position 131,072".replace("e-0", "e-")
+
+
+@figure
+def angles() -> str:
+    line = _measured("angles")[-1]
+    keys = [key for key in line["rows"][0] if key != "position"]
+    rows = ([f"{row['position']:,}", *(f"{row[key]:.1e}" for key in keys)] for row in line["rows"])
+    return _table(["below position", *keys], rows, _stamp(line, "benchmarks/angles.py"))
+
+
+@figure
+def flash_attention_by_counting() -> str:
+    older = _older("flash-attention-by-counting")
+    low, high = older["memory"]
+    return (
+        f"{low:.2f} to {high:.2f} times the memory of one call of flash attention, the same number of products, and "
+        f"about {older['launches']} launches in a model's first layer"
+    )
+
+
+@figure
 def overhead() -> str:
     line = _measured("overhead")[-1]
     rows = (

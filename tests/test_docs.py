@@ -154,6 +154,15 @@ def test_older_measurements_name_their_command_and_versions() -> None:
         assert result["versions"]["rope-ext-hf"].removesuffix(".dev0") in result["note"]
 
 
+def test_make_bench_runs_every_benchmark() -> None:
+    scripts = {file.name for file in (ROOT / "benchmarks").glob("*.py") if "def main(" in file.read_text("utf-8")}
+    bench = read("Makefile").partition("\nbench:")[2].partition("\n\n")[0]
+    assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts
+    for name in scripts - {"conversion.py"}:  # which has nothing to do on a GPU
+        assert '"--device"' in read(f"benchmarks/{name}"), name
+        assert re.search(rf"benchmarks/{name} --device", bench), name
+
+
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
