@@ -47,6 +47,13 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 1200
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    from rope_ext_hf import __version__
+
+    assert f"\nversion: {__version__}\n" in read("CITATION.cff")
+    assert f"\n## {__version__} " in read("CHANGELOG.md")
+
+
 # --- what pages show runs -------------------------------------------------------------------------------------------
 
 RUN_BLOCKS = """
