@@ -257,6 +257,9 @@ def naive_attention(
         if method is not None and method.temperature == "log-n":
             assert method.max_distance is not None
             scores *= max(1.0, math.log(m + 1) / math.log(method.max_distance))
+        if method is not None and method.temperature == "llama4":
+            assert method.max_distance is not None
+            scores *= 1 + 0.1 * math.log(1 + (m + 1) // method.max_distance)
         if cap:
             scores = torch.tanh(scores / cap) * cap
         if sinks is not None:

@@ -29,7 +29,7 @@ from tests.oracles import distance
 @st.composite
 def methods(draw: Any) -> RemappingMethod:
     window = draw(st.integers(1, 70))
-    common: dict[str, Any] = {"temperature": draw(st.sampled_from(["none", "log-n"])), "max_distance": 64}
+    common: dict[str, Any] = {"temperature": draw(st.sampled_from(["none", "log-n", "llama4"])), "max_distance": 64}
     match draw(st.sampled_from(["rerope", "leaky", "self-extend", "dca"])):
         case "rerope":
             return ReRoPE(window=window, **common)

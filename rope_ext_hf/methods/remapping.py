@@ -52,7 +52,7 @@ TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
 https://kexue.fm/archives/8823). "llama4": 1 + 0.1 ln(1 + floor((m + 1) / known)) (Llama 4's attention scale).
 """
 
-DEFAULT_TEMPERATURE = "log-n"
+DEFAULT_TEMPERATURE = "llama4"
 
 
 class RemappedPosition(NamedTuple):
@@ -75,7 +75,7 @@ class RemappingMethod(RopeMethod):
     Attributes:
         max_distance: the longest relative position that is used, in tokens; default: the model's context length, or
             what `frequency` extends it to.
-        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`; default: "log-n",
+        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`; default: "llama4",
             and "none" for models whose attention does so by itself.
         frequency: a static frequency method underneath; default: the model's own frequencies.
     """
