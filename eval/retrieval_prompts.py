@@ -18,13 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "FORMS",
-    "Form",
-    "ask",
-    "insert",
-    "other_answers",
-]
+__all__ = ["FORMS", "Form", "ask", "insert", "other_answers", "training_prompt"]
 
 _TRAINING = """
 acorn alarm alley anchor ankle apple apron arrow attic autumn badge bakery ballad bamboo banner barrel basket beacon
@@ -55,6 +49,9 @@ squirrel tambourine trombone turquoise vineyard walrus weasel whistle yogurt
 HELD_OUT_WORDS = tuple(_HELD_OUT.split())
 TRAINING_VERBS = ("carries", "follows", "greets", "hides", "paints", "visits", "watches", "borrows", "cleans", "draws")
 HELD_OUT_VERBS = ("admires", "chases", "forgives", "polishes", "rescues", "teases")
+VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
+CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
+"""What made-up words consist of."""
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 Draw = Callable[[random.Random, bool], str]
@@ -75,32 +72,41 @@ def number(rng: random.Random, held_out: bool) -> str:
     return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)
 
 
-def identifier(rng: random.Random, held_out: bool) -> str:
-    """A word, two words, or in training also made-up ones, so that no list of words is learnt."""
+def word(rng: random.Random, held_out: bool) -> str:
+    """A word; in training mostly a made-up one, since words of a list would be learnt by heart and not copied."""
     if held_out:
-        return "_".join(rng.sample(HELD_OUT_WORDS, rng.choice((1, 2))))
-    kind = rng.random()
-    if kind < 0.35:
+        return rng.choice(HELD_OUT_WORDS)
+    if rng.random() < 0.35:
         return rng.choice(TRAINING_WORDS)
-    if kind < 0.6:
-        return "_".join(rng.sample(TRAINING_WORDS, 2))
     while True:
-        syllables = range(rng.choice((2, 3, 4)))
-        made = "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice("  lnrs") for _ in syllables)
-        made = made.replace(" ", "")
-        if made not in HELD_OUT_WORDS:
+        syllables = range(rng.choice((2, 2, 3, 3, 4)))
+        made = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice("  lnrst") for _ in syllables)
+        if (made := made.replace(" ", "")) not in HELD_OUT_WORDS:
             return made
+
+
+def words(rng: random.Random, held_out: bool) -> list[str]:
+    """Two different ones."""
+    return _distinct(lambda: word(rng, held_out), 2)
+
+
+def identifier(rng: random.Random, held_out: bool) -> str:
+    """One word or two."""
+    return "_".join(words(rng, held_out)[: rng.choice((1, 2))])
 
 
 def subject(rng: random.Random, held_out: bool) -> str:
     """What a sentence begins with."""
-    return "The " + " ".join(rng.sample(HELD_OUT_WORDS if held_out else TRAINING_WORDS, 2))
+    return "The " + " ".join(words(rng, held_out))
 
 
 def predicate(rng: random.Random, held_out: bool) -> str:
     """The rest of a sentence."""
-    verb = rng.choice(HELD_OUT_VERBS if held_out else TRAINING_VERBS)
-    return f"{verb} {rng.choice(HELD_OUT_WORDS if held_out else TRAINING_WORDS)}"
+    if held_out:
+        verb = rng.choice(HELD_OUT_VERBS)
+    else:
+        verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else word(rng, False) + "s"
+    return f"{verb} {word(rng, held_out)}"
 
 
 def code(rng: random.Random, held_out: bool) -> str:
