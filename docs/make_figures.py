@@ -92,7 +92,7 @@ def _interval(row: Row) -> str:
 
 # --- the bundled model ----------------------------------------------------------------------------------------------
 
-IN_SHORT = ("as loaded", "linear", "ntk", "yarn", "dynamic-yarn", "self-extend", "dca")
+IN_SHORT = ("as loaded", "linear", "ntk", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
 """The methods of the table in README.md."""
 
 
