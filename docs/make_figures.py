@@ -96,13 +96,21 @@ IN_SHORT = ("as loaded", "linear", "ntk", "yarn", "dynamic-yarn", "rerope", "sel
 """The methods of the table in README.md."""
 
 
+def _named(row: Row) -> str:
+    """The method of a row, with its temperature."""
+    temperature = row["temperature"]
+    return str(
+        row["method"] if temperature is None or temperature in row["method"] else f"{row['method']} {temperature}"
+    )
+
+
 def _reference(wanted: Sequence[str] = ()) -> str:
     result = _measured("reference")[-1]
     lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
     trained = result["context_length"]
     methods: dict[str, list[Row]] = {}
     for row in result["rows"]:
-        methods.setdefault(row["method"], []).append(row)
+        methods.setdefault(_named(row), []).append(row)
     best = {
         length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths
     }
@@ -141,20 +149,14 @@ def reference_setting() -> str:
     )
 
 
-def _at(method: str, length: int) -> float:
-    rows: list[Row] = _measured("reference")[-1]["rows"]
-    row = next(r for r in rows if r["length"] == length and r["method"].startswith(method))
-    return float(row["bits_per_byte"])
-
-
 @figure
 def reference_increase() -> str:
     """The difference to the model as loaded at its context length, with intervals."""
     result = _measured("reference")[-1]
     lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
-    names = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    names = list(dict.fromkeys(map(_named, result["rows"])))
     cell = {
-        (r["method"], r["length"]): f"{r['increase']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]" for r in result["rows"]
+        (_named(r), r["length"]): f"{r['increase']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]" for r in result["rows"]
     }
     rows = ([name, *(cell[name, length] for length in lengths)] for name in names)
     return _table(["increase at", *(f"{length:,}" for length in lengths)], rows)
