@@ -1,10 +1,12 @@
 """Retrieval by length and method: the share of prompts that the bundled model answers exactly.
 
-    python benchmarks/retrieval.py --out retrieval.jsonl [--lengths 256,512,1024] [--methods as-loaded,self-extend]
+    python benchmarks/retrieval.py --cells retrieval.jsonl [--lengths 256,512,1024] [--methods as-loaded,self-extend]
+        [--device cuda] [--out benchmarks/results.jsonl]
 
 One cell is 100 prompts, 20 at each of five depths, all different; the same prompts for every method. Every finished
-cell is a line of JSON in --out, and a cell that is there already is not measured again, so that an interrupted run
-continues with the same command. A markdown table with 95% Wilson intervals is printed at the end.
+cell is a line of JSON in --cells, and a cell that is there already is not measured again, so that an interrupted run
+continues with the same command. A markdown table with 95% Wilson intervals is printed at the end; the last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from record import record
+
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 METHODS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "as-loaded": None,
     "yarn": ("yarn", {"factor": 8.0}),
-    "dca": ("dca", {"log_n": True}),
-    "rerope": ("rerope", {"log_n": True}),
-    "leaky-rerope": ("leaky-rerope", {"log_n": True}),
-    "self-extend": ("self-extend", {"log_n": True}),
+    "dca": ("dca", {}),
+    "rerope": ("rerope", {}),
+    "leaky-rerope": ("leaky-rerope", {}),
+    "self-extend": ("self-extend", {}),
 }
 """Everything that is not given is a default; remapping methods are fitted for the longest of the lengths."""
 
@@ -65,7 +69,9 @@ def settings(given: dict[str, Any], target_length: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one per cell")
+    parser.add_argument("--cells", type=Path, required=True, help="JSON lines, one per cell")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("--model", default=None, help="default: the bundled one")
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--target-length", type=int, default=None, help="default: the longest of the lengths")
@@ -87,12 +93,12 @@ def main() -> None:
     lengths = [int(length) for length in arguments.lengths.split(",")]
     target = arguments.target_length or max(lengths)
     folder = arguments.model or path()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # A part of every held-out module: tokenising all of them for every cell would take longer than reading.
     haystack = [Document(document.name, document.text[:24_000]) for document in load("stdlib")]
     trained = model.config.max_position_embeddings
-    lines = arguments.out.read_text(encoding="utf-8").splitlines() if arguments.out.exists() else []
+    lines = arguments.cells.read_text(encoding="utf-8").splitlines() if arguments.cells.exists() else []
     cells = [json.loads(line) for line in lines]
     known = {(cell["task"], cell["name"], cell["length"], cell["keys"]) for cell in cells}
     todo = [
@@ -132,11 +138,15 @@ def main() -> None:
             "versions": {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")},
         }
         cells.append(cell)
-        with arguments.out.open("a", encoding="utf-8") as file:
+        arguments.cells.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.cells.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cell) + "\n")
         print(f"{task} {name} {length} keys={keys}: {_cell(cell)} rank {cell['rank']:.1f}", flush=True)
     print(markdown(cells, trained))
-    print(json.dumps({"benchmark": "retrieval", "cells": len(cells)}))
+    kept = ("task", "name", "length", "keys", "trials", "exact", "interval", "rank")
+    rows = [{key: cell[key] for key in kept} for cell in cells]
+    result = {"benchmark": "retrieval", "context_length": trained, "rows": rows, "threads": torch.get_num_threads()}
+    record(result, arguments.out, arguments.device)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,25 @@ def novels() -> str:
     return _table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
 
 
+@figure
+def retrieval() -> str:
+    lines = _measured("retrieval")
+    if not lines:
+        return "\n\n`benchmarks/retrieval.py` measures it; its figures are not among the results yet.\n\n"
+    cells = {(row["name"], row["task"], row["keys"], row["length"]): row for row in lines[-1]["rows"]}
+    lengths = sorted({key[-1] for key in cells})
+    rows = (
+        [f"`{name}`, {task}, {keys} stated"]
+        + [
+            "{:.2f} [{:.2f}, {:.2f}]".format(cell["exact"], *cell["interval"]) if cell else "–"
+            for cell in (cells.get((name, task, keys, length)) for length in lengths)
+        ]
+        for name, task, keys in dict.fromkeys(key[:-1] for key in cells)
+    )
+    head = ["answered exactly at", *(f"{length:,}" for length in lengths)]
+    return _table(head, rows, _stamp(lines[-1], "benchmarks/retrieval.py"))
+
+
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
