@@ -100,22 +100,22 @@ def sweep(
 ) -> Run[Result]:
     """Measure the model as loaded and every method on the same text, resumable.
 
-        Args:
-            model, corpus: as `perplexity` takes them; so do further options (protocol, targets, stride, tokenizer, bos,
-                max_spans).
-            lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
-                longest, to show how a method changes the loss there.
-            methods: names, or method objects.
-            factors: one method object per factor; default: the longest length over the context length.
-            data: what the text is called in the results; default: `corpus` where it is a string.
-            out: the folder that the run's folder is made in.
-            chunk, offload_cache: as `TokenScorer` takes them.
-            over, context_length: what the methods extend, as `patch` takes them.
-    : called with the method's label and the tokens read, after each pass.
+    Args:
+        model, corpus: as `perplexity` takes them; so do further options (protocol, targets, stride, tokenizer, bos,
+            max_spans).
+        lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
+            longest, to show how a method changes the loss there.
+        methods: names, or method objects.
+        factors: one method object per factor; default: the longest length over the context length.
+        data: what the text is called in the results; default: `corpus` where it is a string.
+        out: the folder that the run's folder is made in.
+        chunk, offload_cache: as `TokenScorer` takes them.
+        over, context_length: what the methods extend, as `patch` takes them.
+        progress: called with the method's label and the tokens read, after each pass.
 
-        Raises:
-            FileError: another process is writing this run, or its folder is damaged or cannot be written.
-            CorpusError, MethodError: as `perplexity` does.
+    Raises:
+        FileError: another process is writing this run, or its folder is damaged or cannot be written.
+        CorpusError, MethodError: as `perplexity` does.
     """
     under: dict[str, Any] = {"over": over, "context_length": context_length}
     plan = plan_sweep(model, corpus, lengths=lengths, methods=methods, factors=factors, data=data, **under, **options)

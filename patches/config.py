@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.patches.families import Family, family
@@ -387,6 +387,11 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
         saved_steps(record)
+    except UnknownMethodError as error:
+        raise CheckpointError(
+            f"this model was patched with a method that is not registered here: {error}. Import the module that "
+            f"registers it, or delete the {RECORD!r} key to use the settings as they stand"
+        ) from error
     except (KeyError, TypeError, MethodError) as error:
         raise CheckpointError(
             f"the {RECORD!r} record of this config is damaged ({error!r}); delete that key"

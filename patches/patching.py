@@ -65,8 +65,9 @@ def patch(
         model: a transformers model with rotary embeddings, bare or inside PEFT, DDP and the like; the whole model,
             because a decoder taken out of it has no hold on the config that is saved.
         method: a name of `rope_ext_hf.list_methods()`, or a method object.
-        factor: how many times its context length the model is to reach.
-        target_length: the same in tokens. For methods without a factor it states the extended length.
+        factor: how many times its context length the model is to reach. Where the method has no factor, it states the
+            extended length, and parameters that follow from that are fitted.
+        target_length: the same in tokens.
         over: what is extended. "own": the model as loaded, with the scaling it was trained under. "original": the model
             without that scaling, counted from its original length. "patched": the present patch, live or recorded in
             the folder the model was loaded from, for a model that was trained under it.
@@ -89,7 +90,11 @@ def patch(
         return resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
 
     def step(under: Underneath) -> PatchStep:
-        return PatchStep(resolve(under.rotary), under.rotary, target_length, native)
+        resolved, length = resolve(under.rotary), target_length
+        of_its_own = not isinstance(resolved, RemappingMethod) or resolved.frequency is None
+        if factor is not None and of_its_own and getattr(resolved, "factor", None) is None:
+            length = round(factor * under.rotary.context_length)  # the method has no factor: it states the length
+        return PatchStep(resolved, under.rotary, length, native)
 
     record = _install(model, step, over=over, context_length=context_length)
     if record.warning is not None:

@@ -1,7 +1,8 @@
 """Every exception this package raises on purpose.
 
     RopeExtError
-    ├── MethodError (ValueError)       unknown method, impossible parameter
+    ├── MethodError (ValueError)       impossible parameter
+    │   └── UnknownMethodError         a name that no method is registered under
     ├── UnsupportedModelError          no rotary embedding, or one that cannot be replaced
     ├── LengthError (ValueError)       row lengths or the state of a cache are unknown to a length-dependent method
     ├── CheckpointError (ValueError)   a model folder that is missing, damaged, contradictory or not convertible
@@ -23,6 +24,7 @@ __all__ = [
     "LengthError",
     "MethodError",
     "RopeExtError",
+    "UnknownMethodError",
     "UnsupportedModelError",
     "bounded",
     "did_you_mean",
@@ -38,6 +40,10 @@ class RopeExtError(Exception):
 
 class MethodError(RopeExtError, ValueError):
     """An unknown method, or a parameter no method can work with."""
+
+
+class UnknownMethodError(MethodError):
+    """A method name that nothing is registered under."""
 
 
 class UnsupportedModelError(RopeExtError):

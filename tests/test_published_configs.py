@@ -300,3 +300,13 @@ def test_full_attention_layers_that_rotate(
         ):
             rope.patch(model, "ntk", factor=2)
         assert not rope.describe(model).patched
+
+
+@pytest.mark.parametrize(
+    "method", ["rerope", "leaky-rerope", "self-extend", "dca", "dynamic-yarn", "dynamic-ntk", "default"]
+)
+def test_a_factor_states_the_extended_length_of_every_method(method: str) -> None:
+    by_factor = rope.describe(rope.patch(build("llama-3.1"), method, factor=4))
+    by_length = rope.describe(rope.patch(build("llama-3.1"), method, target_length=4 * 131072))
+    assert by_factor == by_length
+    assert by_factor.extended_length == 4 * 131072

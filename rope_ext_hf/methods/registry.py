@@ -7,11 +7,12 @@ tensor(1.4434e-05, dtype=torch.float64)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, is_number
 
 __all__ = ["accepts_factor", "frequencies", "list_methods", "method_from_dict", "register_method", "resolve_method"]
@@ -55,7 +56,7 @@ def resolve_method(
     Args:
         method: a name of `list_methods()`, the alias "dynamic", or a method object.
         rotary: the geometry that turns target_length into a factor and that list lengths are checked against.
-        factor: how many times the context length.
+        factor: how many times the context length; where the method has no factor it only states the extended length.
         target_length: the same in tokens; where the method has no factor it only states the extended length.
 
     Raises:
@@ -64,25 +65,14 @@ def resolve_method(
         TypeError: parameters beside a method object.
     """
     if isinstance(method, RopeMethod):
-        given = {"factor": factor} | params
-        if extra := sorted(key for key, value in given.items() if value is not None):
-            raise TypeError(f"{', '.join(extra)} given beside a {type(method).__name__} object; put it into the object")
-        if target_length is not None:
-            raise TypeError(
-                f"target_length given beside a {type(method).__name__} object; put its factor into the object"
-            )
+        _check_nothing_beside(method, {"factor": factor} | params, target_length)
         if rotary is not None:
             method.check(rotary)
         return method
     if not isinstance(method, str):
         raise TypeError(f"method must be a name or a method object, got {type(method).__name__}")
-
-    registry = _METHODS
-    name, implied = _ALIASES.get(method, (method, {}))
-    if name not in registry:
-        known = sorted([*registry, *_ALIASES])
-        raise MethodError(f"unknown method {method!r}.{did_you_mean(method, known)} Known methods: {', '.join(known)}")
-    cls = registry[name]
+    cls, implied = _find(method)
+    name = cls.name
     accepted = {item.name: item for item in fields(cls)}
     values = implied | params
     if "frequency" in accepted and isinstance(values.get("frequency"), str):  # which gets what is not the method's own
@@ -99,10 +89,10 @@ def resolve_method(
         raise MethodError(f"factor={factor} and target_length={target_length} say the same thing; give one of them")
     if target_length is not None:
         factor = _factor_for(cls, values, rotary, target_length)
-    if factor is not None:
-        if "factor" not in accepted:
-            raise MethodError(f"{name} takes no factor; target_length=... states the length it is meant for")
+    if factor is not None and cls.takes_factor(values):
         values["factor"] = float(factor) if is_number(factor) else factor
+    elif factor is not None and not (is_number(factor) and 1 <= factor < math.inf):
+        raise MethodError(f"{name}: factor must be a number of at least 1, got {factor!r}")
     missing = [k for k, item in accepted.items() if item.default is MISSING and k not in values]
     if missing:
         hint = " (or target_length)" if "factor" in missing else ""
@@ -111,6 +101,25 @@ def resolve_method(
     if rotary is not None:
         resolved.check(rotary)
     return resolved
+
+
+def _check_nothing_beside(method: RopeMethod, given: Mapping[str, Any], target_length: int | None) -> None:
+    kind = type(method).__name__
+    if extra := sorted(key for key, value in given.items() if value is not None):
+        raise TypeError(f"{', '.join(extra)} given beside a {kind} object; put it into the object")
+    if target_length is not None:
+        raise TypeError(f"target_length given beside a {kind} object; put its factor into the object")
+
+
+def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
+    """The class of a name or an alias, and the parameters that an alias implies."""
+    name, implied = _ALIASES.get(method, (method, {}))
+    if name not in _METHODS:
+        known = sorted([*_METHODS, *_ALIASES])
+        raise UnknownMethodError(
+            f"unknown method {method!r}.{did_you_mean(method, known)} Known methods: {', '.join(known)}"
+        )
+    return _METHODS[name], implied
 
 
 def accepts_factor(name: str) -> bool:
