@@ -34,7 +34,7 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise ImportError(f"lm-eval is needed here ({error}): pip install rope-ext-hf[eval]") from error
+    raise ImportError(f"lm-eval is needed here ({error}): install this package with its extra [eval]") from error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

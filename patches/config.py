@@ -352,7 +352,7 @@ def write_rope(
                 parameters["truncate"] = False
     if _accepts(known, form.rope_type):
         config.rope_parameters = parameters  # otherwise the config class refuses to be saved; see saving.py
-    config.max_position_embeddings = form.extended_length or before["max_position_embeddings"]
+    config.max_position_embeddings = form.extended_length or config.max_position_embeddings
     record = step.to_dict() | {
         "layer_types": layer_types,
         "rope_parameters": copy.deepcopy(parameters),

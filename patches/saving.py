@@ -61,8 +61,9 @@ def rewrite_config(folder: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in [config, *config.values()]:
         if isinstance(part, dict) and RECORD in part:
-            for key in ("rope_parameters", "max_position_embeddings"):
-                part[key] = part[RECORD][key]
+            part["rope_parameters"] = part[RECORD]["rope_parameters"]
+            if "max_position_embeddings" in part:  # some families keep it under another name
+                part["max_position_embeddings"] = part[RECORD]["max_position_embeddings"]
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -211,6 +211,17 @@ def stored_position(method: SavedMethod, n: int) -> float:
     return STORED_POSITIONS[saved["method"]](saved, n)
 
 
+def temperature_scale(method: SavedMethod, m: int) -> float:
+    """What the scores of the query at m are multiplied by, under the method's temperature."""
+    if method.temperature in (None, "none"):
+        return 1.0
+    assert method.max_distance is not None
+    if method.temperature == "log-n":  # Su 2022
+        return max(1.0, math.log(m + 1) / math.log(method.max_distance))
+    assert method.temperature == "llama4"  # Llama 4's attention scale
+    return 1 + 0.1 * math.log(1 + (m + 1) // method.max_distance)
+
+
 def distance(method: SavedMethod, m: int, n: int) -> float:
     """The relative position at which query m sees key n <= m, straight from the papers."""
     saved = method.to_dict()
@@ -254,12 +265,8 @@ def naive_attention(
         distances = [distance(method, m, n) if method else float(m - n) for n in seen]
         query = rotate_to(q[:, i : i + 1].expand(-1, len(seen), -1), torch.tensor(distances), dim, theta)
         scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
-        if method is not None and method.temperature == "log-n":
-            assert method.max_distance is not None
-            scores *= max(1.0, math.log(m + 1) / math.log(method.max_distance))
-        if method is not None and method.temperature == "llama4":
-            assert method.max_distance is not None
-            scores *= 1 + 0.1 * math.log(1 + (m + 1) // method.max_distance)
+        if method is not None:
+            scores *= temperature_scale(method, m)
         if cap:
             scores = torch.tanh(scores / cap) * cap
         if sinks is not None:

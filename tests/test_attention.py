@@ -21,7 +21,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.slots import find_slots
 from tests.dispatch import LargestTensor
 from tests.models import FAMILIES, TRAINED, build, build_config, from_config, logits, rope_parameters, tokens
-from tests.oracles import distance, rotate_to
+from tests.oracles import distance, rotate_to, temperature_scale
 
 NAMES = ["rerope", "leaky-rerope", "self-extend", "dca"]
 each_method = pytest.mark.parametrize("method", NAMES)
@@ -72,6 +72,9 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
         scores = torch.einsum("bhmnd,bhnd->bhmn", at, parts[1])
         others = [torch.cat([x[..., :start], x[..., start + family.rotated :]], dim=-1) for x in (query, key)]
         scores = (scores + others[0] @ others[1].transpose(-1, -2)) * kwargs["scaling"]
+        if far is not None:
+            scales = torch.tensor([temperature_scale(far, m) for m in range(tokens)], dtype=torch.float64)
+            scores = scores * scales[:, None]
         if (cap := kwargs.get("softcap")) is not None:
             scores = torch.tanh(scores / cap) * cap
         m, n = torch.arange(tokens)[:, None], torch.arange(tokens)
@@ -448,9 +451,8 @@ def test_models_whose_attention_cannot_be_taken_over_say_why() -> None:
     with pytest.raises(UnsupportedModelError, match="norm after the rotation"):
         rope.patch(model, "dca")
     own = build("llama", {"rope_type": "dynamic", "factor": 2.0})
-    with pytest.raises(MethodError, match="follows the input"):
-        rope.patch(own, "dca")
-    rope.patch(own, "dca", frequency="default")
+    rope.patch(own, "dca")  # a dynamic config has nothing underneath: it is a plain model up to its context length
+    assert rope.describe(own).underneath == ()
     with pytest.raises(UnsupportedModelError, match="would change nothing"):
         rope.patch(build("mistral", sliding_window=32), "dca")
 

@@ -160,7 +160,8 @@ def test_patch_writes_a_folder_plain_transformers_loads(tmp_path: Path) -> None:
     again = tmp_path / "again"
     assert run("patch", str(out), "--method", "linear", "--factor", "4", "--out", str(again))[0] == 0
     assert json.loads((again / "config.json").read_text())["rope_parameters"]["factor"] == 4.0
-    assert json.loads((again / "config.json").read_text())["max_position_embeddings"] == 1024
+    # linear: readers multiply it by the factor
+    assert json.loads((again / "config.json").read_text())["max_position_embeddings"] == 256
 
 
 def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:

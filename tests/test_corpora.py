@@ -159,7 +159,7 @@ def test_a_column_in_doubt_is_asked_for(tmp_path: Path, kind: str) -> None:
         load(f"{file}?column=bodi")
     with pytest.raises(CorpusError, match=r"a\.\w+:1: the column 'id' holds int, not text"):
         load(f"{file}?column=id")
-    with pytest.raises(CorpusError, match="says column='body', but column='title' is given"):
+    with pytest.raises(CorpusError, match="has column='body', but column='title' is given"):
         load(f"{file}?column=body", column="title")
 
 
@@ -195,7 +195,7 @@ def test_options_in_the_name_and_apart_are_the_same(tmp_path: Path) -> None:
     assert load(f"{tmp_path}/*.txt?join=true", seed=3) == load(f"{tmp_path}/*.txt?seed=3", join=True)
     assert names(f"{tmp_path}?seed=1") == names(tmp_path, seed=1) != names(tmp_path)
     assert len(names("stdlib?max_documents=3")) == 3
-    with pytest.raises(CorpusError, match="says seed=1, but seed=2 is given"):
+    with pytest.raises(CorpusError, match="has seed=1, but seed=2 is given"):
         load(f"{tmp_path}?seed=1", seed=2)
 
 

@@ -331,7 +331,7 @@ def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
 
 
 def test_fewer_documents_and_examples(tasks: Path, tokenizer: Any) -> None:
-    found = evaluate(load("yarn"), tokenizer, tasks=["local_choice"], include_path=tasks, max_distance=2)
+    found = evaluate(load("yarn"), tokenizer, tasks=["local_choice"], include_path=tasks, limit=2)
     assert found["n-samples"]["local_choice"] == {"original": 3, "effective": 2}
     assert "samples" not in found
 
@@ -362,7 +362,7 @@ def test_ruler_at_the_extended_length(tokenizer: Any) -> None:
     """The one needle task whose haystack needs no network; sized with the model's own tokenizer."""
     model = load("yarn")
     found = evaluate(
-        model, tokenizer, tasks=["niah_single_1"], include_path=LM_EVAL / "ruler", max_distance=1, log_samples=True
+        model, tokenizer, tasks=["niah_single_1"], include_path=LM_EVAL / "ruler", limit=1, log_samples=True
     )
     (sample,) = found["samples"]["niah_single_1"]
     (prompt, _), *_ = sample["arguments"]
@@ -372,7 +372,7 @@ def test_ruler_at_the_extended_length(tokenizer: Any) -> None:
 
 
 def test_without_lm_eval_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "rope_ext_hf.eval.harness")
+    monkeypatch.delitem(sys.modules, "rope_ext_hf.eval.lm_eval_adapter")
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
-    with pytest.raises(ImportError, match=r"pip install rope-ext-hf\[eval\]"):
-        importlib.import_module("rope_ext_hf.eval.harness")
+    with pytest.raises(ImportError, match=r"extra \[eval\]"):
+        importlib.import_module("rope_ext_hf.eval.lm_eval_adapter")

@@ -24,7 +24,7 @@ LAYOUT = Layout(("a", "b"), {(64,): 2, (128,): 2})
 YARN = {"method": "yarn", "factor": 4.0}
 SETTINGS: dict[str, Any] = {
     **{"model": "m", "parameters": 1, "dtype": "float32", "device": "cpu", "data": "d", "kind": "perplexity"},
-    **{"context_length": 64, "tokens": 10, "versions": {"torch": "2"}, "loaded": None},
+    **{"context_length": 64, "tokens": 10, "versions": {"torch": "2"}, "over": "own", "loaded": None},
     "setting": {"protocol": "matched", "targets": 7, "stride": 256, "bos": False, "left_out": 0},
     **{"items": ["a", "b"], "cells": [[64], [128]], "per_cell": [2, 2]},
 }
@@ -107,7 +107,11 @@ def test_contradictions_are_refused_and_repetitions_are_not(tmp_path: Path) -> N
 @pytest.mark.parametrize("key", sorted({*SETTINGS} - {"tokens"}))
 @pytest.mark.parametrize("value", [-1, "x", [], {}, None, 1.5, [None]])
 def test_odd_settings_are_one_error(tmp_path: Path, key: str, value: Any) -> None:
-    if (key, value) in [("loaded", None), ("loaded", {}), *((k, "x") for k in ("model", "dtype", "device", "data"))]:
+    if (key, value) in [
+        ("loaded", None),
+        ("loaded", {}),
+        *((k, "x") for k in ("model", "dtype", "device", "data", "over")),
+    ]:
         return
     if key == "versions" and value == {}:
         return

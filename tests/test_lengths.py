@@ -79,6 +79,7 @@ AFTER_THE_ROTATION = {"hunyuan_v1_dense", "hunyuan_v1_moe"}  # a norm with weigh
 INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"}  # keys of an index are cached, too
 NOT_HERE = {
     "longcat_flash",  # two attentions in a layer
+    *("mistral4", "mistral_large4"),  # no causal language model of their own
     "bamba",  # unpatched, a step onto its cache is not the recomputation either
     *("beam", "chatglm", "codegen", "cohere_compass_text", "gptj", "qwen3_5_moe_text", "qwen3_5_text"),  # not patched
 }

@@ -39,7 +39,14 @@ def a_run(folder: Path, results: Sequence[Any], **settings: Any) -> Run[Any]:
     folder.mkdir(exist_ok=True)
     common: dict[str, Any] = {
         **{"model": "model", "parameters": 1, "dtype": "float32", "device": "cpu", "data": "text"},
-        **{"kind": "perplexity", "context_length": 64, "tokens": 10, "versions": {"torch": "2"}, "loaded": None},
+        **{
+            "kind": "perplexity",
+            "context_length": 64,
+            "tokens": 10,
+            "versions": {"torch": "2"},
+            "over": "own",
+            "loaded": None,
+        },
         **{"items": ["one", "two"], "cells": [[64], [128]], "per_cell": [2, 2]},
     }
     return Run(folder, common | settings, results)

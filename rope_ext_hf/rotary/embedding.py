@@ -178,6 +178,8 @@ class RotaryEmbedding(nn.Module):
         """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""
         if not self.method.sticky_length:
             return lengths
+        if lengths.device.type == "meta":  # a tensor without values: nothing to remember
+            return lengths.amax().expand_as(lengths)
         self.longest_seen.copy_(torch.maximum(lengths.amax().to(self.longest_seen.device), self.longest_seen))
         # A copy: a cache keeps these lengths while later forwards write to the buffer.
         return self.longest_seen.to(lengths.device, copy=True).expand_as(lengths)
