@@ -178,7 +178,16 @@ def _older_cell(cell: Sequence[float]) -> str:
 
 @figure
 def temperatures() -> str:
-    older = _older("temperatures")
+    return _temperatures("temperatures")
+
+
+@figure
+def temperature_choice() -> str:
+    return _temperatures("temperature-choice")
+
+
+def _temperatures(name: str) -> str:
+    older = _older(name)
     rows = (
         [f"`{row['method']}`", row["temperature"], *("–" if x is None else f"{x:.3f}" for x in row["bits_per_byte"])]
         for row in older["rows"]
