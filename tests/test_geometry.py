@@ -73,13 +73,13 @@ def test_a_scaling_in_the_config_is_understood(carrier: str) -> None:
 
 @pytest.mark.parametrize("method", ["linear", "yarn", "ntk"])
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_patch_starts_from_the_original_settings(carrier: str, method: str) -> None:
+def test_over_original_a_patch_starts_from_the_original_settings(carrier: str, method: str) -> None:
     name, form, maximum, _ = CARRIERS[carrier]
     model, ids = build(name, form, max_position_embeddings=maximum), tokens(LONG)
     own = logits(copy.deepcopy(model), ids)
     logits(model, ids)  # transformers' dynamic keeps what it grew to
     before = state(model)
-    got = logits(rope.patch(model, method, factor=4), ids)
+    got = logits(rope.patch(model, method, factor=4, over="original"), ids)
     assert torch.equal(got, logits(rope.patch(build(name), method, factor=4), ids))
     assert rope.describe(model).trained_length == TRAINED
     assert rope.describe(model).extended_length == LONG
