@@ -45,6 +45,9 @@ MAX_EXPANSION = 100
 """A compressed file may expand to this many times its size (text: 3 to 5 times), and in any case to 64 MiB."""
 
 _FREE_EXPANSION = 64 * 2**20  # bytes
+_STREAM_RETRIES = (
+    2  # of a read, each of them half a minute of retries of huggingface_hub; its default of 20 seems to hang
+)
 _PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
 _PROSE = (".txt", ".md", ".rst", ".py")  # what counts as text in a folder; named alone, a file may be called anything
 _TEXT_TYPES = ("string", "large_string", "string_view")
@@ -343,6 +346,20 @@ def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple
 
 
 @contextmanager
+def _few_retries(datasets: Any) -> Iterator[None]:
+    """With a connection given up after a minute or two without an answer, not after ten."""
+    names = ("STREAMING_READ_MAX_RETRIES", "STREAMING_OPEN_MAX_RETRIES")
+    before = {name: getattr(datasets.config, name) for name in names}
+    try:
+        for name in names:
+            setattr(datasets.config, name, min(before[name], _STREAM_RETRIES))
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(datasets.config, name, value)
+
+
+@contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
     """Without the log of `datasets`, whose errors become a CorpusError."""
     level = datasets.logging.get_verbosity()
@@ -414,20 +431,21 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         )
     datasets = _optional("datasets", "datasets of the Hub")
     try:
-        rows = datasets.load_dataset(
-            name,
-            name=options.get("config"),
-            split=options.get("split"),
-            revision=options.get("revision"),
-            streaming=True,
-            trust_remote_code=False,  # also where an environment variable allows it
-        )
-        if isinstance(rows, dict):
-            rows = rows[_choose_split(list(rows), name)]
-        if seed is not None:
-            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        for where, text in _texts(enumerate(rows, 1), f"hf:{name}", options.get("column")):
-            yield Document.from_content(name + where, text)
+        with _few_retries(datasets):
+            rows = datasets.load_dataset(
+                name,
+                name=options.get("config"),
+                split=options.get("split"),
+                revision=options.get("revision"),
+                streaming=True,
+                trust_remote_code=False,  # also where an environment variable allows it
+            )
+            if isinstance(rows, dict):
+                rows = rows[_choose_split(list(rows), name)]
+            if seed is not None:
+                rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+            for where, text in _texts(enumerate(rows, 1), f"hf:{name}", options.get("column")):
+                yield Document.from_content(name + where, text)
     except CorpusError:
         raise
     except Exception as error:  # not found, not reachable, no such config, a remote file's reader: all kinds

@@ -7,6 +7,7 @@
     ├── LengthError (ValueError)       row lengths or the state of a cache are unknown to a length-dependent method
     ├── CheckpointError (ValueError)   a model folder that is missing, damaged, contradictory or not convertible
     ├── CorpusError (ValueError)       a text that is missing, unreadable or too short
+    ├── ServingError (ValueError)      a serving engine cannot compute what was measured, or refuses the config
     └── FileError                      a file or folder that is missing, unsafe, damaged or cannot be written
 
 The command line prints the message on one line and exits with status 2.
@@ -24,6 +25,7 @@ __all__ = [
     "LengthError",
     "MethodError",
     "RopeExtError",
+    "ServingError",
     "UnknownMethodError",
     "UnsupportedModelError",
     "bounded",
@@ -60,6 +62,10 @@ class CheckpointError(RopeExtError, ValueError):
 
 class CorpusError(RopeExtError, ValueError):
     """A corpus that is missing, empty or too short for the lengths asked for."""
+
+
+class ServingError(RopeExtError, ValueError):
+    """A serving engine that cannot compute what was measured, or that refuses a config."""
 
 
 class FileError(RopeExtError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import stat
@@ -27,10 +28,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError
 
 __all__ = [
-    "MAX_JSON_BYTES",
     "FileStamp",
     "Progress",
     "atomic_file",
@@ -42,6 +43,7 @@ __all__ = [
     "disk_errors",
     "file_stamps",
     "fsync_path",
+    "json_text",
     "list_files",
     "parse_json_object",
     "read_json",
@@ -50,7 +52,6 @@ __all__ = [
     "write_json",
 ]
 
-MAX_JSON_BYTES = 100_000_000  # of a config, an index or a header; safetensors has the same limit
 PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must agree with
 RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
 IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
@@ -171,8 +172,8 @@ def read_json(path: Path) -> dict[str, Any]:
         FileError: missing, too large, invalid JSON, not an object, or a key that occurs twice.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        if path.stat().st_size > (most := limit("json_bytes")):
+            raise ValueError(f"more than {most:,} bytes; {advice('json_bytes')}")
         return parse_json_object(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"{str(path)!r} cannot be read: {error}") from error
@@ -201,6 +202,19 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object in the form that transformers gives its configs; not atomic by itself."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON that every reader takes: a number that is not finite becomes null, an unknown object its text."""
+    return json.dumps(_finite_or_none(value), indent=1, default=str, allow_nan=False)
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite_or_none(inner) for key, inner in value.items()}
+    return [_finite_or_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------

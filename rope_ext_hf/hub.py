@@ -1,4 +1,4 @@
-"""A model by name: a folder, a Hub id, or "reference" for the bundled model.
+"""A model by name: a folder or Hub id, of a model or of a PEFT adapter, or "reference" for the bundled model.
 
     folder = model_folder("reference")
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rope_ext_hf.downloads import open_repository
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.loading import from_pretrained, load_config, restore_patch
+from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import path as reference_folder
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "find_device",
     "find_dtype",
     "foreign_errors",
+    "is_adapter",
     "leading_token",
     "load_empty",
     "load_model",
@@ -39,6 +41,7 @@ __all__ = [
     "loading",
     "model_folder",
     "model_source",
+    "read_config",
 ]
 
 _DTYPES: dict[str, torch.dtype | str] = {
@@ -50,7 +53,16 @@ _DTYPES: dict[str, torch.dtype | str] = {
 
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
-_SECONDS_TO_ANSWER = 5.0
+_CONFIG_FILES = ("config.json", "generation_config.json", ADAPTER_CONFIG, "*.py")
+_ALL_OF_A_TOKENIZER = (
+    *_TOKENIZER_FILES,
+    "config.json",
+    ADAPTER_CONFIG,
+    "*.txt",
+    "tekken.json",
+    "chat_template*",
+    "*.py",
+)
 
 
 def model_source(name: str | Path) -> str:
@@ -71,63 +83,93 @@ def model_source(name: str | Path) -> str:
     return source
 
 
-def model_folder(name: str | Path, *, revision: str | None = None, ignore: Sequence[str] = ()) -> Path:
-    """The local folder of a model; a Hub repository is downloaded.
+def model_folder(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder of a model; a Hub repository is downloaded, of its weights the files that would be loaded.
 
     Args:
         name: a folder, a Hub id, or "reference".
         revision: branch, tag or commit on the Hub.
-        ignore: patterns of files that are not downloaded.
+        weights: False: of a Hub repository, what its config needs is enough.
 
     Raises:
-        CheckpointError: no such folder, and no such repository on the Hub.
+        CheckpointError: no such folder, and no such repository on the Hub, or one that cannot be downloaded.
     """
     source = model_source(name)
     if _is_folder(Path(source)):
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    options = _hub_options(source, revision)
-    with loading(f"the repository {short(source)!r} on the Hub"):
-        return Path(snapshot_download(source, ignore_patterns=list(ignore) or None, **options))
+    repository = open_repository(source, revision)
+    if repository is not None:
+        names = repository.others() + repository.weights() if weights else repository.matching(_CONFIG_FILES)
+        return repository.download(names)
+    _check_cached(source, revision)
+    with loading(f"the repository {short(source)!r} in the Hub's cache"):
+        return Path(snapshot_download(source, revision=revision, local_files_only=True))
 
 
-def _hub_options(source: str, revision: str | None) -> dict[str, Any]:
-    """Arguments that make transformers and huggingface_hub find a source, without waiting for a Hub out of reach.
+def _hub_options(
+    source: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    *,
+    trust_remote_code: bool = False,
+    weights: bool = False,
+) -> dict[str, Any]:
+    """Arguments that make transformers find a source, of which what is on the Hub is downloaded before.
+
+    Args:
+        source: as `model_source` gives it; of an adapter, its base model is found too.
+        revision: branch, tag or commit on the Hub.
+        patterns: which files are needed.
+        trust_remote_code: whether code that comes with the model may run; it may be in further repositories.
+        weights: whether weights are needed too.
 
     Raises:
-        CheckpointError: no folder of this name, nothing of this name in the Hub's cache, and no Hub to ask.
+        CheckpointError: no such repository, or one that cannot be downloaded; with no Hub to ask, one that is not in
+            the cache.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+
+    def find(source: str, revision: str | None) -> dict[str, Any]:
+        if _is_folder(Path(source)):
+            return {"revision": revision} if revision else {}
+        repository = open_repository(source, revision)
+        if repository is None:
+            _check_cached(source, revision)
+            return {"local_files_only": True} | ({"revision": revision} if revision else {})
+        repository.download(repository.matching(patterns) + (repository.weights() if weights else []))
+        return {"revision": repository.commit} | ({} if trust_remote_code else {"local_files_only": True})
+
+    options = find(source, revision)
+    adapter = find_adapter(source, **options)
+    if adapter is None:
+        return options
+    with finding_base(adapter):
+        of_base = find(model_source(adapter.base), adapter.base_revision.get("revision"))
+    return options | {key: value for key, value in of_base.items() if key != "revision"}
+
+
+def _check_cached(source: str, revision: str | None) -> None:
+    """Check that the Hub's cache has a model.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    options: dict[str, Any] = {"revision": revision} if revision else {}
-    if _is_folder(Path(source)) or _answers(constants.ENDPOINT):
-        return options
     try:
-        cached = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
+        cached = any(
+            isinstance(try_to_load_from_cache(source, file, revision=revision), str)
+            for file in ("config.json", ADAPTER_CONFIG)
+        )
     except HFValidationError:
         cached = False
     if not cached:
         raise CheckpointError(
             f"{short(source)!r} is neither a folder here nor a model in the Hub's cache, and the Hub cannot be "
-            f"reached.{did_you_mean(source, ['reference'])} The bundled model is called 'reference'"
+            f"reached or has a fault.{did_you_mean(source, ['reference'])} The bundled model is called 'reference'"
         )
-    return options | {"local_files_only": True}
-
-
-@cache
-def _answers(endpoint: str) -> bool:
-    """Whether the Hub can be reached: asked once, without the retries that take half a minute."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
-    except Exception:  # which HTTP library it is, and so which errors there are, depends on huggingface_hub's version
-        return False
-    return True
 
 
 def _is_folder(path: Path) -> bool:
@@ -163,16 +205,31 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
     return model
 
 
+def read_config(
+    name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, dict[str, Any] | None]:
+    """The config of a folder or Hub id before any patch, and the record of the patch; of an adapter its base model's.
+
+    Raises:
+        CheckpointError: no such model.
+    """
+    source = model_source(name)
+    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
+    with loading(f"the config of {short(str(name))!r}"):
+        config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
+    return config, record
+
+
 def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder or Hub id on the meta device, patched as the folder records.
+    """The model of a folder or Hub id on the meta device, patched as the folder records; the base model of an adapter.
 
     Raises:
         CheckpointError: no such model, or weights in a pairing that its class does not run.
     """
     source = model_source(name)
-    options = _hub_options(source, revision)
+    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the model {short(str(name))!r}"):
-        config, record = load_config(source, trust_remote_code=trust_remote_code, **options)
+        config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
         model = empty_model(config, trust_remote_code=trust_remote_code)
         check_pairing(model)
         return model if record is None else restore_patch(model, record)
@@ -189,6 +246,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model of a folder or Hub id with its weights, patched as its folder records, in evaluation mode.
 
+    An adapter stands on its base model, in a peft.PeftModel.
+
     Args:
         name: a folder, a Hub id, or "reference".
         dtype: see `find_dtype`.
@@ -203,7 +262,7 @@ def load_model(
     """
     kind, place = find_dtype(dtype), find_device(device)
     source = model_source(name)
-    options = _hub_options(source, revision)
+    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:
         options["device_map"] = device_map
     with loading(f"the model {short(str(name))!r}"):
@@ -212,6 +271,16 @@ def load_model(
         if device_map is None:
             model.to(place)
     return model.eval()
+
+
+def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
+    """Whether a folder or Hub id holds an adapter of PEFT and no model.
+
+    Raises:
+        CheckpointError, FileError: a damaged adapter, or nothing of this name.
+    """
+    source = model_source(name)
+    return find_adapter(source, **_hub_options(source, revision, _CONFIG_FILES)) is not None
 
 
 def find_dtype(name: str) -> torch.dtype | str:
@@ -246,7 +315,7 @@ def find_device(name: str) -> torch.device:
 def load_tokenizer(
     name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model's weights.
+    """The tokenizer beside a model's weights; of an adapter without one, its base model's.
 
     Raises:
         CheckpointError: no name, or no usable tokenizer there.
@@ -258,7 +327,9 @@ def load_tokenizer(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
     source = model_source(name)
-    options = _hub_options(source, revision)
+    source, options = tokenizer_source(
+        source, **_hub_options(source, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
+    )
     if _is_folder(folder := Path(source)) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise CheckpointError(
             f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "

@@ -34,7 +34,7 @@ def gz(content: bytes) -> bytes:
 
 
 def zstd(content: bytes) -> bytes:
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     packed: bytes = pa.compress(content, codec="zstd", asbytes=True)
     return packed
@@ -42,7 +42,7 @@ def zstd(content: bytes) -> bytes:
 
 def parquet(columns: dict[str, list[Any]]) -> bytes:
     import pyarrow as pa
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink)
@@ -53,6 +53,7 @@ def parquet(columns: dict[str, list[Any]]) -> bytes:
 # -- the standard library ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_held_out_modules_are_never_trained_on() -> None:
     held_out = stdlib_held_out()
     training = stdlib_training()

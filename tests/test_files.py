@@ -69,11 +69,10 @@ def test_a_snapshots_folder_without_blobs_is_an_ordinary_folder(tmp_path: Path) 
         list_files(snapshot)
 
 
-def test_json_above_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_above_the_limit_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"a": 1}', encoding="utf-8")
     assert read_json(tmp_path / "index.json") == {"a": 1}
-    monkeypatch.setattr(files, "MAX_JSON_BYTES", 7)
-    with pytest.raises(rope.FileError, match="cannot be read: more than 7 bytes"):
+    with rope.limits(json_bytes=7), pytest.raises(rope.FileError, match="cannot be read: more than 7 bytes; if that"):
         read_json(tmp_path / "index.json")
     with pytest.raises(rope.FileError, match=r"cannot be read: .*No such file"):
         read_json(tmp_path / "nothing.json")

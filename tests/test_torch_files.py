@@ -28,6 +28,7 @@ from rope_ext_hf.checkpoints.weight_files import (
 )
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_torch_files_with_some_bytes_changed(data: st.DataObject) -> None:
@@ -303,9 +304,17 @@ def test_what_is_written_is_what_torch_reads(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
-def test_a_pickle_of_very_many_opcodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rope_ext_hf.checkpoints.torch_files.MAX_OPCODES", 1000)
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [("pickle_opcodes", "its pickle has more than 1,000 opcodes"), ("pickle_bytes", "more than 1,000 bytes")],
+)
+def test_a_very_large_pickle_is_refused(limit: str, message: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "file.bin", "w") as target:
         target.writestr("archive/data.pkl", b"\x80\x02" + b"]" * 2000 + b".")
-    with pytest.raises(rope.CheckpointError, match="its pickle has more than 1,000 opcodes"):
+    with (
+        rope.limits(**{limit: 1000}),
+        pytest.raises(rope.CheckpointError, match=f"{message}; .*--raise-limit {limit}="),
+    ):
+        TorchFile(tmp_path / "file.bin")
+    with pytest.raises(rope.CheckpointError, match="does not hold tensors by name"):
         TorchFile(tmp_path / "file.bin")

@@ -56,12 +56,14 @@ def accepted(data: bytes) -> bool:
         return True
 
 
+@pytest.mark.slow
 @given(data=st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_any_bytes(data: bytes) -> None:
     accepted(data)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_file_with_some_bytes_changed(data: st.DataObject) -> None:
@@ -108,6 +110,7 @@ def test_any_header(header: dict[str, Any], body: bytes, padding: bytes) -> None
     accepted(len(text).to_bytes(8, "little") + text + body)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_every_right_file_is_accepted(data: st.DataObject) -> None:

@@ -134,7 +134,7 @@ def detect_pairing(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PairingReport:
-    """Say from its weights which pairing a model is in; "undecided" (None) where they do not clearly say.
+    """Determine from its weights which pairing a model is in; "undecided" (None) where they leave it open.
 
     Args:
         path_or_model: a folder or Hub id (safetensors or .bin, read a tensor at a time; Meta's format too), or a loaded
@@ -228,7 +228,7 @@ def _from_weights(weights: AttentionWeights) -> PairingReport:
     report = replace(report, score=score, error=error, layers=tuple(layers), confidence=_confidence(score, error))
     agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
     if abs(score) < MIN_SIGMA * error or not error:
-        return replace(report, reason="chance could give so small a difference between the pairings")
+        return replace(report, reason="the difference between the pairings is small enough to be chance")
     if agreeing < MIN_LAYER_AGREEMENT * len(layers):
         return replace(report, reason=f"{len(layers) - agreeing} of {len(layers)} layers contradict the others")
     return replace(report, pairing="half" if score > 0 else "interleaved")

@@ -24,9 +24,10 @@ from rope_ext_hf.rotary.pairing import other_pairing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["MIN_SIGMA", "SPANS", "SPAN_TOKENS", "TextLosses", "compare_losses"]
+__all__ = ["MIN_SIGMA", "SPANS", "SPAN_TOKENS", "TEXT_CHARACTERS", "TextLosses", "compare_losses"]
 
 SPAN_TOKENS, SPANS = 256, 8  # tokens read at a time, and how many times
+TEXT_CHARACTERS = 20 * SPAN_TOKENS * SPANS  # of a text that are tokenised: a whole book would take long
 MARGIN = 0.1  # nats per token by which the better loss must beat the other, and the loss of a uniform guess
 MIN_SIGMA = 4.5  # standard errors; chance alone exceeds them 7 times in a million
 
@@ -84,8 +85,7 @@ def _load_tokenizer(model: PreTrainedModel, path: str) -> PreTrainedTokenizerBas
 
 def _spans(text: str, tokenizer: PreTrainedTokenizerBase, trained_length: int) -> Tensor:
     """Tokenise the beginning of a text: (spans, tokens), with a BOS token if the tokenizer puts one before texts."""
-    beginning = text[: 20 * SPAN_TOKENS * SPANS]  # tokenising a whole book would take long
-    ids = tokenizer(beginning, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    ids = tokenizer(text[:TEXT_CHARACTERS], add_special_tokens=False, return_tensors="pt").input_ids[0]
     length = min(SPAN_TOKENS, trained_length)
     spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
     if len(spans) < 2:

@@ -24,7 +24,7 @@ from rope_ext_hf.checkpoints.meta_params import (
     Weight,
     read_params,
 )
-from rope_ext_hf.checkpoints.source import DOWNLOAD_IGNORE, Source, read_source
+from rope_ext_hf.checkpoints.source import Source, read_source
 from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, TensorInfo, TensorView, TorchFile
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamp, file_stamps, list_files, resolve_inside
@@ -83,7 +83,7 @@ def open_checkpoint(
         CheckpointError, FileError: missing, contradictory, or outside its folder.
         UnsupportedModelError: a family that the table does not list.
     """
-    folder = model_folder(path, revision=revision, ignore=DOWNLOAD_IGNORE)
+    folder = model_folder(path, revision=revision)
     return read_meta(folder) if _is_meta(folder) else read_source(folder, trust_remote_code=trust_remote_code)
 
 
@@ -100,8 +100,8 @@ def read_meta(folder: Path) -> MetaSource:
     Raises:
         CheckpointError, FileError: something missing, unknown, contradictory, or outside the folder.
     """
-    list_files(folder)  # refuses links that lead out of the folder
     paths = [resolve_inside(folder, "params.json"), *_part_paths(folder)]
+    list_files(folder)  # refuses links that lead out of the folder
     inputs = file_stamps(paths)
     params = read_params(paths[0])
     parts = tuple(map(TorchFile, paths[1:]))

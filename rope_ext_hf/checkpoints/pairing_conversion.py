@@ -116,7 +116,8 @@ def _check_pairing(source: Source, to: str, source_pairing: str | None, force: b
     if now == to and not force:
         reason = "as stated" if source_pairing else "by the config or the family"
         raise CheckpointError(
-            f"the weights in {str(source.folder)!r} are {to} already, {reason}; to convert them all the same, use force"
+            f"the weights in {str(source.folder)!r} are {to} already, {reason}; to convert them "
+            "nevertheless, use force (force=True, --force)"
         )
 
 

@@ -18,14 +18,14 @@ from rope_ext_hf.checkpoints.row_layouts import (
 from rope_ext_hf.checkpoints.weight_files import (
     FORMATS,
     TORCH_DTYPES,
-    WEIGHT_SUFFIXES,
     TensorView,
     WeightFile,
     WeightFormat,
 )
+from rope_ext_hf.downloads import WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamp, copy_files, file_stamps, list_files, read_json, resolve_inside
-from rope_ext_hf.hub import empty_model, loading
+from rope_ext_hf.hub import empty_model, loading, model_folder
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
@@ -37,10 +37,8 @@ from rope_ext_hf.rotary.pairing import PAIRINGS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DOWNLOAD_IGNORE", "Source", "copy_other_files", "read_source", "safetensors_name"]
+__all__ = ["Source", "copy_other_files", "read_source", "safetensors_name"]
 
-# Weights in formats that are not read, which need not be downloaded.
-DOWNLOAD_IGNORE = ("original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.nemo", "*.ckpt")
 _ADAPTER = "adapter_model"
 
 
@@ -125,9 +123,9 @@ def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
         CheckpointError, FileError: something missing, contradictory or outside the folder.
         UnsupportedModelError: a family that the table does not list.
     """
-    list_files(folder)  # refuses links that lead out of the folder
     inputs: dict[str, FileStamp] = {}
     files, index = _open_files(folder, inputs)
+    list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
     adapter = _is_adapter(files)
     config = _read_config(folder, adapter, trust_remote_code, inputs)
     pairing = getattr(config, PAIRING_KEY, None)
@@ -177,7 +175,7 @@ def _is_adapter(files: Collection[str]) -> bool:
 
 def _read_config(folder: Path, adapter: bool, trust_remote_code: bool, inputs: dict[str, FileStamp]) -> Any:
     """The config of the model, or of the model that an adapter was trained on."""
-    where: str | Path = folder
+    where = folder
     own = resolve_inside(folder, "adapter_config.json" if adapter else "config.json")
     inputs |= file_stamps([own])
     if adapter and not (folder / "config.json").is_file():
@@ -187,7 +185,7 @@ def _read_config(folder: Path, adapter: bool, trust_remote_code: bool, inputs: d
                 f"{str(folder)!r} is an adapter without the name of its model; add base_model_name_or_path to its "
                 "adapter_config.json"
             )
-        where = base
+        where = model_folder(base, weights=False)
     with loading(f"the config of {str(where)!r}"):
         return _remote_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
 

@@ -35,11 +35,11 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
+from rope_ext_hf.bounds import advice, limit
+
 __all__ = ["MAX_DIMS", "locate_tensors", "open_writer"]
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of the format before torch 1.6
-MAX_PICKLE_BYTES = 100_000_000  # of the pickles in a file
-MAX_OPCODES = 4_000_000  # of one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
 MAX_DIMS = 64
 STORAGE_ALIGNMENT = 64  # bytes, as torch.save aligns storages for files that are memory-mapped
 
@@ -129,8 +129,10 @@ def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
         return int(entry.header_offset + 30 + name_size + extra_size)
 
     def content(name: str) -> bytes:  # zipfile would verify a checksum, which torch does not always write
-        file.seek(begin(name, min(MAX_PICKLE_BYTES, entries[name].file_size)))
-        return file.read(entries[name].file_size)
+        if (size := entries[name].file_size) > (most := limit("pickle_bytes")):
+            raise ValueError(f"its {name} has more than {most:,} bytes; {advice('pickle_bytes')}")
+        file.seek(begin(name, size))
+        return file.read(size)
 
     roots = [name.removesuffix("data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1 or duplicates:
@@ -146,7 +148,9 @@ def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
 
 
 def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
-    with mmap.mmap(file.fileno(), min(MAX_PICKLE_BYTES, file.seek(0, os.SEEK_END)), access=mmap.ACCESS_READ) as data:
+    size = file.seek(0, os.SEEK_END)
+    most = min(limit("pickle_bytes"), size)
+    with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as data, _within("pickle_bytes", data, size):
         if _unpickle(data, storages) != MAGIC or _unpickle(data, storages) != VERSION:
             raise ValueError("it does not begin like a file of torch.save")
         if _expect(_unpickle(data, storages), dict).get("little_endian") is not True:
@@ -164,6 +168,17 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
     return value
 
 
+@contextmanager
+def _within(name: str, data: mmap.mmap, size: int) -> Iterator[None]:
+    """Name the limit where reading the beginning of a file of this size came to its end."""
+    try:
+        yield
+    except ValueError as error:
+        if data.tell() < len(data) or len(data) == size:
+            raise
+        raise ValueError(f"its pickles have more than {len(data):,} bytes; {advice(name)}") from error
+
+
 def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
     """Return the next pickle as plain data: the opcodes of torch's own weights_only unpickler that weights need."""
     stack: list[Any] = []
@@ -176,9 +191,10 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
         return taken
 
     argument: Any
+    most = limit("pickle_opcodes")
     for count, (opcode, argument, _) in enumerate(pickletools.genops(cast("IO[bytes]", data))):
-        if count >= MAX_OPCODES:
-            raise ValueError(f"its pickle has more than {MAX_OPCODES:,} opcodes")
+        if count >= most:
+            raise ValueError(f"its pickle has more than {most:,} opcodes; {advice('pickle_opcodes')}")
         match opcode.name:
             case "PROTO":
                 pass

@@ -24,15 +24,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.checkpoints.torch_files import MAX_DIMS, locate_tensors
 from rope_ext_hf.errors import CheckpointError, one_line
-from rope_ext_hf.files import MAX_JSON_BYTES, parse_json_object
+from rope_ext_hf.files import parse_json_object
 
 __all__ = [
     "DTYPE_BITS",
     "FORMATS",
     "TORCH_DTYPES",
-    "WEIGHT_SUFFIXES",
     "SafetensorsFile",
     "TensorInfo",
     "TensorView",
@@ -62,10 +62,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# Further formats that weights may be in. They are not read, and not copied beside converted weights.
-WEIGHT_SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
-)
 
 
 @dataclass(frozen=True)
@@ -164,8 +160,10 @@ class SafetensorsFile:
             size = path.stat().st_size
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
+                if size < 8 or not 2 <= length <= size - 8:
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
+                if length > (most := limit("json_bytes")):
+                    raise ValueError(f"a header of more than {most:,} bytes; {advice('json_bytes')}")
                 file.seek(0)
                 self.header = file.read(8 + length)
             if self.header[8:9] != b"{":

@@ -1,0 +1,58 @@
+"""Limits on what a model folder may ask for, checked before time or memory is spent; each can be raised.
+
+with limits(layers=5_000):                  # on the command line: --raise-limit layers=5000
+    model = from_pretrained("deep-model")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from rope_ext_hf.errors import MethodError, did_you_mean
+
+__all__ = ["LIMITS", "advice", "limit", "limits"]
+
+LIMITS = {
+    "layers": 2_000,  # of each part of a model; the deepest published ones have a few hundred
+    "head_dim": 65_536,  # the widest published heads have 512 dims
+    "json_bytes": 100_000_000,  # of a config, an index or a header; safetensors has the same limit
+    "pickle_bytes": 100_000_000,  # of the pickles in a .bin or .pth file
+    "pickle_opcodes": 4_000_000,  # of one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
+}
+_raised: ContextVar[dict[str, int]] = ContextVar("raised limits", default={})  # noqa: B039 - never changed in place
+
+
+def limit(name: str) -> int:
+    """The limit of this name that holds now."""
+    return _raised.get().get(name, LIMITS[name])
+
+
+def advice(name: str) -> str:
+    """How to raise a limit, for the end of an error message."""
+    return f"if that is right, raise the limit: --raise-limit {name}=NUMBER, or with rope.limits({name}=NUMBER)"
+
+
+@contextmanager
+def limits(**values: int) -> Iterator[None]:
+    """Inside the block, other limits hold for what is read from model folders, in this thread.
+
+    Args:
+        **values: `layers` (2,000; of each part of a model), `head_dim` (65,536), `json_bytes` (100 million; of a
+            config, an index, or the header of a safetensors file), `pickle_bytes` (100 million) and `pickle_opcodes`
+            (4 million; both of a .bin or .pth file).
+
+    Raises:
+        MethodError: an unknown limit, or one that is not a whole number of at least 1.
+    """
+    for name, value in values.items():
+        if name not in LIMITS:
+            raise MethodError(f"unknown limit {name!r}.{did_you_mean(name, LIMITS)} Known: {', '.join(LIMITS)}")
+        if type(value) is not int or value < 1:
+            raise MethodError(f"the limit {name} must be a whole number of at least 1, got {value!r}")
+    token = _raised.set(_raised.get() | values)
+    try:
+        yield
+    finally:
+        _raised.reset(token)
