@@ -10,10 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rope_ext_hf.attention.linear import LinearAttentionState, linear_attention
+    from rope_ext_hf.attention.rotary_attention import KeyValueCache, RotaryAttention
+    from rope_ext_hf.bounds import limits
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint
     from rope_ext_hf.checkpoints.detection import PairingReport, detect_pairing
     from rope_ext_hf.checkpoints.live_model import convert
     from rope_ext_hf.checkpoints.report import ConversionReport
+    from rope_ext_hf.engines.base import ServingConfig
     from rope_ext_hf.errors import (
         CheckpointError,
         CorpusError,
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
         LengthError,
         MethodError,
         RopeExtError,
+        ServingError,
         UnsupportedModelError,
     )
     from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
@@ -28,14 +33,18 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.describing import Description, describe
     from rope_ext_hf.patches.loading import from_pretrained
     from rope_ext_hf.patches.patching import fixed_length, patch, patched, reset, unpatch
+    from rope_ext_hf.rotary.axial import AxialRotaryEmbedding
     from rope_ext_hf.rotary.embedding import RotaryEmbedding
     from rope_ext_hf.rotary.standalone import NTKAwareRoPE, apply_rotary_pos_emb
+    from rope_ext_hf.serving.audit import Audit, audit
+    from rope_ext_hf.serving.configs import serving_config
 
 __version__ = "0.1.0"
 
 # Where each public name lives. They load when first used: the command line answers --help without torch, and importing
 # this package costs nothing.
 _HOMES = {
+    "rope_ext_hf.bounds": ("limits",),
     "rope_ext_hf.errors": (
         "CheckpointError",
         "CorpusError",
@@ -43,6 +52,7 @@ _HOMES = {
         "LengthError",
         "MethodError",
         "RopeExtError",
+        "ServingError",
         "UnsupportedModelError",
     ),
     "rope_ext_hf.checkpoints.conversion": ("convert_checkpoint",),
@@ -52,31 +62,45 @@ _HOMES = {
     "rope_ext_hf.patches.describing": ("Description", "describe"),
     "rope_ext_hf.patches.patching": ("fixed_length", "patch", "patched", "reset", "unpatch"),
     "rope_ext_hf.patches.loading": ("from_pretrained",),
+    "rope_ext_hf.rotary.axial": ("AxialRotaryEmbedding",),
     "rope_ext_hf.rotary.embedding": ("RotaryEmbedding",),
     "rope_ext_hf.rotary.standalone": ("NTKAwareRoPE", "apply_rotary_pos_emb"),
+    "rope_ext_hf.attention.linear": ("LinearAttentionState", "linear_attention"),
+    "rope_ext_hf.attention.rotary_attention": ("KeyValueCache", "RotaryAttention"),
+    "rope_ext_hf.engines.base": ("ServingConfig",),
+    "rope_ext_hf.serving.audit": ("Audit", "audit"),
+    "rope_ext_hf.serving.configs": ("serving_config",),
     "rope_ext_hf.methods.base": ("Frequencies", "RopeMethod", "Rotary"),
     "rope_ext_hf.methods.registry": ("frequencies", "list_methods", "register_method"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Audit",
+    "AxialRotaryEmbedding",
     "CheckpointError",
     "ConversionReport",
     "CorpusError",
     "Description",
     "FileError",
     "Frequencies",
+    "KeyValueCache",
     "LengthError",
+    "LinearAttentionState",
     "MethodError",
     "NTKAwareRoPE",
     "PairingReport",
     "RopeExtError",
     "RopeMethod",
     "Rotary",
+    "RotaryAttention",
     "RotaryEmbedding",
+    "ServingConfig",
+    "ServingError",
     "UnsupportedModelError",
     "__version__",
     "apply_rotary_pos_emb",
+    "audit",
     "convert",
     "convert_checkpoint",
     "describe",
@@ -84,11 +108,14 @@ __all__ = [
     "fixed_length",
     "frequencies",
     "from_pretrained",
+    "limits",
+    "linear_attention",
     "list_methods",
     "patch",
     "patched",
     "register_method",
     "reset",
+    "serving_config",
     "unpatch",
 ]
 

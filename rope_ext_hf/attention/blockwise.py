@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.attention.kernels import has_kernel, run_kernel
-from rope_ext_hf.attention.rules import AttentionRule, Rotation, ScoreModifiers, TokenPositions
+from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.attention.tile_batches import batch_tiles, fold_into_batch, merge_softmax_, strided_spans
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.kv_cache import KeyRotation
@@ -83,6 +83,7 @@ class _Attention:
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
         plain = modifiers.mask is None and modifiers.softcap is None and not modifiers.dropout
+        plain = plain and modifiers.bias is None and modifiers.pair_scales is None
         if left_padding is None or not plain or _needs_grad(query, key, value) or not has_kernel(query, value):
             return self._eager(query, key, value)
         if len(set(left_padding)) == 1:
@@ -228,7 +229,7 @@ class _Attention:
             ("queries", block.start, block.stop),
             ("keys", evicted + zone_start, evicted + end),
         )
-        scores = self._mask_scores(scores, block, visible_keys, tokens, count)
+        scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
         weights = self._softmax_with_sinks(scores)
         if self.modifiers.dropout:
             weights = nn.functional.dropout(weights, self.modifiers.dropout)
@@ -252,6 +253,9 @@ class _Attention:
             rotation = self._zone_rotation(m, zone, m_name) if zone else self._local_rotation(m, m_name)
             return _scores(self._rotate(rotation, query), keys, self.scale)
 
+        if not last_zone and self.modifiers.pair_scales is not None:
+            rotated = self._rotate(self._local_rotation(m, m_name), query)
+            return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, skip:], self.scale)
         if not last_zone:
             return scores_in(0, local_keys)
         scores = scores_in(last_zone, key)
@@ -261,15 +265,20 @@ class _Attention:
             near = torch.where(zones == zone, scores_in(zone, key[:, :, skip:] if zone else local_keys), near)
         return torch.cat([scores[..., :skip], near], dim=-1)
 
-    def _mask_scores(self, scores: Tensor, block: slice, keys: slice, tokens: int, count: int) -> Tensor:
-        """Cap the scores and hide the pairs that are not visible.
+    def _mask_scores(
+        self, scores: Tensor, m: Tensor, n: Tensor, block: slice, keys: slice, tokens: int, count: int
+    ) -> Tensor:
+        """Cap the scores, add the bias, and hide the pairs that are not visible.
 
         Args:
+            m, n: positions of these queries and keys.
             block, keys: which of the `tokens` queries and `count` keys these are.
         """
         modifiers, device = self.modifiers, scores.device
         if modifiers.softcap is not None:
             scores = torch.tanh(scores / modifiers.softcap) * modifiers.softcap
+        if modifiers.bias is not None:
+            scores = scores + modifiers.bias(m, n)
         lowest = torch.finfo(scores.dtype).min
         if modifiers.mask is not None:
             mask = modifiers.mask[:, :, block, keys]
@@ -302,3 +311,18 @@ def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     rows, heads, queries, dim = query.shape
     folded = (query * scale).reshape(rows, key.shape[1], -1, dim)  # before the product: float16 could overflow
     return (folded @ key.transpose(-1, -2)).float().reshape(rows, heads, queries, -1)
+
+
+def _scaled_scores(scales: PairScales, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scale: float) -> Tensor:
+    """`_scores` under scales that grow with the position: they are counted from an origin near each block of keys.
+
+    Counted from 0 they would overflow, and a cache of scaled keys would hold numbers of any size.
+    """
+    parts = []
+    for start in range(0, key.shape[-2], scales.block_size):
+        block = slice(start, start + scales.block_size)
+        origin = n[:, block].amin(-1, keepdim=True)
+        # A query before the whole block sees none of it: its scale, which could overflow, is not needed.
+        scaled_query = scales.scale_pairs(query, (m - origin).clamp(min=0))
+        parts.append(_scores(scaled_query, scales.scale_pairs(key[:, :, block], origin - n[:, block]), scale))
+    return torch.cat(parts, dim=-1)

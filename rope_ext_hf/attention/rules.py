@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.methods.constants import device_constant
-from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
+from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile, local_window_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number
 
-__all__ = ["AttentionRule", "LocalAttention", "Rotation", "RotationTable", "ScoreModifiers", "TokenPositions"]
+__all__ = [
+    "AttentionRule",
+    "LocalAttention",
+    "PairScales",
+    "Rotation",
+    "RotationTable",
+    "ScoreModifiers",
+    "TokenPositions",
+]
 
 
 class AttentionRule(Protocol):
@@ -32,6 +40,7 @@ class AttentionRule(Protocol):
     def key_position(self, n: Tensor) -> RemappedPosition: ...
     def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]: ...
     def query_scale(self, m: Tensor) -> Tensor | None: ...
+    def score_bias(self, heads: int, length: int) -> ScoreBias | None: ...
     def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
     def tiles(self, first: int, last: int) -> Iterator[Tile]: ...
 
@@ -68,6 +77,9 @@ class LocalAttention:
         return ()
 
     def query_scale(self, m: Tensor) -> Tensor | None:
+        return None
+
+    def score_bias(self, heads: int, length: int) -> ScoreBias | None:
         return None
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
@@ -137,8 +149,19 @@ class Rotation(NamedTuple):
     layout: KeyLayout
 
 
+class PairScales(Protocol):
+    """What pairs of dims of queries and keys are multiplied by: their product falls with the distance (xPos)."""
+
+    @property
+    def block_size(self) -> int:
+        """Keys that share one origin."""
+
+    def scale_pairs(self, x: Tensor, distance: Tensor) -> Tensor:
+        """Scale queries or keys (rows, heads, tokens, head_dim) at signed distances (rows or 1, tokens)."""
+
+
 class ScoreModifiers(NamedTuple):
-    """Changes that some families make to scores.
+    """Changes that some families and hybrids make to scores.
 
     Attributes:
         softcap: scores become softcap * tanh(score / softcap).
@@ -146,9 +169,13 @@ class ScoreModifiers(NamedTuple):
         mask: (rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add; it replaces causality, padding and
             window.
         dropout: probability of dropping an attention weight.
+        bias: what is added to scores, after the softcap.
+        pair_scales: scales of queries and keys by their distance, for rules with one zone.
     """
 
     softcap: float | None = None
     sinks: Tensor | None = None
     mask: Tensor | None = None
     dropout: float = 0.0
+    bias: ScoreBias | None = None
+    pair_scales: PairScales | None = None

@@ -7,7 +7,7 @@
 Importing this package registers every method.
 """
 
-from rope_ext_hf.methods import dynamic, remapping, static
+from rope_ext_hf.methods import dynamic, remapping, score_biases, static
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import (
     frequencies,
@@ -28,5 +28,6 @@ __all__ = [
     "register_method",
     "remapping",
     "resolve_method",
+    "score_biases",
     "static",
 ]

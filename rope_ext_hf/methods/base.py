@@ -217,6 +217,9 @@ class RopeMethod(ABC):
     unlabelled: ClassVar[frozenset[str]] = frozenset()
     """Parameters that `label` leaves out."""
 
+    trainable: ClassVar[str] = ""
+    """The parameter with one number for each pair that is trained in a rotary module; empty: none is."""
+
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
@@ -301,6 +304,18 @@ class RopeMethod(ABC):
             inv_freq (..., dim // 2) and the method's own attention factor, (..., 1) or one number; that of a scaling
             underneath is multiplied in by `at_lengths`.
         """
+
+    def trained_inv_freq(self, rotary: Rotary, values: Tensor) -> Tensor:
+        """`compute` with other values of `trainable`, through which gradients flow.
+
+        Args:
+            rotary: what the method is applied to.
+            values: (dim // 2,) floating point.
+
+        Returns:
+            inv_freq, (dim // 2,) in the dtype of `values`.
+        """
+        raise TypeError(f"{self.name} has no parameter that is trained")
 
     @property
     def composable(self) -> bool:
@@ -399,7 +414,7 @@ class RopeMethod(ABC):
                 words += [value] if value != item.default else []
             elif item.name == "factor" and value is not None:
                 words.append(f"x{value:g}")
-            elif item.name == self.name:
+            elif item.name == self.name and is_number(value):
                 words.append(f"{value:g}")
             elif item.name not in self.unlabelled and value != item.default and is_number(value):
                 numbers.append(f"{item.name}={value:g}")

@@ -86,7 +86,7 @@ def resolve_method(
                 f"{name} has no parameter {key!r}.{did_you_mean(key, list(accepted))} It takes: {parameters}"
             )
     if factor is not None and target_length is not None:
-        raise MethodError(f"factor={factor} and target_length={target_length} say the same thing; give one of them")
+        raise MethodError(f"factor={factor} and target_length={target_length} both state the extended length; give one")
     if target_length is not None:
         factor = _factor_for(cls, values, rotary, target_length)
     if factor is not None and cls.takes_factor(values):

@@ -18,7 +18,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,8 +35,13 @@ __all__ = [
     "ReRoPE",
     "RemappedPosition",
     "RemappingMethod",
+    "ScoreBias",
     "SelfExtend",
 ]
+
+ScoreBias = Callable[[Tensor, Tensor], Tensor]
+"""(m, n) -> what is added to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
+queries and n (rows or 1, keys) of keys."""
 
 DEFAULT_GROUP = 16
 """`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
@@ -51,8 +56,6 @@ TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
 "log-n": max(1, ln(m + 1) / ln known), which keeps the entropy of attention what it is at `known` keys (Su 2022,
 https://kexue.fm/archives/8823). "llama4": 1 + 0.1 ln(1 + floor((m + 1) / known)) (Llama 4's attention scale).
 """
-
-DEFAULT_TEMPERATURE = "llama4"
 
 
 class RemappedPosition(NamedTuple):
@@ -75,12 +78,13 @@ class RemappingMethod(RopeMethod):
     Attributes:
         max_distance: the longest relative position that is used, in tokens; default: the model's context length, or
             what `frequency` extends it to.
-        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`; default: "llama4",
-            and "none" for models whose attention does so by itself.
+        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`; default:
+            `default_temperature`, and "none" for models whose attention does so by itself.
         frequency: a static frequency method underneath; default: the model's own frequencies.
     """
 
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
+    default_temperature: ClassVar[str] = "llama4"
 
     max_distance: int | None = None
     temperature: str | None = None
@@ -132,7 +136,7 @@ class RemappingMethod(RopeMethod):
                 f"{rotary.own.method.name} depend on the length of the input; replace them with over='original'"
             )
         length = rotary.context_length if self.frequency is None else self.frequency.extended_length(rotary)
-        temperature = self.temperature or ("none" if own_temperature else DEFAULT_TEMPERATURE)
+        temperature = self.temperature or ("none" if own_temperature else self.default_temperature)
         max_distance = self.max_distance or length or rotary.context_length
         if max_distance < 8:
             raise MethodError(f"{self.name} needs a context length of at least 8 tokens, got {max_distance}")
@@ -192,6 +196,22 @@ class RemappingMethod(RopeMethod):
     @abstractmethod
     def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
         """Where queries stand in each zone but the nearest, where they stand as its keys do."""
+
+    @property
+    def note(self) -> str:
+        """What a bound method does to far keys, in one sentence."""
+        return (
+            f"Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained at; "
+            "frequencies stay as they are."
+        )
+
+    def score_bias(self, heads: int, length: int) -> ScoreBias | None:
+        """What is added to the scores of an input of `length` tokens; None: nothing.
+
+        Raises:
+            MethodError: parameters for another number of heads.
+        """
+        return None
 
     def query_scale(self, m: Tensor) -> Tensor | None:
         """What queries at positions m are multiplied by, float32; None: nothing."""

@@ -20,6 +20,7 @@ __all__ = [
     "ByParts",
     "Default",
     "Factors",
+    "Learnable",
     "Linear",
     "Llama3",
     "RampedMethod",
@@ -359,3 +360,38 @@ class Factors(RopeMethod):
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return rotary.inv_freq(length.device) / constant(self.factors, length.device), self.attention_factor
+
+
+@register_method("learnable")
+@dataclass(frozen=True, kw_only=True)
+class Learnable(RopeMethod):
+    """Frequencies that are trained with the model: theta_i exp(a_i), a = 0 at first (Su 2021, kexue.fm/archives/8265).
+
+    In a rotary module the a_i are a `torch.nn.Parameter`, one number for each pair. `log_scales`: where they begin;
+    none: all at 0, where nothing changes.
+    """
+
+    trainable = "log_scales"
+    log_scales: tuple[float, ...] = ()
+
+    def check(self, rotary: Rotary) -> None:
+        if self.log_scales and len(self.log_scales) != rotary.dim // 2:
+            raise MethodError(
+                f"{self.name}: log_scales needs one number for each of {rotary.dim // 2} pairs, got "
+                f"{len(self.log_scales)}"
+            )
+        if rotary.length_dependent:
+            raise MethodError(
+                f"{self.name} needs frequencies that do not depend on the length of the input, and those of this "
+                "model's own scaling do; replace them with over='original'"
+            )
+
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        scales = self.log_scales or (0.0,) * (rotary.dim // 2)
+        return self.trained_inv_freq(rotary, constant(scales, length.device)), 1.0
+
+    def trained_inv_freq(self, rotary: Rotary, values: Tensor) -> Tensor:
+        return rotary.inv_freq(values.device).to(values.dtype) * values.exp()
+
+    def extended_length(self, rotary: Rotary) -> int | None:
+        return rotary.context_length

@@ -21,15 +21,43 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
-from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
-from rope_ext_hf.rotary.phase import angles, fixed_point
+from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
-__all__ = ["Layout", "RotaryEmbedding", "override_angles", "segment_lengths"]
+__all__ = ["Layout", "RotaryEmbedding", "arrange", "override_angles", "segment_lengths"]
 
 Layout = Literal["half", "interleaved", "bare", "complex"]
 """How a model wants its angles: each twice, side by side ("half": cos has dim columns, i and i + dim/2 alike) or next
 to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor ("complex")."""
+
+
+def arrange(
+    angle: Tensor, attention_factor: Tensor | float, layout: Layout, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor] | Tensor:
+    """cos and sin of angles as a model wants them.
+
+    Args:
+        angle: (batch, length, pairs), radians in float32 or float64.
+        attention_factor: what cos and sin are multiplied by; a tensor broadcasts against `angle`.
+        layout: see `Layout`.
+        dtype: of cos and sin; None: float32. The complex layout has its own, complex64.
+
+    Returns:
+        cos and sin, or one complex tensor: see `RotaryEmbedding.forward`.
+    """
+    cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
+    if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
+    if layout == "complex":
+        return torch.complex(cos, sin)
+    if dtype is not None:
+        cos, sin = cos.to(dtype), sin.to(dtype)
+    if layout == "half":
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    if layout == "interleaved":
+        return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+    return cos, sin
 
 
 def segment_lengths(position_ids: Tensor) -> Tensor:
@@ -43,6 +71,13 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
     return longest.gather(-1, segment)
 
 
+def _lengths_over_axes(position_ids: Tensor) -> Tensor:
+    """`segment_lengths` of positions (axes, rows, tokens); where the axes of a row differ, it is one input."""
+    text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
+    largest = position_ids.amax(0)
+    return torch.where(text, segment_lengths(largest), largest.amax(-1, keepdim=True) + 1)
+
+
 class RotaryEmbedding(nn.Module):
     """cos and sin of any frequency method, with the call signature of transformers' rotary modules.
 
@@ -51,14 +86,21 @@ class RotaryEmbedding(nn.Module):
         rotary: the geometry it works on.
         layout: how the angles are arranged, see `Layout`.
         cast: give cos and sin in x's dtype; False: float32 whatever x is (OLMo).
+        axis_of_pair: for multimodal RoPE (Qwen2-VL, arXiv 2409.12191, sec. 2.1): which axis of the positions each of
+            the dim // 2 pairs is rotated by, such as 0 for time, 1 for height, 2 for width; None: there is one axis.
         **params: the method's parameters, when it is given by name.
 
     cos and sin depend on this call's positions alone. Under a length-dependent method a row's length is its largest
     position + 1, unless `at_length` fixes it. |cos error| and |sin error| are below 1e-6 before the cast at every
     position below 2^24, whatever dtype the module or model is moved to.
+
+    A method with a trainable parameter has it as `trained`, (dim // 2,) float32 in every dtype of the model. Gradients
+    reach it through cos and sin; its angles are products in float64 (float32 on MPS, where they lose accuracy as
+    positions grow), not in fixed point. `present_method` gives the method with the values it has now.
     """
 
     frequency: Tensor
+    axes: Tensor
     longest_seen: Tensor
     attention_factor: float
     fixed_length: int | None
@@ -70,23 +112,46 @@ class RotaryEmbedding(nn.Module):
         *,
         layout: Layout = "half",
         cast: bool = True,
+        axis_of_pair: Sequence[int] | None = None,
         **params: Any,
     ) -> None:
         super().__init__()
         if layout not in get_args(Layout):
             raise MethodError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+        if axis_of_pair is not None and (len(axis_of_pair) != rotary.dim // 2 or min(axis_of_pair, default=0) < 0):
+            raise MethodError(f"axis_of_pair must be {rotary.dim // 2} numbers from 0 on, got {list(axis_of_pair)}")
         self.method = resolve_method(method, rotary, **params)
         self.rotary = rotary
         self.layout = layout
         self.cast = cast
+        self.axis_of_pair = None if axis_of_pair is None else tuple(axis_of_pair)
         self._fixed_by: int | None = None  # the thread inside `at_length`
         # The frequencies are kept twice. `_values`, Python integers, hold them for good; the buffer `frequency` is
         # their copy on the device, made again whenever the module is moved, because `to_empty` does not fill buffers.
         self._values: tuple[int, ...] = ()
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
+        if axis_of_pair is not None:
+            self.register_buffer("axes", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
             self.register_buffer("longest_seen", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False)
+        if self.method.trainable:
+            self.trained = nn.Parameter(self._initial_values())
         self._set_length(None)
+
+    def _initial_values(self) -> Tensor:
+        given: tuple[float, ...] = getattr(self.method, self.method.trainable)
+        return torch.tensor(given or (0.0,) * (self.rotary.dim // 2), dtype=torch.float32, device="cpu")
+
+    @property
+    def present_method(self) -> RopeMethod:
+        """The method, with the values that its trainable parameter has now."""
+        if not self.method.trainable or self.trained.device.type == "meta":
+            return self.method
+        values = tuple(self.trained.tolist())
+        at_first = tuple(self._initial_values().tolist())
+        if values == at_first:
+            return self.method
+        return method_from_dict(self.method.to_dict() | {self.method.trainable: values})
 
     @property
     def length_dependent(self) -> bool:
@@ -95,7 +160,7 @@ class RotaryEmbedding(nn.Module):
 
     def frequencies(self, length: int | None = None) -> Frequencies:
         """The method's frequencies for an input of `length` tokens (None: the fixed length, else the trained one)."""
-        return self.method.frequencies(self.rotary, self.fixed_length if length is None else length)
+        return self.present_method.frequencies(self.rotary, self.fixed_length if length is None else length)
 
     @contextmanager
     def at_length(self, length: int) -> Iterator[None]:
@@ -137,14 +202,25 @@ class RotaryEmbedding(nn.Module):
         if self.frequency.device.type != "meta":
             with torch.inference_mode(False):  # the buffer may outlive the inference mode it is made in
                 self.frequency = torch.tensor(self._values, dtype=torch.int64, device=self.frequency.device)
+                if self.axis_of_pair is not None:
+                    self.axes = torch.tensor(self.axis_of_pair, dtype=torch.int64, device=self.frequency.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         longest = self._longest_before_move()
+        trained = self._trained_before_move() if self.method.trainable else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if trained is not None and self.trained.device.type != "meta":  # float32 as before, whatever `fn` made of it
+            self.trained.data = trained.to(self.trained.device)
         self._refresh_buffer()
         if longest is not None and self.longest_seen.device.type != "meta":
             self.longest_seen.copy_(longest)
         return self
+
+    def _trained_before_move(self) -> Tensor:
+        """A copy of `trained` that casts and `to_empty` do not reach; what it begins with on the meta device."""
+        if self.trained.device.type == "meta":
+            return self._initial_values()
+        return self.trained.detach().clone()
 
     def _longest_before_move(self) -> Tensor | None:
         """A copy of `longest_seen` that `to_empty` does not reach; 0 where a move from the meta device fills it."""
@@ -184,13 +260,12 @@ class RotaryEmbedding(nn.Module):
         # A copy: a cache keeps these lengths while later forwards write to the buffer.
         return self.longest_seen.to(lengths.device, copy=True).expand_as(lengths)
 
-    @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """Angles for the positions of one call.
 
         Args:
             x: any tensor of the dtype and on the device the angles are wanted in.
-            position_ids: (batch, length) integers.
+            position_ids: (batch, length) integers; with `axis_of_pair` also (axes, batch, length).
 
         Returns:
             cos and sin, (batch, length, dim), (batch, length, dim // 2) if bare; or one complex64 tensor
@@ -202,20 +277,26 @@ class RotaryEmbedding(nn.Module):
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
         position_ids = position_ids.to(x.device)
-        frequency, attention_factor = self._frequency_of_call(position_ids, x.device)
-        angle = angles(position_ids, frequency)
-        cos, sin = angle.cos(), angle.sin()
-        if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
-            cos, sin = cos * attention_factor, sin * attention_factor
-        if self.layout == "complex":
-            return torch.complex(cos, sin)
-        if self.cast:
-            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        if self.layout == "half":
-            return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        if self.layout == "interleaved":
-            return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-        return cos, sin
+        positions = self._positions_of_pairs(position_ids)
+        attention_factor: Tensor | float = self.attention_factor
+        if self.method.trainable:
+            angle = self._trained_angle(positions)
+        else:
+            frequency, attention_factor = self._frequency_of_call(position_ids, x.device)
+            angle = phase_to_radians(positions.to(torch.int64) * frequency)
+        return arrange(angle, attention_factor, self.layout, x.dtype if self.cast else None)
+
+    def _trained_angle(self, positions: Tensor) -> Tensor:
+        """Angles in radians that gradients flow through."""
+        wide = torch.float32 if positions.device.type == "mps" else torch.float64
+        inv_freq = self.method.trained_inv_freq(self.rotary, self.trained.to(positions.device, wide))
+        return positions.to(wide) * inv_freq
+
+    def _positions_of_pairs(self, position_ids: Tensor) -> Tensor:
+        """The positions that each pair is rotated by, (batch, length, dim // 2), or 1 where it is the same for all."""
+        if self.axis_of_pair is None or position_ids.ndim == 2:
+            return position_ids[..., None]
+        return position_ids.index_select(0, self.axes.to(position_ids.device)).movedim(0, -1)
 
     def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
         if not self.length_dependent:
@@ -225,7 +306,8 @@ class RotaryEmbedding(nn.Module):
             return state.frequency.to(device), state.attention_factor
         if state is not None and state.row_lengths is not None:
             return self.phase_per_position(state.row_lengths.to(device))
-        return self.phase_per_position(self.resolve_lengths(segment_lengths(position_ids)))
+        lengths = segment_lengths(position_ids) if position_ids.ndim == 2 else _lengths_over_axes(position_ids)
+        return self.phase_per_position(self.resolve_lengths(lengths))
 
     def extra_repr(self) -> str:
         parameters = ", ".join(f"{key}={value}" for key, value in self.method.to_dict().items() if key != "method")
