@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models
+from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving
 from rope_ext_hf.cli.console import print_error, print_text, short_warnings
 from rope_ext_hf.cli.options import expand_options, unknown_option
 from rope_ext_hf.errors import RopeExtError
@@ -21,7 +21,7 @@ from rope_ext_hf.errors import RopeExtError
 __all__ = ["app", "main"]
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.patch),
+    "Models": (models.methods, models.describe, models.explain, models.patch),
     "Measurements": (
         evaluation.demo,
         evaluation.ppl,
@@ -31,6 +31,7 @@ _COMMANDS = {
         lm_eval.lm_eval,
     ),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),
+    "Serving": (serving.serve_config, serving.audit, serving.gguf),
 }
 _CONTINUE = {
     "convert": "the same command with --resume continues",

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from rope_ext_hf.cli.console import json_text, print_text, progress_bar, quiet_transformers
+from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.options import Json, Model, SourceOptions
-from rope_ext_hf.errors import CheckpointError, one_line
+from rope_ext_hf.errors import CheckpointError, one_line, short
+from rope_ext_hf.files import json_text
 
 __all__ = ["convert", "detect"]
 
@@ -31,7 +32,7 @@ def convert(
     model_parallel: Annotated[int, typer.Option(min=1, help="Parts, with --to meta: consolidated.00.pth, ...")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a checkpoint in the other RoPE layout: streamed, complete or absent, lossless there and back.
+    """Write a copy of a checkpoint in the other RoPE pairing: streamed, complete or absent, lossless both ways.
 
     Example: `rope-ext convert reference reference-interleaved --to interleaved`
     """
@@ -64,19 +65,23 @@ def detect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say from its weights which pairing a checkpoint is in, layer by layer; or that the weights leave it open.
+    """Determine from its weights which pairing a checkpoint is in, layer by layer; "undecided" where it is unclear.
 
     Example: `rope-ext detect reference`
     """
     from rope_ext_hf.checkpoints.detection import detect_pairing
+    from rope_ext_hf.checkpoints.detection_text import TEXT_CHARACTERS
     from rope_ext_hf.hub import model_source
 
     sample = None
     if text is not None:
         try:
-            sample = text.read_text(encoding="utf-8")
+            if not text.is_file():  # a device may have no end, a pipe may never begin
+                raise CheckpointError(f"no such text file: {short(str(text))!r}")
+            with text.open(encoding="utf-8") as file:
+                sample = file.read(TEXT_CHARACTERS)
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"the text {str(text)!r} cannot be read: {one_line(error)}") from error
+            raise CheckpointError(f"the text {short(str(text))!r} cannot be read: {one_line(error)}") from error
     quiet_transformers()
     report = detect_pairing(
         model_source(model),

@@ -5,12 +5,10 @@ Results go to standard output; progress, warnings and errors go to standard erro
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "duration",
-    "json_text",
     "make_folder",
     "print_error",
     "print_note",
@@ -68,28 +65,16 @@ def print_table(table: Table) -> None:
         console.print(Text(printable(str(caption)), style="dim"))
 
 
-def json_text(value: Any) -> str:
-    """A value as JSON that every reader takes: a number that is not finite becomes null."""
-    return json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
 @contextmanager
 def short_warnings() -> Iterator[None]:
-    """Inside, a warning is one line on standard error."""
+    """Inside, a warning is one line on standard error; what transformers and PEFT will change some day is left out."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         print_note("warning", bounded(str(message)))
 
     with warnings.catch_warnings():
         warnings.showwarning = show
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
         yield
 
 

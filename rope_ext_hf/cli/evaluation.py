@@ -12,7 +12,6 @@ import typer
 
 from rope_ext_hf.cli.console import (
     duration,
-    json_text,
     make_folder,
     print_error,
     print_note,
@@ -33,6 +32,7 @@ from rope_ext_hf.cli.options import (
     parse_numbers,
 )
 from rope_ext_hf.errors import short
+from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +53,7 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """See the bundled model fail beyond its trained length, and the methods repair it; offline, in a few minutes.
+    """Measure the bundled model beyond its trained length, as loaded and with several methods; offline, a few minutes.
 
     Example: `rope-ext demo`
     """
@@ -195,7 +195,7 @@ def passkey(
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> None:
-    """Ask for what a long text stated: exact match and rank among wrong answers, over length x depth, as a heat map.
+    """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
@@ -233,7 +233,7 @@ def report(
     ],
     as_json: Json = False,
 ) -> None:
-    """Make the table, CSV, picture and HTML page of a run anew, finished or not.
+    """Rebuild the table, CSV, picture and HTML page of a run from its folder, finished or not.
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
@@ -331,12 +331,11 @@ def _measure(
 
 def _print_run(run: Run[Any], as_json: bool) -> None:
     """Print a run's table, or the content of its results.json, and where its files are."""
-    from rope_ext_hf.eval.results import Result, finite_or_null
+    from rope_ext_hf.eval.results import Result
     from rope_ext_hf.eval.tables import run_table, throughput_text
 
     if as_json:
-        results = [finite_or_null(result.to_dict()) for result in run.results]
-        print_text(json_text({"provenance": run.settings, "results": results}))
+        print_text(json_text(run.to_dict()))
     else:
         if (table := run_table(run)) is not None:
             print_table(table)

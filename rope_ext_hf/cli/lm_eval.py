@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from rope_ext_hf.cli.console import json_text, make_folder, print_text, quiet_transformers
+from rope_ext_hf.cli.console import make_folder, print_text, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, parse_length
 from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.files import json_text
 
 __all__ = ["lm_eval"]
 
@@ -26,7 +27,7 @@ def lm_eval(
     include_path: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with task definitions of your own.")
     ] = None,
-    limit: Annotated[float | None, typer.Option(min=0, help="Documents per task, or a share of them below 1.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="Documents per task; below 1, a fraction of them.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Worked examples in each prompt.")] = None,
     batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
     max_length: Annotated[

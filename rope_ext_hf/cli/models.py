@@ -1,20 +1,26 @@
-"""Commands about methods and models: `methods`, `describe`, `patch`."""
+"""Commands about methods and models: `methods`, `describe`, `explain`, `patch`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import json_text, print_note, print_table, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, Model, PatchOptions, Plot, SourceOptions, parse_length
-from rope_ext_hf.errors import MethodError, one_line, short
+from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, quiet_transformers
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, PatchOptions, Plot, SourceOptions, parse_length
+from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
+from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
-    from rope_ext_hf.methods.base import RopeMethod, Rotary
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
-__all__ = ["describe", "methods", "patch"]
+    from rope_ext_hf.methods.base import RopeMethod, Rotary
+    from rope_ext_hf.patches.describing import Description
+
+__all__ = ["describe", "explain", "methods", "patch"]
 
 
 def methods(
@@ -59,12 +65,14 @@ def methods(
         print_text(json_text(rows))
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, padding=(0, 2, 1, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for row in rows:
-        table.add_row(row["method"], "\n".join(filter(None, [row["summary"], _options_text(row)])))
+        # as Text: in a string, "factors[i]" would be markup
+        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], _options_text(row)]))))
     print_table(table)
 
 
@@ -84,13 +92,12 @@ def describe(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Say which RoPE method a model has, or would have with --method; reads no weights.
+    """Show which RoPE method a model has, or would have with --method; reads no weights.
 
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.eval.results import label
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.describing import describe as describe_model
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import patched_method
 
@@ -99,12 +106,106 @@ def describe(
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be described"):
         methods.apply(empty)
-        description = describe_model(empty)
+        description = _describe(empty, model, source)
     if plot is not None:
         method = patched_method(empty)
         drawn = {label(method.to_dict()): method} if method else {}
         _draw(plot, patch_geometry(empty), drawn, description.extended_length if method else None, Path(model).name)
     print_text(json_text(description.to_dict()) if as_json else str(description))
+
+
+def explain(
+    source: LoadOptions,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder or Hub id, or 'reference'. Without one, the geometry that the options state."),
+    ] = None,
+    out: Out = Path("rope-ext-explanation"),
+    dim: Annotated[int | None, typer.Option(help="Without a model: rotated dims per head. Default: 128.")] = None,
+    theta: Annotated[float | None, typer.Option(help="Without a model: the base. Default: 10000.")] = None,
+    trained_length: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Without a model: the trained length. Default: 4k.")
+    ] = None,
+    factor: Annotated[float, typer.Option(min=1.0, help="The methods' factor, and how far the pictures reach.")] = 8.0,
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="Also draw the scores of the model's own queries and keys.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Draw RoPE and what methods change in it, of a model or of any geometry, into one page with its pictures.
+
+    Angles, similarity by offset, long-range decay, mean scores of random and of trained queries and keys, rotated
+    vectors, wavelengths against the trained length.
+
+    Example: `rope-ext explain reference`
+    """
+    from rope_ext_hf.eval.explaining import explain as write_explanation
+    from rope_ext_hf.eval.results import label
+    from rope_ext_hf.eval.rope_plots import check_size
+    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
+    from rope_ext_hf.methods.base import Rotary
+    from rope_ext_hf.patches.geometry import patch_geometry
+
+    stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
+    if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
+        raise MethodError(f"{', '.join(extra)} given beside a model, which states its own; leave one of the two out")
+    quiet_transformers()
+    trained, note = None, ""
+    if model is None:
+        rotary = Rotary(
+            128 if dim is None else dim, 1e4 if theta is None else theta, parse_length(trained_length or "4k")
+        )
+    else:
+        rotary = patch_geometry(source.empty_model(model))
+        trained, note = _trained_spectra(model, source) if weights else (None, "")
+    length = round(rotary.context_length * factor)
+    check_size(rotary, length)
+    drawn = {label(method.to_dict()): method for method in expand(DEFAULT_METHODS, [factor], rotary)}
+    title = f"RoPE of {Path(model).name}" if model else "Rotary position embedding"
+    make_folder(out)
+    try:
+        made = write_explanation(out, rotary, drawn, length=length, title=title, trained=trained, note=note)
+    except ImportError as error:
+        raise MethodError(str(error)) from error
+    if as_json:
+        pictures = {name: str(path) for name, path in made.pictures.items()}
+        heads = None if trained is None else len(trained)
+        print_text(
+            json_text(
+                {"page": str(made.page), "pictures": pictures, "rotary": rotary.to_dict(), "trained_heads": heads}
+            )
+        )
+    else:
+        print_text(str(made.page))
+
+
+def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str]:
+    """Mean products of a model's queries and keys on held-out text, None where it cannot be listened to; a sentence."""
+    import torch
+
+    from rope_ext_hf.eval.attention_vectors import spectra
+    from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
+    from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.patches.geometry import patch_geometry
+    from rope_ext_hf.patches.patching import unpatch
+    from rope_ext_hf.patches.slots import patched_slots
+
+    loaded = source.model(name)
+    if patched_slots(loaded):
+        unpatch(loaded)
+    document = stdlib_held_out()[0]
+    with foreign_errors(f"the model {short(name)!r} could not be run"):
+        ids = source.tokenizer(name)(document.text[:8000], add_special_tokens=False).input_ids
+        ids = ids[: min(512, patch_geometry(loaded).context_length)]
+        try:
+            found = spectra(loaded, torch.tensor(ids))
+        except UnsupportedModelError as error:
+            print_note("warning", f"scores of trained queries and keys are left out: {error}")
+            return None, f"Those of this model are left out: {error}."
+    return found, (
+        f"On the right: every query and key of {len(ids)} tokens of {document.name}, put at each distance in turn, "
+        "wherever they stood."
+    )
 
 
 def patch(
@@ -113,16 +214,20 @@ def patch(
     methods: PatchOptions,
     source: SourceOptions,
     native: Annotated[
-        bool, typer.Option("--native", help="Save in transformers' own form even where that behaves otherwise.")
+        bool,
+        typer.Option(
+            "--native", help="Save in transformers' own form even where transformers then computes other results."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
 
+    The copy of an adapter's folder carries the method beside the settings of the adapter.
+
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
-    from rope_ext_hf.hub import foreign_errors, model_folder
-    from rope_ext_hf.patches.describing import describe as describe_model
+    from rope_ext_hf.hub import foreign_errors, model_folder, model_source
     from rope_ext_hf.patches.saving import save_patched_folder
 
     methods.check_single(required=True)
@@ -130,11 +235,25 @@ def patch(
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         methods.apply(empty, native=native)
-        save_patched_folder(empty, model_folder(model, revision=source.revision), out)
-        description = describe_model(empty)
+        folder = model_folder(model, revision=source.revision)
+        is_folder = folder == Path(model_source(model))  # else of the Hub's cache, where it is named after a commit
+        save_patched_folder(empty, folder, out, folder.name if is_folder else model)
+        description = _describe(empty, model, source)
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )
+
+
+def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
+    """What a model is, and how it is saved under its name."""
+    from rope_ext_hf.hub import is_adapter
+    from rope_ext_hf.patches.adapters import SAVE_ROUTE
+    from rope_ext_hf.patches.describing import describe as describe_model
+
+    description = describe_model(empty)
+    if description.patched and is_adapter(name, revision=source.revision):
+        return replace(description, save_route=SAVE_ROUTE)
+    return description
 
 
 def _draw(path: Path, rotary: Rotary, drawn: dict[str, RopeMethod], extended: int | None, title: str) -> None:
@@ -142,8 +261,10 @@ def _draw(path: Path, rotary: Rotary, drawn: dict[str, RopeMethod], extended: in
 
     try:
         draw(path, rotary, drawn, extended_length=extended, title=title)
+    except RopeExtError:
+        raise
     except ImportError as error:
         raise MethodError(str(error)) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:  # matplotlib raises anything on what it cannot draw
         raise MethodError(f"the picture {str(path)!r} cannot be written: {one_line(error)}") from error
     print_note("picture", str(path))

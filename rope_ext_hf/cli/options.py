@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.protocols import protocol_help
 
@@ -51,7 +52,12 @@ __all__ = [
     "unknown_option",
 ]
 
-Model = Annotated[str, typer.Argument(help="A folder, a Hub id, or 'reference': the model bundled with this package.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A folder or Hub id, of a model or a PEFT adapter, or 'reference': the model bundled with this package."
+    ),
+]
 Lengths = Annotated[str, typer.Option(metavar="LENGTHS", help="Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
@@ -64,6 +70,16 @@ MOST_TOKENS = 2**40  # a longer context has no meaning; a limit keeps numbers of
 MOST_NESTING = 100  # of brackets in a value
 
 
+def _raise_limits(context: typer.Context, values: list[str] | None) -> list[str] | None:
+    """Raise limits until the command ends."""
+    for value in values or ():
+        name, _, number = value.partition("=")
+        if not re.fullmatch("[0-9]{1,18}", number):
+            raise MethodError(f"--raise-limit takes NAME=NUMBER, e.g. layers=5000; got {short(value)!r}")
+        context.with_resource(limits(**{name: int(number)}))
+    return values
+
+
 @dataclass(frozen=True)
 class SourceOptions:
     """Which version of a model is read, and whether its own code may run."""
@@ -74,6 +90,14 @@ class SourceOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
     ] = False
+    raise_limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=NUMBER",
+            callback=_raise_limits,
+            help=f"Raise a limit on what a model folder may ask for: {', '.join(LIMITS)}.",
+        ),
+    ] = None
 
     def empty_model(self, model: str) -> PreTrainedModel:
         """The model without weights, which describing, patching and planning need no more than."""
@@ -196,11 +220,13 @@ class MethodOptions:
     context: typer.Context
     method: Annotated[
         list[str] | None,
-        typer.Option("--method", "-m", metavar="NAMES", help="One name, a comma list, or the option again."),
+        typer.Option(
+            "--method", "-m", metavar="NAMES", help="Names, separated by commas; describe, patch and lm-eval take one."
+        ),
     ] = None
     factor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NUMBERS", help="How many times the length the model is for, e.g. 8 (or 4,8 to compare)."),
+        typer.Option(metavar="NUMBERS", help="Extended length / context length, e.g. 8; 4,8 compares two."),
     ] = None
     target_length: Annotated[
         str | None,
@@ -217,7 +243,9 @@ class MethodOptions:
     ] = "own"
     context_length: Annotated[
         str | None,
-        typer.Option(metavar="TOKENS", help="The length that the model as loaded is for, if its config misleads."),
+        typer.Option(
+            metavar="TOKENS", help="The length that the model as loaded is for, instead of what its config states."
+        ),
     ] = None
 
     @property
@@ -270,22 +298,19 @@ class MethodOptions:
         Args:
             longest: the extended length where neither a factor nor a target length is given, in tokens.
         """
-        from rope_ext_hf.methods.registry import accepts_factor, resolve_method
-        from rope_ext_hf.patches.geometry import bind, patch_geometry
+        from rope_ext_hf.methods.registry import resolve_method
+        from rope_ext_hf.patches.geometry import bind, patch_geometry, stated_length
 
         self.check()
         rotary = patch_geometry(model, **self.underneath)
+        longest = max(longest, rotary.context_length)
         resolved: list[RopeMethod] = []
         for name in self.names:
             parameters = self._parameters_for(name)
             for factor in self.factors or (None,):
-                scale, length = factor, self.extended_length
-                if factor is None and length is None:
-                    length = max(longest, rotary.context_length)
-                elif factor is not None and length is None and not accepts_factor(name):
-                    scale, length = None, round(factor * rotary.context_length)
-                method = resolve_method(name, rotary, factor=scale, target_length=length, **parameters)
-                reach = length or max(longest, rotary.context_length)
+                length = self.extended_length or (longest if factor is None else None)
+                method = resolve_method(name, rotary, factor=factor, target_length=length, **parameters)
+                reach = length or stated_length(method, rotary, factor) or longest
                 resolved.append(bind(model, method, reach, **self.underneath))
         return list(dict.fromkeys(resolved))
 
@@ -322,30 +347,21 @@ class PatchOptions(MethodOptions):
             raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
         if len(self.names) > 1 or len(self.factors) > 1:
             given = ", ".join([*self.names, *(f"{factor:g}" for factor in self.factors)])
-            raise MethodError(f"this command takes one method and one factor, got {given}")
+            raise MethodError(
+                f"this command takes one method and one factor, got {given}; ppl and sweep compare several"
+            )
 
     def apply(self, model: nn.Module, *, native: bool = False) -> None:
-        """Patch a model, in place, with the method that was asked for, if there is one.
-
-        A factor of a method without one states the extended length.
-        """
-        from rope_ext_hf.methods.registry import accepts_factor
-        from rope_ext_hf.patches.geometry import patch_geometry
+        """Patch a model, in place, with the method that was asked for, if there is one."""
         from rope_ext_hf.patches.patching import patch
 
         if not self.names:
             return
-        factor = self.factors[0] if self.factors else None
-        target = self.extended_length
-        if factor is not None and target is None and not accepts_factor(self.names[0]):
-            rotary = patch_geometry(model, **self.underneath)
-            target = round(factor * rotary.context_length)
-            factor = None
         patch(
             model,
             self.names[0],
-            factor=factor,
-            target_length=target,
+            factor=self.factors[0] if self.factors else None,
+            target_length=self.extended_length,
             **self.underneath,
             native=native,
             **self.parameters,

@@ -1,0 +1,103 @@
+"""Commands about serving: `serve-config`, `audit`, `gguf`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rope_ext_hf.cli.console import print_text, quiet_transformers
+from rope_ext_hf.cli.options import Json, Model, PatchOptions, SourceOptions
+from rope_ext_hf.files import json_text
+
+if TYPE_CHECKING:
+    from rope_ext_hf.engines.base import ServingConfig
+
+__all__ = ["audit", "gguf", "serve_config"]
+
+Version = Annotated[
+    str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
+]
+
+
+def serve_config(
+    model: Model,
+    methods: PatchOptions,
+    source: SourceOptions,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="transformers, vllm, sglang, llama.cpp, gguf, mlx or ollama.")
+    ],
+    engine_version: Version = None,
+    as_json: Json = False,
+) -> None:
+    """Print the command and the keys with which a serving engine computes what was measured; reads no weights.
+
+    Without --method it is the patch that the folder carries, else the model as published.
+
+    Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
+    """
+    from rope_ext_hf.serving.configs import as_text
+
+    methods.check_single()
+    config = _configure(model, methods, source, engine, engine_version)
+    print_text(json_text(config.to_dict()) if as_json else as_text(config))
+
+
+def gguf(
+    file: Annotated[Path, typer.Argument(metavar="IN.gguf", help="The GGUF file of the model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
+    methods: PatchOptions,
+    source: SourceOptions,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The folder or Hub id that the file was made from.")],
+    as_json: Json = False,
+) -> None:
+    """Write a copy of a GGUF file that carries a method: metadata and divisors change, weights are copied.
+
+    Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
+    """
+    from rope_ext_hf.serving.configs import as_text
+    from rope_ext_hf.serving.gguf_files import rewrite
+
+    methods.check_single()
+    config = _configure(model, methods, source, "gguf", None)
+    rewrite(file, out, config)
+    print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{as_text(config)}\n# written to {out}")
+
+
+def audit(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A folder or Hub id, a config.json or a GGUF file.")],
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit on the Hub.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what each serving engine computes from a config or GGUF file; exit code 1 where they do not agree.
+
+    Example: `rope-ext audit reference`
+    """
+    from rope_ext_hf.serving.audit import audit as audit_path
+
+    quiet_transformers()
+    result = audit_path(path, revision=revision)
+    print_text(json_text(result.to_dict()) if as_json else str(result))
+    if not result.agrees:
+        raise typer.Exit(1)
+
+
+def _configure(
+    model: str, methods: PatchOptions, source: SourceOptions, engine: str, version: str | None
+) -> ServingConfig:
+    from rope_ext_hf.serving.configs import serving_config
+
+    quiet_transformers()
+    return serving_config(
+        model,
+        engine,
+        methods.names[0] if methods.names else None,
+        factor=methods.factors[0] if methods.factors else None,
+        target_length=methods.extended_length,
+        engine_version=version,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        **methods.underneath,
+        **methods.parameters,
+    )

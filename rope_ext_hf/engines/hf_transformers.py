@@ -1,0 +1,146 @@
+"""transformers: huggingface/transformers 5.23.0, src/transformers/modeling_rope_utils.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from rope_ext_hf.engines.base import (
+    Computed,
+    ConfigEngine,
+    Form,
+    ServingConfig,
+    Target,
+    Trap,
+    length_setting,
+    merged,
+    needed,
+    register_engine,
+    rope_divisors,
+    rope_settings,
+    rotated_dims,
+    text_settings,
+)
+from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.errors import ServingError
+
+__all__ = ["MLA_FAMILIES", "Transformers", "config_changes", "yarn_by_config", "yarn_magnitude_by_config"]
+
+MLA_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"})
+"""Families with latent attention, whose softmax scale depends on mscale_all_dim."""
+
+
+def mla_softmax_scale(text: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
+    """What the attention of DeepSeek and its kin multiplies its softmax scale by."""
+    if text.get("model_type") not in MLA_FAMILIES or settings["rope_type"] == "default":
+        return 1.0
+    if not settings.get("mscale_all_dim"):
+        return 1.0
+    return yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
+
+
+def yarn_by_config(settings: Mapping[str, Any], dim: int, factor: float, original: float, *, truncate: bool) -> Any:
+    """The frequencies of a yarn with the betas of its settings."""
+    fast, slow = settings.get("beta_fast") or 32.0, settings.get("beta_slow") or 1.0
+    return yarn(settings["rope_theta"], dim, factor, original, fast, slow, truncate)
+
+
+def yarn_magnitude_by_config(settings: Mapping[str, Any], factor: float) -> float:
+    """The magnitude of a yarn: attention_factor, else the ratio of both mscales, else 0.1 ln s + 1."""
+    if settings.get("attention_factor") is not None:
+        return needed(settings, "attention_factor")
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor)
+
+
+def config_changes(target: Target, form: Form) -> dict[str, Any]:
+    """The keys of the text config that a form changes."""
+    written = {"rope_parameters": target.with_settings(form.settings)} | form.config
+    return {key: value for key, value in written.items() if target.config.get(key) != value}
+
+
+@register_engine("transformers")
+class Transformers(ConfigEngine):
+    """Plain transformers."""
+
+    version = "5.23.0"
+    traps: ClassVar[tuple[Trap, ...]] = (
+        Trap(
+            "5.0 to 5.23",
+            "truncate, in the settings of one layer type",
+            "ignored; it is read from the top level of nested rope_parameters",
+            "modeling_rope_utils.py, _compute_yarn_parameters",
+        ),
+        Trap(
+            "5.0 to 5.23",
+            "rope_type dynamic",
+            "the frequencies depend on earlier calls and on the other rows of a batch",
+            "modeling_rope_utils.py, dynamic_rope_update",
+        ),
+    )
+
+    def forms(self, target: Target) -> Iterator[Form]:
+        changed = {key: value for key, value in target.patched.items() if target.config.get(key) != value}
+        changed.pop("rope_parameters", None)
+        yield Form("native", target.settings, changed)
+
+    def config(self, target: Target, form: Form) -> dict[str, Any]:
+        return merged(target.config, config_changes(target, form))
+
+    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
+        keys = config_changes(target, form)
+        return ServingConfig(
+            self.name,
+            self.version,
+            form.name,
+            target.method,
+            target.length,
+            config_keys=target.placed(keys),
+            computed=computed,
+            notes=("Write these keys into config.json (rope-ext patch does), or patch the loaded model.",),
+        )
+
+    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+        text = text_settings(config)
+        settings = rope_settings(text)
+        kind, most = settings["rope_type"], length_setting(text)
+        notes: list[str] = []
+        magnitude, served = 1.0, most
+        proportional = kind == "proportional"
+        dim = rotated_dims(text, {} if proportional else settings)
+        theta = settings["rope_theta"]
+        if kind == "default":
+            inv_freq = plain(theta, dim)
+        elif kind == "linear":
+            inv_freq = linear(theta, dim, needed(settings, "factor"))
+        elif proportional:
+            rotated = int(needed(settings, "partial_rotary_factor", 1.0) * dim // 2)
+            factor = needed(settings, "factor", 1.0)
+            inv_freq = [value * (pair < rotated) for pair, value in enumerate(linear(theta, dim, factor))]
+        elif kind == "dynamic":
+            inv_freq = plain(theta, dim)
+            notes.append("dynamic: the frequencies follow the longest input so far; these are for short inputs.")
+        elif kind == "llama3":
+            low, high = needed(settings, "low_freq_factor"), needed(settings, "high_freq_factor")
+            original = needed(settings, "original_max_position_embeddings")
+            inv_freq = llama3(theta, dim, needed(settings, "factor"), original, low, high)
+        elif kind == "yarn":
+            original = needed(settings, "original_max_position_embeddings", most)
+            factor = needed(settings, "factor", max(1.0, most / original))
+            truncate = settings.get("_shared_truncate", settings.get("truncate", True))
+            inv_freq = yarn_by_config(settings, dim, factor, original, truncate=bool(truncate))
+            magnitude = yarn_magnitude_by_config(settings, factor)
+        elif kind in ("longrope", "su"):
+            original = needed(settings, "original_max_position_embeddings", most)
+            scale = needed(settings, "factor", most / original)
+            magnitude = needed(settings, "attention_factor", longrope_magnitude(scale, original))
+            long = (length or most) > original
+            inv_freq = divided(theta, dim, rope_divisors(settings, "long_factor" if long else "short_factor", dim))
+            if settings["long_factor"] != settings["short_factor"]:
+                notes.append(f"longrope: short_factor up to {original:g} tokens, long_factor beyond, for each input.")
+        else:
+            raise ServingError(f"transformers {self.version} has no rope type {kind!r}")
+        scale = mla_softmax_scale(text, settings)
+        return Computed(tuple(inv_freq), magnitude, served, softmax_scale=scale, notes=tuple(notes))

@@ -1,0 +1,185 @@
+"""SGLang: sgl-project/sglang 0.5.23.
+
+Read: python/sglang/srt/layers/rotary_embedding/ (factory.py, yarn.py, mrope.py, rope_variant.py), models/llama.py,
+qwen2.py, qwen3.py, gemma3_causal.py, gpt_oss.py, mixtral.py, deepseek_v2.py, configs/model_config.py, and
+utils/hf_transformers/ (config.py, common.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from rope_ext_hf.engines.base import (
+    Computed,
+    ConfigEngine,
+    Form,
+    NotCheckedError,
+    ServingConfig,
+    Target,
+    Trap,
+    length_setting,
+    merged,
+    needed,
+    register_engine,
+    rope_divisors,
+    rope_settings,
+    rotated_dims,
+    text_settings,
+)
+from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
+from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers, config_changes, yarn_by_config
+from rope_ext_hf.engines.vllm import INTERLEAVED_FAMILIES, deepseek_yarn
+from rope_ext_hf.errors import ServingError
+
+__all__: list[str] = []
+
+
+@register_engine("sglang")
+class SGLang(ConfigEngine):
+    """SGLang, started with `python -m sglang.launch_server`."""
+
+    version = "0.5.23"
+    traps: ClassVar[tuple[Trap, ...]] = (
+        Trap(
+            "0.5.23",
+            "attention_factor of yarn",
+            "ignored; mscale, mscale_all_dim and the multiplier attn_factor are read",
+            "rotary_embedding/factory.py, yarn.py",
+        ),
+        Trap(
+            "0.5.23",
+            "a missing factor or original length",
+            "replaced by 1.0 and by max_position_embeddings, with a warning in the log",
+            "rotary_embedding/factory.py, _get_rope_param",
+        ),
+        Trap(
+            "0.5.23",
+            "any rope type of DeepSeek but default",
+            "run as deepseek_yarn: lists, truncate and attention_factor are ignored",
+            "models/deepseek_v2.py:2066",
+        ),
+        Trap("0.5.23", "any rope type of Mixtral", "ignored; theta is cut to a whole number", "models/mixtral.py:178"),
+        Trap(
+            "0.5.23",
+            "mscale beside mrope_section",
+            "refused (TypeError); mrope_section with linear, llama3 or longrope loses the M-RoPE positions",
+            "rotary_embedding/mrope.py, YaRNScalingMRotaryEmbedding",
+        ),
+        Trap(
+            "0.5.23",
+            "--json-model-override-args with rope_parameters",
+            "merged key by key at the top level; under text_config it replaces all of them",
+            "utils/hf_transformers/config.py:408",
+        ),
+        Trap(
+            "all",
+            "--context-length left away",
+            "the server stays at max_position_embeddings, multiplied by a factor without an original length",
+            "utils/hf_transformers/common.py, get_context_length",
+        ),
+    )
+
+    def forms(self, target: Target) -> Iterator[Form]:
+        yield from self.published(target)
+        for form in super().forms(target):
+            settings = dict(form.settings)
+            changed = {"max_position_embeddings": target.length}
+            if target.config.get("original_max_position_embeddings") and form.name != "native":
+                changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
+            if settings["rope_type"] == "yarn" and target.model_type not in {"gemma3_text", *MLA_FAMILIES}:
+                if "mrope_section" in settings:
+                    settings = {k: v for k, v in settings.items() if k not in ("mscale", "mscale_all_dim")}
+                settings["attn_factor"] = target.attention_factor / _yarn_magnitude(settings)
+            yield Form(form.name, settings, changed)
+
+    def config(self, target: Target, form: Form) -> dict[str, Any]:
+        changes = config_changes(target, form)
+        if not target.composite and "rope_parameters" in changes:
+            changes["rope_parameters"] = dict(target.config["rope_parameters"]) | changes["rope_parameters"]
+        return merged(target.config, changes)
+
+    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
+        changes = config_changes(target, form)
+        overrides = target.placed(changes)
+        flags = ("--json-model-override-args", json.dumps(overrides)) if overrides else ()
+        command = ("python", "-m", "sglang.launch_server", "--model-path", target.model)
+        return ServingConfig(
+            self.name,
+            self.version,
+            form.name,
+            target.method,
+            target.length,
+            command=(*command, "--context-length", str(target.length), *flags),
+            overrides=overrides or None,
+            config_keys=overrides,
+            computed=computed,
+            notes=computed.notes,
+        )
+
+    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+        text = text_settings(config)
+        settings, model_type = rope_settings(text), str(text.get("model_type"))
+        kind, most = settings["rope_type"], length_setting(text)
+        dim, theta = rotated_dims(text, settings), settings["rope_theta"]
+        factor = needed(settings, "factor", 1.0)
+        original = needed(settings, "original_max_position_embeddings", most)
+        derived = most if "original_max_position_embeddings" in settings or kind == "llama3" else int(most * factor)
+        magnitude, softmax_scale, table = 1.0, 1.0, None
+        notes: list[str] = []
+        mrope = "mrope_section" in settings
+        if model_type == "mixtral":
+            notes = [] if kind == "default" else [f"Mixtral: the rope type {kind} is ignored."]
+            return Computed(tuple(plain(int(theta), dim)), 1.0, derived, notes=tuple(notes))
+        if model_type == "gemma3_text":  # the functions of transformers, on the settings of the full-attention layers
+            flat = {key: value for key, value in settings.items() if key != "_shared_truncate"}
+            theirs = Transformers().computes(text | {"rope_parameters": flat, "rope_scaling": None}, length)
+            return Computed(theirs.inv_freq, theirs.attention_factor, derived, notes=theirs.notes)
+        for key in ("factor", "original_max_position_embeddings"):
+            if kind in ("yarn", "llama3") and key not in settings:
+                notes.append(f"{key} is missing and replaced by {factor if key == 'factor' else original:g}.")
+        if model_type in MLA_FAMILIES and kind != "default":
+            inv_freq, magnitude = deepseek_yarn(settings, dim)
+            magnitude *= needed(settings, "attn_factor", 1.0)
+            softmax_scale = yarn_magnitude(factor, float(settings.get("mscale_all_dim") or 0)) ** 2
+            return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+        if mrope and kind not in ("default", "yarn"):
+            raise ServingError(f"its class for {kind} knows no M-RoPE positions")
+        if kind == "default":
+            inv_freq = plain(theta, dim)
+        elif kind == "linear":
+            inv_freq = linear(theta, dim, factor)
+        elif kind == "llama3":
+            low, high = needed(settings, "low_freq_factor", 1.0), needed(settings, "high_freq_factor", 4.0)
+            inv_freq = llama3(theta, dim, factor, original, low, high)
+        elif kind == "yarn":
+            if mrope and ("mscale" in settings or "mscale_all_dim" in settings):
+                raise ServingError("its yarn class for M-RoPE takes no mscale")
+            inv_freq = yarn_by_config(settings, dim, factor, original, truncate=bool(settings.get("truncate", True)))
+            magnitude = _yarn_magnitude(settings) * needed(settings, "attn_factor", 1.0)
+            if settings.get("attention_factor") is not None:
+                notes.append("yarn: attention_factor is ignored.")
+        elif kind in ("longrope", "su"):
+            if model_type in INTERLEAVED_FAMILIES:
+                raise ServingError("its longrope class takes half-paired rotation only")
+            key = "long" if (length or most) > original else "short"
+            inv_freq = divided(theta, dim, rope_divisors(settings, f"{key}_factor", dim))
+            magnitude = needed(settings, f"{key}_mscale", longrope_magnitude(most / original, original))
+            table = most
+            if settings["long_factor"] != settings["short_factor"]:
+                notes.append("longrope: cached keys keep the list that they were rotated with when an input grows.")
+        elif kind == "proportional":
+            raise NotCheckedError("its class for Gemma 4 was not checked")
+        else:
+            raise ServingError(f"SGLang {self.version} freezes or refuses the rope type {kind!r}")
+        return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+
+
+def _yarn_magnitude(settings: Mapping[str, Any]) -> float:
+    """The magnitude of a yarn before attn_factor."""
+    factor = needed(settings, "factor", 1.0)
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale is not None and all_dim is not None:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor)

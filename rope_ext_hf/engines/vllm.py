@@ -1,0 +1,233 @@
+"""vLLM: vllm-project/vllm 0.33.0.
+
+Read: vllm/model_executor/layers/rotary_embedding/ (`__init__.py`, yarn_scaling_rope.py, mrope.py, llama3_rope.py,
+deepseek_scaling_rope.py, phi3_long_rope_scaled_rope.py), models/llama.py, qwen3.py, gemma3.py, gpt_oss.py,
+deepseek_v2.py, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/model.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from rope_ext_hf.engines.base import (
+    Computed,
+    ConfigEngine,
+    Form,
+    NotCheckedError,
+    ServingConfig,
+    Target,
+    Trap,
+    length_setting,
+    merged,
+    needed,
+    register_engine,
+    rope_divisors,
+    rope_settings,
+    rotated_dims,
+    text_settings,
+)
+from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
+from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
+from rope_ext_hf.errors import ServingError
+
+__all__ = ["INTERLEAVED_FAMILIES", "deepseek_yarn"]
+
+INTERLEAVED_FAMILIES = MLA_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
+"""Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
+_LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
+"""Rope types whose max_position_embeddings is not multiplied by the factor."""
+_MROPE_TABLE = 4
+"""Its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well."""
+_SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Families whose model file asks for a table of the original length, where no video tokens are pruned."""
+
+
+def position_setting(settings: Mapping[str, Any], model_type: str, length: int) -> int:
+    """max_position_embeddings from which the engine derives this length, its factor applied once."""
+    if settings["rope_type"] in _LENGTH_STATED or "gemma3" in model_type:
+        return length
+    return math.ceil(length / float(settings.get("factor", 1.0)))
+
+
+def deepseek_yarn(settings: Mapping[str, Any], dim: int) -> tuple[list[float], float]:
+    """Frequencies and magnitude of the class for DeepSeek: no truncate, and mscale with other defaults."""
+    factor, original = needed(settings, "factor"), needed(settings, "original_max_position_embeddings")
+    ratio = [
+        yarn_magnitude(factor, float(settings.get(key, default)))
+        for key, default in (("mscale", 1), ("mscale_all_dim", 0))
+    ]
+    return yarn_by_config(settings, dim, factor, original, truncate=True), ratio[0] / ratio[1]
+
+
+@register_engine("vllm")
+class VLLM(ConfigEngine):
+    """vLLM, started with `vllm serve`."""
+
+    version = "0.33.0"
+    oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
+    traps: ClassVar[tuple[Trap, ...]] = (
+        Trap("from 0.11.1", "--rope-scaling", "the flag is gone; --hf-overrides takes its place", "vLLM #28006"),
+        Trap(
+            "all",
+            "--hf-overrides with rope_parameters at the top level",
+            "ignored for composite configs; it must stand under text_config, where it is merged key by key",
+            "vLLM #54289; config/model.py, _update_nested",
+        ),
+        Trap(
+            "before #56446",
+            "attention_factor, mscale, mscale_all_dim of yarn",
+            "ignored; attn_factor multiplies 0.1 ln s + 1 instead",
+            "rotary_embedding/__init__.py",
+        ),
+        Trap(
+            "0.33.0",
+            "attention_factor: 1.0 in a DeepSeek config",
+            "the softmax scale by mscale_all_dim is left out",
+            "models/deepseek_v2.py:542",
+        ),
+        Trap(
+            "0.33.0",
+            "any rope type of gpt-oss",
+            "run as yarn from factor, betas and original length; attention_factor and lists are ignored",
+            "models/gpt_oss.py:112",
+        ),
+        Trap(
+            "0.33.0",
+            "mrope_section with linear, llama3 or longrope",
+            "the class built for these rope types knows no M-RoPE positions",
+            "rotary_embedding/__init__.py",
+        ),
+        Trap(
+            "0.33.0",
+            "yarn with mrope_section",
+            "the ramp is that of 4 times the original length (not for Qwen3-VL and 3.5): a quarter must be stated",
+            "rotary_embedding/mrope.py:351, cache_max_position_num",
+        ),
+        Trap(
+            "0.33.0",
+            "factor of linear and dynamic",
+            "multiplies max_position_embeddings (not for Gemma 3): an extended length there is extended twice",
+            "config/model.py, _get_and_verify_max_len",
+        ),
+        Trap(
+            "all",
+            "longrope with two lists",
+            "the long list for every request if --max-model-len is above the original length",
+            "phi3_long_rope_scaled_rope.py",
+        ),
+    )
+
+    def forms(self, target: Target) -> Iterator[Form]:
+        yield from self.published(target)
+        for form in super().forms(target):
+            settings = form.settings
+            if settings["rope_type"] == "yarn" and target.model_type not in MLA_FAMILIES:
+                factor = settings["factor"]
+                settings = settings | {
+                    "attention_factor": target.attention_factor,
+                    "attn_factor": target.attention_factor / yarn_magnitude(factor),
+                }
+            if settings["rope_type"] == "yarn" and _quadruple(settings, target.model_type):
+                quarter, rest = divmod(settings["original_max_position_embeddings"], _MROPE_TABLE)
+                settings = settings if rest else settings | {"original_max_position_embeddings": quarter}
+            changed = {"max_position_embeddings": position_setting(settings, target.model_type, target.length)}
+            if target.config.get("original_max_position_embeddings") and form.name != "native":
+                changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
+            yield Form(form.name, settings, changed)
+
+    def config(self, target: Target, form: Form) -> dict[str, Any]:
+        changes = config_changes(target, form)
+        if target.composite and "rope_parameters" in changes:  # merged key by key
+            before = dict(target.config.get("rope_parameters") or {})
+            changes["rope_parameters"] = _nested(before, changes["rope_parameters"])
+        return merged(target.config, changes)
+
+    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
+        changes = config_changes(target, form)
+        overrides = target.placed(changes)
+        flags = ("--hf-overrides", json.dumps(overrides)) if overrides else ()
+        return ServingConfig(
+            self.name,
+            self.version,
+            form.name,
+            target.method,
+            target.length,
+            command=("vllm", "serve", target.model, "--max-model-len", str(target.length), *flags),
+            overrides=overrides or None,
+            config_keys=overrides,
+            computed=computed,
+            notes=computed.notes,
+        )
+
+    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+        text = text_settings(config)
+        settings, model_type = rope_settings(text), str(text.get("model_type"))
+        kind, most = settings["rope_type"], length_setting(text)
+        dim, theta, mrope = rotated_dims(text, settings), settings["rope_theta"], "mrope_section" in settings
+        derived = most
+        if kind not in _LENGTH_STATED and "gemma3" not in model_type:
+            derived = int(most * needed(settings, "factor", 1.0))
+        magnitude, softmax_scale, table = 1.0, 1.0, derived
+        notes: list[str] = []
+        if model_type in MLA_FAMILIES and kind != "default":
+            inv_freq, magnitude = deepseek_yarn(settings, dim)
+            if settings.get("attention_factor") != 1.0:
+                softmax_scale = yarn_magnitude(settings["factor"], float(settings.get("mscale_all_dim") or 0)) ** 2
+            table = int(settings["original_max_position_embeddings"] * settings["factor"])
+            return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale)
+        if model_type == "gpt_oss":
+            for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+                needed(settings, key)
+            kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+            if settings.get("attention_factor") is not None or kind != "yarn":
+                notes.append("gpt-oss: run as yarn, without attention_factor.")
+            settings = {key: settings[key] for key in kept if key in settings} | {"rope_type": "yarn"}
+            kind = "yarn"
+        if mrope and kind not in ("default", "yarn"):
+            raise ServingError(f"its class for {kind} knows no M-RoPE positions")
+        if kind == "default":
+            inv_freq = plain(theta, dim)
+        elif kind == "linear":
+            inv_freq = linear(theta, dim, needed(settings, "factor"))
+            table = int(most * settings["factor"])
+        elif kind == "llama3":
+            low, high = needed(settings, "low_freq_factor"), needed(settings, "high_freq_factor")
+            original = needed(settings, "original_max_position_embeddings")
+            inv_freq = llama3(theta, dim, needed(settings, "factor"), original, low, high)
+        elif kind == "yarn":
+            factor, original = needed(settings, "factor"), needed(settings, "original_max_position_embeddings")
+            truncate = bool(settings.get("truncate", True))
+            if _quadruple(settings, model_type):
+                original *= _MROPE_TABLE
+                notes.append(f"yarn with M-RoPE: the ramp is that of an original length of {original:g} tokens.")
+            inv_freq = yarn_by_config(settings, dim, factor, original, truncate=truncate)
+            magnitude, table = yarn_magnitude_by_config(settings, factor), int(original * factor)
+        elif kind in ("longrope", "su"):
+            if model_type in INTERLEAVED_FAMILIES:
+                raise ServingError("its longrope class takes half-paired rotation only")
+            original = needed(settings, "original_max_position_embeddings")
+            served = length or int(text.get("original_max_position_embeddings") or derived)
+            key = "long" if served > original else "short"
+            inv_freq = divided(theta, dim, rope_divisors(settings, f"{key}_factor", dim))
+            magnitude = needed(settings, f"{key}_mscale", longrope_magnitude(most / original, original))
+            derived, table = served, most
+        elif kind == "proportional":
+            raise NotCheckedError("its class for Gemma 4 was not checked")
+        else:
+            raise ServingError(f"vLLM {self.version} freezes or refuses the rope type {kind!r}")
+        return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+
+
+def _quadruple(settings: Mapping[str, Any], model_type: str) -> bool:
+    return "mrope_section" in settings and model_type not in _SINGLE_TABLE
+
+
+def _nested(before: dict[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(before)
+    for key, value in after.items():
+        inner = result.get(key)
+        result[key] = _nested(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return result

@@ -1,0 +1,1 @@
+"""Serve what was measured: configs for serving engines, GGUF files, audits and advice."""

@@ -1,0 +1,166 @@
+"""`audit`: what each serving engine computes from a config.json or a GGUF file, and where they differ.
+
+print(rope.audit("my-model/"))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.engines.base import Computed, NotCheckedError, list_engines, rope_settings, text_settings
+from rope_ext_hf.engines.llama_cpp import file_computes
+from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line
+from rope_ext_hf.files import read_json
+from rope_ext_hf.hub import model_folder
+from rope_ext_hf.serving.gguf_files import read_file_rope
+
+__all__ = ["Audit", "audit"]
+
+_BY_FILE = ("gguf", "ollama")  # the same program as llama.cpp
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What one engine computes from a file.
+
+    Attributes:
+        engine, version: the engine, and the version whose source its rules were taken from.
+        computed: None where the engine refuses the file, or its rules for this family are unknown.
+        differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
+        unknown: why nothing can be said; None: something can.
+    """
+
+    engine: str
+    version: str
+    computed: Computed | None
+    differs: str | None = None
+    unknown: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.unknown:
+            return f"not checked: {self.unknown}"
+        return self.differs or "the same"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What serving engines compute from one config.json or GGUF file.
+
+    Attributes:
+        path: the file.
+        engines: one report each.
+        problems: what is wrong with the file itself, in words.
+    """
+
+    path: str
+    engines: tuple[EngineReport, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all engines whose rules are known compute the same, and nothing is wrong with the file."""
+        return not self.problems and not any(report.differs for report in self.engines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"agrees": self.agrees}
+
+    def __str__(self) -> str:
+        lines = [self.path]
+        for report in self.engines:
+            computed = report.computed
+            figures = ""
+            if computed is not None:
+                slowest = min((value for value in computed.inv_freq if value), default=0.0)
+                longest = f"{2 * math.pi / slowest:.5g}" if slowest else "-"
+                length = f"{computed.length:,}" if computed.length else "as asked"
+                figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
+            lines.append(f"  {report.engine:<13}{report.version:<19}{figures}{report.verdict}")
+            lines += [f"      {note}" for note in (computed.notes if computed else ())]
+        return "\n".join([*lines, *(f"  problem      {problem}" for problem in self.problems)])
+
+
+def audit(path: str | Path, *, revision: str | None = None) -> Audit:
+    """What each serving engine computes from a model's config or GGUF file, compared with transformers.
+
+    Args:
+        path: a folder, a config.json, a GGUF file, or a Hub id (whose config alone is downloaded).
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        CheckpointError, FileError: no such file, or a damaged one.
+    """
+    file = Path(path)
+    if file.suffix == ".gguf":
+        return _audit_gguf(file)
+    if file.suffix != ".json":
+        file = model_folder(path, revision=revision, weights=False) / "config.json"
+    return audit_config(read_json(file), str(file))
+
+
+def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
+    """`audit` of a config that has been read."""
+    problems = _problems(config)
+    engines = {key: cls() for key, cls in list_engines().items() if key not in _BY_FILE}
+    reference = _computes(engines.pop("transformers"), config, None)
+    length = reference.computed.length if reference.computed else None
+    reports = [reference]
+    for engine in engines.values():
+        report = _computes(engine, config, length)
+        if report.computed is not None and reference.computed is not None:
+            theirs = reference.computed
+            differs = report.computed.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
+            report = EngineReport(report.engine, report.version, report.computed, differs)
+        reports.append(report)
+    return Audit(name, tuple(reports), tuple(problems))
+
+
+def _computes(engine: Any, config: Mapping[str, Any], length: int | None) -> EngineReport:
+    try:
+        return EngineReport(engine.name, engine.version, engine.computes(config, length))
+    except NotCheckedError as error:
+        return EngineReport(engine.name, engine.version, None, unknown=one_line(error))
+    except ServingError as error:
+        return EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # values of any type
+        return EngineReport(engine.name, engine.version, None, f"does not run: {type(error).__name__}: {error}")
+
+
+def _problems(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if isinstance(config.get("text_config"), Mapping):
+        stray = [key for key in ("rope_scaling", "rope_parameters", "rope_theta") if config.get(key) is not None]
+        if stray:
+            problems.append(f"{', '.join(stray)} beside text_config: engines read those inside text_config alone")
+    try:
+        text = text_settings(config)
+        settings = rope_settings(text)
+    except ServingError as error:
+        return [*problems, one_line(error)]
+    kind, original = settings["rope_type"], settings.get("original_max_position_embeddings")
+    if kind in ("yarn", "longrope", "llama3") and original is None:
+        problems.append(f"{kind} without original_max_position_embeddings: engines put different lengths in its place")
+    parameters = text.get("rope_parameters") or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    if any(value.get("truncate") is False for value in nested) and parameters.get("truncate", True):
+        problems.append("truncate: false for one layer type: transformers reads it from the top level only")
+    return problems
+
+
+def _audit_gguf(path: Path) -> Audit:
+    if not path.is_file():
+        raise CheckpointError(f"no such file: {str(path)!r}")
+    file = read_file_rope(path)
+    engine = list_engines()["llama.cpp"]
+    try:
+        computed = file_computes(file)
+    except RopeExtError as error:
+        report = EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
+        return Audit(str(path), (report,))
+    return Audit(str(path), (EngineReport(engine.name, engine.version, computed),), computed.notes)

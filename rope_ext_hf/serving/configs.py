@@ -1,0 +1,106 @@
+"""`serving_config`: how to have a serving engine compute what was measured.
+
+print(rope.serving_config("Qwen/Qwen3-8B", "vllm", "yarn", factor=4))
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_ext_hf.engines.base import ServingConfig, find_engine
+from rope_ext_hf.errors import short
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.serving.target import make_target, open_model
+
+__all__ = ["as_text", "serving_config"]
+
+
+def serving_config(
+    model: nn.Module | str | Path,
+    engine: str,
+    method: str | RopeMethod | None = None,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    over: str = "own",
+    context_length: int | None = None,
+    engine_version: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **params: Any,
+) -> ServingConfig:
+    """How to have a serving engine compute what this model with this method computes here.
+
+    The configuration is put through the engine's own rules (`rope_ext_hf.engines`) before it is returned: its
+    frequencies and magnitude agree with the method's to 1e-6.
+
+    Args:
+        model: a model in memory, patched or not; or a folder, a Hub id or "reference". No weights are read.
+        engine: transformers, vllm, sglang, llama.cpp, gguf, mlx or ollama.
+        method: as in `patch`, with factor, target_length, over, context_length and params; None: the patch that the
+            model carries, else the model as published.
+        engine_version: the version that will run it.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Raises:
+        ServingError: the engine cannot compute the same; the message says why.
+        MethodError: an unknown engine or method, or impossible parameters.
+        CheckpointError: no such model.
+    """
+    chosen = find_engine(engine)
+    notes = chosen.check_version(engine_version)
+    opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    target = make_target(
+        opened,
+        method,
+        factor=factor,
+        target_length=target_length,
+        over=over,
+        context_length=context_length,
+        **params,
+    )
+    config = chosen.config_for(target)
+    if opened.described.rotary.length_dependent:
+        notes += (
+            f"Inputs of up to {target.original:,} tokens have frequencies of their own here; the engine gives every "
+            "input those of long ones, or changes them for keys that are cached already.",
+        )
+    return replace(config, notes=(*config.notes, *notes))
+
+
+def as_text(config: ServingConfig) -> str:
+    """A block to copy: variables and the command line, then what goes into files."""
+    lines = [f"# {config.method}, {config.length:,} tokens, {config.engine} {config.version}: {config.form}"]
+    lines += [f"# {note}" for note in config.notes]
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in config.environment.items())
+    if config.command:
+        lines.append(variables + _command(config.command))
+    if config.config_keys and config.config_keys != config.overrides:
+        lines += ["# config.json:", json.dumps(config.config_keys, indent=2)]
+    if config.gguf_keys:
+        lines.append("# GGUF metadata:")
+        lines += [f"{key} = {value}" for key, value in config.gguf_keys.items()]
+    for name, values in config.gguf_tensors.items():
+        lines.append(f"# GGUF tensor {name}, {len(values)} x float32: {short(', '.join(map(str, values)), 60)}")
+    if config.gguf_removed:
+        lines.append(f"# GGUF tensors to leave out, where they are there: {', '.join(config.gguf_removed)}")
+    return "\n".join(lines)
+
+
+def _command(arguments: tuple[str, ...]) -> str:
+    """A command line, every option that has a long value on a line of its own."""
+    lines, line = [], ""
+    for argument in map(shlex.quote, arguments):
+        if argument.startswith("--") and line:
+            lines.append(line)
+            line = "  " + argument
+        else:
+            line = f"{line} {argument}" if line else argument
+    return " \\\n".join([*lines, line])

@@ -1,0 +1,165 @@
+"""What is to be served: a model with its method, from its config alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
+from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError
+from rope_ext_hf.hub import foreign_errors, read_config
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.patches.config import (
+    RECORD,
+    SLIDING,
+    ConfigRope,
+    native_form,
+    read_rope,
+    saved_steps,
+    softmax_scale,
+    write_rope,
+)
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.geometry import bind_to, stated_length, under_config, undo_saved_patch
+from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.slots import find_slots, present_steps
+
+__all__ = ["make_target", "open_model"]
+
+
+class Model:
+    """A model as its config describes it, without the patch that it may carry.
+
+    Attributes:
+        name: the folder or Hub id; "MODEL" for a model in memory.
+        config: its text config.
+        composite: whether that lies under `text_config`.
+        steps: the patches recorded in it, bottom first.
+        layer_types: the layer types that a method applies to; [None]: all layers.
+        described: the rotary embedding of those layers.
+    """
+
+    def __init__(self, name: str, config: Any, *, composite: bool, steps: list[PatchStep]) -> None:
+        self.name, self.config, self.composite, self.steps = name, config, composite, steps
+        parameters = getattr(config, "rope_parameters", None) or {}
+        nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+        self.layer_types: list[str | None] = [key for key in nested if key not in SLIDING] if nested else [None]
+        if not self.layer_types:
+            raise UnsupportedModelError("every layer of this model has a sliding window; there is nothing to extend")
+        self.described: ConfigRope = describe_config(config, self.layer_types[0])
+        for other in self.layer_types[1:]:
+            if describe_config(config, other).rotary != self.described.rotary:
+                raise UnsupportedModelError("the full-attention layers of this model have different rotary embeddings")
+
+
+def describe_config(config: Any, layer_type: str | None) -> ConfigRope:
+    """The rotary embedding that a text config describes for one layer type."""
+    values = config.to_dict()
+    parameters = values.get("rope_parameters") or {}
+    settings = parameters if layer_type is None else parameters[layer_type]
+    proportional = settings.get("rope_type") == "proportional"
+    partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}
+    return read_rope(config, rotated_dims(values, geometry), layer_type)
+
+
+def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
+    """Read a model's config; no weights are read.
+
+    Args:
+        model: a model in memory, a folder, a Hub id or "reference".
+
+    Raises:
+        CheckpointError: no such model.
+        UnsupportedModelError: a model without rotary embeddings, or with several.
+        ServingError: a config without the sizes of its heads.
+    """
+    if isinstance(model, nn.Module):
+        config = copy.deepcopy(find_slots(model)[0].config)
+        top: Any = getattr(model, "config", config)
+        record = vars(config).get(RECORD)
+        undo_saved_patch(config)
+        live = list(present_steps(model))
+        steps = live or (saved_steps(record) if record is not None else [])
+        composite = getattr(top, "text_config", None) is not None
+        return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, steps=steps)
+    whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    with foreign_errors(f"the config of {str(model)!r} could not be read"):
+        text = whole.get_text_config()
+        steps = saved_steps(record) if record is not None else []
+        return Model(str(model), text, composite=text is not whole, steps=steps)
+
+
+def make_target(
+    model: Model,
+    method: str | RopeMethod | None = None,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    over: str = "own",
+    context_length: int | None = None,
+    **params: Any,
+) -> Target:
+    """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
+
+    Args:
+        method: None: the patch that the model carries, else the model as published.
+
+    Raises:
+        MethodError: as `rope_ext_hf.patch` does.
+        ServingError: a method that changes with every input, or that remaps positions; no serving engine has those.
+    """
+    layer_type, config = model.layer_types[0], model.config
+    if method is None and (factor is not None or target_length is not None or params):
+        raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
+    if method is None and model.steps and over == "own" and context_length is None:
+        step = model.steps[-1]
+    else:
+        rotary = under_config(model.described, over, context_length).rotary
+        chosen = method or Default()
+        resolved = resolve_method(chosen, rotary, factor=factor, target_length=target_length, **params)
+        length = target_length or stated_length(resolved, rotary, factor)
+        bound = bind_to(resolved, rotary, config.model_type, length)
+        step = PatchStep(bound, rotary, length or bound.extended_length(rotary))
+    label = step.method.label()
+    if isinstance(step.method, RemappingMethod):
+        raise ServingError(
+            f"{label} changes the relative positions that queries see; no serving engine runs that. Serve the model "
+            "with this package and transformers, or choose a static method"
+        )
+    if step.method.length_dependent:
+        raise ServingError(
+            f"{label} follows the length of every input; serving engines compute one set of frequencies when they "
+            "start. Choose a static method with the factor of the longest input, e.g. yarn"
+        )
+    patched = copy.deepcopy(config)
+    values = config.to_dict()
+    length = step.target_length or step.method.extended_length(step.rotary) or step.rotary.context_length
+    changes_nothing = method is None and not model.steps and over == "own" and context_length is None
+    if not changes_nothing:
+        form = native_form(config, step, layer_type)
+        write_rope(patched, form, step, [], model.layer_types)
+        patched.max_position_embeddings = form.saved_length
+    inv_freq, attention_factor = step.method.frequencies(step.rotary, length)
+    settings = values["rope_parameters"] if layer_type is None else values["rope_parameters"][layer_type]
+    return Target(
+        model=model.name,
+        config=values,
+        patched={key: value for key, value in patched.to_dict().items() if key != RECORD},
+        composite=model.composite,
+        layer_type=layer_type,
+        inv_freq=tuple(inv_freq.tolist()),
+        attention_factor=attention_factor,
+        softmax_scale=softmax_scale(family(config.model_type), settings),
+        theta=step.rotary.theta,
+        original=step.rotary.trained_length,
+        length=max(length, length_setting(values)) if changes_nothing else length,
+        method="the model as published" if changes_nothing else label,
+    )

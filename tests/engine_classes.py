@@ -1,0 +1,218 @@
+"""Do the rotary classes of vLLM and SGLang compute what rope_ext_hf.engines says they do?
+
+    make test-engines
+    python -m tests.engine_classes --vllm FOLDER --sglang FOLDER
+
+FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
+stand-ins, so that no GPU is needed. Every method of every family in docs/serving.md is configured with serving_config,
+the engine's own class is built from the overrides, and its frequencies and magnitude are compared with the method's.
+The result goes to docs/results/engine-classes.json; the exit status is 1 where a difference exceeds float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from transformers.utils import logging
+
+from rope_ext_hf.engines.base import Target, find_engine
+from rope_ext_hf.errors import RopeExtError
+from tests.serving_models import SERVED, targets
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "docs" / "results" / "engine-classes.json"
+TOLERANCE = 2e-5
+"""The largest relative difference of frequencies that float32 tables explain."""
+POSITIONS = 4096
+"""Rows of a table that are computed: its second row has the frequencies, whatever its length."""
+
+
+class Op(torch.nn.Module):
+    """What the engines' rotary classes inherit from."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    @staticmethod
+    def register(*_: Any, **__: Any) -> Callable[[Any], Any]:
+        return lambda cls: cls
+
+    @classmethod
+    def enabled(cls) -> bool:
+        return False
+
+
+NAMES: dict[str, Any] = {"CustomOp": Op, "PluggableLayer": Op, "BaseFusedOp": Op, "get_device": lambda: "cpu"}
+NAMES["get_compiler_backend"] = lambda: "eager"
+NAMES["publish_role"] = lambda: None
+
+
+class StandIn(ModuleType):
+    """A module of which every name exists: questions about the hardware are answered with no."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.startswith(("is_", "cpu_has", "get_bool", "has_")):
+            return lambda *_, **__: False
+        return NAMES.get(name, MagicMock())
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the rotary classes in an unpacked wheel, and stand-ins for all else of the engine."""
+
+    def __init__(self, package: str, real: str, folder: Path) -> None:
+        self.package, self.real, self.folder = package, real, folder
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        if name.split(".")[0] != self.package:
+            return None
+        if name == self.real or name.startswith(f"{self.real}."):
+            file = self.folder / Path(*name.split("."))
+            init = file / "__init__.py"
+            file = init if init.exists() else file.with_suffix(".py")
+            folders = [str(file.parent)] if file == init else None
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def engine_settings(target: Target, overrides: Mapping[str, Any] | None, *, merge: bool) -> tuple[dict[str, Any], int]:
+    """The rope settings and max_position_embeddings that a model file hands to get_rope."""
+    changes = dict(overrides or {})
+    changes = changes.get("text_config", changes)
+    text = {**target.config, **changes}
+    if merge and "rope_parameters" in changes and not target.composite:
+        text["rope_parameters"] = {**target.config["rope_parameters"], **changes["rope_parameters"]}
+    parameters = text["rope_parameters"]
+    settings = dict(parameters if target.layer_type is None else parameters[target.layer_type])
+    return settings, int(text["max_position_embeddings"])
+
+
+def as_vllm(get_rope: Any, target: Target, settings: dict[str, Any], most: int) -> Any:
+    """The module that vLLM's model files build: models/llama.py, gpt_oss.py, deepseek_v2.py."""
+    if target.model_type == "gpt_oss":
+        wanted = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+        settings = {key: settings[key] for key in wanted if key in settings} | {"rope_type": "yarn"}
+    if target.model_type == "deepseek_v3" and settings["rope_type"] != "default":
+        own = settings.get("attention_factor") == 1.0
+        settings["rope_type"] = "deepseek_llama_scaling" if own else "deepseek_yarn"
+    half = target.model_type != "deepseek_v3"
+    single = {"mrope_positions_factor": 1} if target.model_type == "qwen3_vl_text" else {}
+    return get_rope(2 * len(target.inv_freq), most, half, settings, torch.float32, **single)
+
+
+def as_sglang(get_rope: Any, target: Target, settings: dict[str, Any], most: int) -> Any:
+    """The module that SGLang's model files build: models/llama.py, gpt_oss.py, deepseek_v2.py."""
+    dim, half = 2 * len(target.inv_freq), target.model_type != "deepseek_v3"
+    if not half and settings["rope_type"] != "default":
+        settings["rope_type"] = "deepseek_yarn"
+    return get_rope(dim, dim, most, settings["rope_theta"], half, settings, torch.float32)
+
+
+def read_table(module: Any, most: int) -> tuple[torch.Tensor, float]:
+    """Frequencies and magnitude, from the rows of positions 0 and 1; of two tables, from the long one."""
+    both = getattr(module, "long_short_cos_sin_cache", None)
+    table = module.cos_sin_cache if both is None else both[-min(most, POSITIONS) :]
+    cos, sin = table[:2].double().chunk(2, dim=-1)
+    return torch.atan2(sin[1], cos[1]), float(cos[0, 0])
+
+
+def compare(name: str, version: str, folder: Path, real: str, build: Any, skipped: Sequence[str]) -> dict[str, Any]:
+    """Build every configured module and compare; families in `skipped` do not go through get_rope."""
+    package = real.split(".")[0]
+    sys.meta_path.insert(0, Finder(package, real, folder))
+    get_rope = importlib.import_module(real).get_rope
+    rows: list[dict[str, Any]] = []
+    for family in SERVED:
+        for over in ("own", "original"):
+            for method, target in targets(family, over):
+                if not isinstance(target, Target) or target.model_type in skipped:
+                    continue
+                try:
+                    config = find_engine(name).config_for(target)
+                except RopeExtError:
+                    continue
+                settings, most = engine_settings(target, config.overrides, merge=name == "sglang")
+                if package == "vllm":
+                    state = importlib.import_module(f"{real}.phi3_long_rope_scaled_rope")
+                    state.get_current_vllm_config().model_config.max_model_len = target.length
+                inv_freq, magnitude = read_table(build(get_rope, target, settings, most), most)
+                expected = torch.tensor(target.inv_freq, dtype=torch.float64)
+                worst = float(((inv_freq - expected).abs() / expected).max())
+                off = abs(magnitude / target.attention_factor - 1)
+                rows.append({"family": family, "over": over, "method": method.name, "form": config.form})
+                rows[-1] |= {"frequencies": worst, "magnitude": off}
+    sys.meta_path.pop(0)
+    return {"engine": name, "version": version, "rows": rows, "skipped": list(skipped)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vllm", type=Path, required=True)
+    parser.add_argument("--sglang", type=Path, required=True)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    whole = torch.arange
+
+    def arange(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 2:
+            return whole(args[0], min(args[1], args[0] + POSITIONS), **kwargs)
+        return whole(min(args[0], POSITIONS), **kwargs) if len(args) == 1 else whole(*args, **kwargs)
+
+    torch.arange = arange
+    vllm, sglang = find_engine("vllm"), find_engine("sglang")
+    results = [
+        compare("vllm", vllm.version, given.vllm, "vllm.model_executor.layers.rotary_embedding", as_vllm, ()),
+        compare(
+            "sglang",
+            sglang.version,
+            given.sglang,
+            "sglang.srt.layers.rotary_embedding",
+            as_sglang,
+            ("gemma3_text",),  # whose model file calls the functions of transformers
+        ),
+    ]
+    versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
+    content = {"command": "make test-engines", "versions": versions, "engines": results}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    wrong = 0
+    for result in results:
+        rows = result["rows"]
+        far = [row for row in rows if row["frequencies"] > TOLERANCE or row["magnitude"] > 1e-6]
+        wrong += len(far)
+        worst = max(row["frequencies"] for row in rows)
+        off = max(row["magnitude"] for row in rows)
+        print(
+            f"{result['engine']} {result['version']}: {len(rows)} served, frequencies {worst:.2g}, magnitude {off:.2g}"
+        )
+        print(*far, sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
