@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
@@ -18,18 +18,14 @@ from rope_ext_hf.reference import path
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 length, steps = 1024, 3  # the bundled model is trained at 256; a real run takes some hundred steps
 
-
-def patched_base():
-    base = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32)
-    return rope.patch(base, "yarn", target_length=length)
-
-
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(path())
 text = "".join(document.text for document in load("stdlib"))[: (steps + 1) * length]
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 
-model = get_peft_model(patched_base(), LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+base = rope.patch(AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32), "yarn", target_length=length)
+settings = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+model = get_peft_model(base, settings)
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
 for step in range(steps):
     batch = ids[:, step * length : (step + 1) * length]
@@ -39,9 +35,9 @@ for step in range(steps):
     optimizer.zero_grad()
     print(f"step {step}: loss {loss.item():.3f}")
 
-# The adapter alone. Its folder does not hold the method: patch the base in the same way before loading it.
+# The adapter alone. Its folder records the method, which goes into the base model again before the adapter does.
 model.save_pretrained(folder / "adapter")
-again = PeftModel.from_pretrained(patched_base(), folder / "adapter")
+again = rope.from_pretrained(folder / "adapter", dtype=torch.float32)
 
 # Or merge it and save the whole model, which carries the method.
 with torch.no_grad():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import AttentionRule, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.patches.attention_interface import (
     ATTENTION_NAME,
     LAYER_ATTRIBUTE,
@@ -145,7 +146,10 @@ def attend_from_kwargs(
 ) -> tuple[Tensor, None]:
     """`attend` with the keywords and the result of an attention function of transformers."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(rule, rotation, positions, query, key, value, scale, ScoreModifiers(softcap, s_aux, mask, dropout))
+    in_order = positions.left_padding is not None  # else distances may be larger than there are keys
+    bias = rule.score_bias(query.shape[1], int(positions.key_positions.shape[-1]) if in_order else UNBOUNDED)
+    modifiers = ScoreModifiers(softcap, s_aux, mask, dropout, bias)
+    out = attend(rule, rotation, positions, query, key, value, scale, modifiers)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import AttentionRule, LocalAttention, Rotation, RotationTable
 from rope_ext_hf.errors import UnsupportedModelError, one_line
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import (
@@ -138,6 +138,12 @@ def _layer(
                 f"queries or keys of {name} are not finite numbers (NaN or infinity) for ordinary tokens: weights of "
                 "this model are damaged, or too large for its dtype; load it again, or in float32"
             )
+    if method.zones == 1:  # no position changes, so that it does not matter how the layer rotates
+        if at_near.window is not None:
+            return Layer(LocalAttention(at_near.window, method), None)
+        if (bias := method.score_bias(at_near.query.shape[1], UNBOUNDED)) is not None:
+            bias(near, near)  # it raises where it is for another number of heads
+        return Layer(method, None)
     if nearly_equal(at_stored.key, at_far.key) and nearly_equal(at_stored.query, at_far.query):
         return Layer(LocalAttention(at_near.window), None)  # no rotation, or one by a rotary module of its own
     device = at_near.key.device

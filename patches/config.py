@@ -19,6 +19,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.patches.families import Family, family
 from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.readers import READER_KEYS, attention_factor_keys, former_keys
 
 __all__ = [
     "PAIRING_KEY",
@@ -27,6 +28,8 @@ __all__ = [
     "SLIDING",
     "ConfigRope",
     "NativeForm",
+    "checked_steps",
+    "former_in",
     "native_form",
     "original_settings",
     "read_rope",
@@ -58,9 +61,12 @@ _HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
 _METHOD_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "alpha"}
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
-    | {"short_factor", "long_factor", "short_mscale", "long_mscale"}
+    | {"short_factor", "long_factor"}
+    | READER_KEYS
 )
 """The rope settings that describe a method; a family may keep others beside them."""
+_GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+"""The rope settings that say which dims rotate, and by which axis of the positions."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 """Every config key that a patch may change."""
 
@@ -273,16 +279,14 @@ def native_form(config: Config, step: PatchStep, layer_type: str | None) -> Nati
         plugin = {"rope_type": rope_type, "rope_theta": rotary.theta}
         return NativeForm(plugin, extended, length, loads_plainly=False)
     parameters = dict(parameters)
-    if parameters["rope_type"] == "longrope":
-        if known.short_list_only:
-            parameters |= dict.fromkeys(("short_mscale", "long_mscale"), parameters["attention_factor"])
-        if known.original_in_config and static:
-            # generate() starts over when it crosses the original length; a static method changes nothing there.
-            parameters["original_max_position_embeddings"] = length
+    if parameters["rope_type"] == "longrope" and known.original_in_config and static:
+        # generate() starts over when it crosses the original length; a static method changes nothing there.
+        parameters["original_max_position_embeddings"] = length
     if softmax_scale(known, settings) != 1.0:  # the attention reads these when it is built
         parameters |= {key: settings[key] for key in ("factor", "mscale_all_dim")}
     if kept_original is not None:
         parameters["original_max_position_embeddings"] = kept_original
+    parameters |= attention_factor_keys(parameters, known)
     saved = length
     if parameters["rope_type"] == "dynamic":
         saved = rotary.context_length
@@ -368,7 +372,7 @@ def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings that a family keeps for other ends than the frequencies."""
     kept = {key: value for key, value in settings.items() if key not in _METHOD_KEYS and value is not None}
     original = settings.get("original_max_position_embeddings")
-    if original is not None and set(kept) - {"partial_rotary_factor"}:  # Ministral 3 counts its temperature from it
+    if original is not None and set(kept) - _GEOMETRY_KEYS:  # Ministral 3 counts its temperature from it
         kept["original_max_position_embeddings"] = original
     return kept
 
@@ -377,31 +381,60 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The settings of a config dict before the patch recorded in it; None where there is no record.
 
     Raises:
-        CheckpointError: a damaged record, or rope_parameters that were changed after the patch, so that the record no
-            longer describes them.
+        CheckpointError: a damaged record, or rope settings, in one of both spellings, that were changed after the
+            patch, so that the record no longer describes them.
     """
     record = config.get(RECORD)
     if record is None:
         return None
+    checked_steps(record, "this config")
     try:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
-        saved_steps(record)
-    except UnknownMethodError as error:
-        raise CheckpointError(
-            f"this model was patched with a method that is not registered here: {error}. Import the module that "
-            f"registers it, or delete the {RECORD!r} key to use the settings as they stand"
-        ) from error
-    except (KeyError, TypeError, MethodError) as error:
+        former = former_keys(config["model_type"], written, record["layer_types"])
+        agree = all(config[key] == former.get(key) for key in former_in(record) & config.keys())
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the {RECORD!r} record of this config is damaged ({error!r}); delete that key"
         ) from error
-    if not _is_subset(config.get("rope_parameters"), written):
+    if not agree or not _is_subset(config.get("rope_parameters"), written):
         raise CheckpointError(
-            f"this config carries a {RECORD!r} record, but its rope_parameters were changed since; "
-            f"delete the {RECORD!r} key to use them as they stand"
+            f"this config carries a {RECORD!r} record, but its rope settings were changed since (rope_parameters, or "
+            f"rope_scaling beside it); delete the {RECORD!r} key to use them as they stand"
         )
     return restored
+
+
+def checked_steps(record: Any, owner: str) -> list[PatchStep]:
+    """`saved_steps` for a record that others may have written.
+
+    Args:
+        owner: what holds the record, in words.
+
+    Raises:
+        CheckpointError: a damaged record, or a method that is not registered.
+    """
+    try:
+        return saved_steps(record)
+    except UnknownMethodError as error:
+        raise CheckpointError(
+            f"{owner} records a patch with a method that is not registered here: {error}. Import the module that "
+            f"registers it; or, where rope_type is one of transformers' own, delete the {RECORD!r} key"
+        ) from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"the {RECORD!r} record of {owner} is damaged ({error!r}); delete that key") from error
+
+
+def former_in(record: Mapping[str, Any]) -> set[str]:
+    """The top-level keys of a config.json that state its rope settings in the former spelling, and go with the patch.
+
+    Raises:
+        TypeError: a damaged record.
+    """
+    keys = record.get("former", [])
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"former is {keys!r}")
+    return {"rope_scaling", *keys} - {RECORD, *SAVED_KEYS}
 
 
 def saved_steps(record: Mapping[str, Any]) -> list[PatchStep]:

@@ -12,11 +12,13 @@ from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
 from rope_ext_hf.patches.config import RECORD, SLIDING, read_rope, rotating_layers, saved_steps, sliding_layers
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
 from rope_ext_hf.patches.patch_record import Record
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.patches.readers import readers_right
+from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_steps
 
 __all__ = ["Description", "describe", "sliding_notes"]
 
@@ -143,7 +145,8 @@ def describe(model: nn.Module) -> Description:
     slot = slots[0]
     record: Record | None = next((filled.record for filled in patched_slots(model)), None)
     if record is not None:
-        return _describe_patched(slot, record)
+        route = SAVE_ROUTE if has_adapters(model) else None
+        return _describe_patched(slot, record, present_steps(model)[-1].method, route)
     layer_type = (slot.scaled_layers or list(slot.native))[0]
     config = copy.deepcopy(slot.config)
     rope_type = slot.config.rope_parameters.get("rope_type", "per layer type")
@@ -170,13 +173,13 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def _describe_patched(slot: Slot, record: Record) -> Description:
-    method, rotary, form = record.step.method, record.step.rotary, record.form
+def _describe_patched(slot: Slot, record: Record, method: RopeMethod, save_route: str | None) -> Description:
+    rotary, form = record.step.rotary, record.form
     notes = record.notes
     if isinstance(method, RemappingMethod):
-        reach = f"Far keys are seen at relative positions up to {method.max_distance:,}, which the model was trained at"
-        notes = (*notes, f"{reach}; frequencies stay as they are.")
-    route = f"transformers' own {form.rope_type!r}; loads with plain transformers"
+        notes = (*notes, method.note)
+    others = readers_right(slot.config.model_type, form.parameters, form.saved_length)
+    route = f"transformers' own {form.rope_type!r}; known to be read right by {', '.join(['transformers 5', *others])}"
     if not form.loads_plainly:
         route = f"{form.rope_type!r}; plain loading stops with that name"
     elif not form.exact:
@@ -188,7 +191,7 @@ def _describe_patched(slot: Slot, record: Record) -> Description:
         context_length=rotary.context_length,
         context_rule=record.rule,
         extended_length=form.extended_length,
-        save_route=route,
+        save_route=save_route or route,
         patched=True,
         notes=notes,
     )

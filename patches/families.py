@@ -33,6 +33,7 @@ __all__ = [
 BLOCKS = ("q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k")
 KV_HEADS = "num_key_value_heads"
 CONFIG_KEYS = ("num_hidden_layers", KV_HEADS, "head_dim", "rotary_dim", "rope_theta", "max_position_embeddings")
+FORMER_KEYS = ("rope_theta", "partial_rotary_factor")
 LINEAR_ORIGINAL_KEYS = ("max_position_embeddings", "rope_theta")
 # Facts about published checkpoints, which another family with the same code need not share.
 NOT_INHERITED = frozenset({"linear_lengths", "linear_original", "original_length"})
@@ -87,6 +88,7 @@ class Family:
     remote_attention: str | None = None
     reject_if: Mapping[str, str] = field(default_factory=dict)
     rope_types: tuple[str, ...] | None = None
+    former_keys: Mapping[str, str] = field(default_factory=dict)
     original_in_config: bool = False
     softmax_mscale: bool = False
     static_alpha: bool = False
@@ -202,6 +204,12 @@ def _descriptions(key: str, value: object) -> dict[str, str]:
     return value
 
 
+def _former_keys(key: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not set(value) <= set(FORMER_KEYS):
+        raise ValueError(f"{key} must be a table with {' and '.join(FORMER_KEYS)} at most, got {value!r}")
+    return {name: _config_key(f"{key}.{name}", each) for name, each in value.items()}
+
+
 def _linear_lengths(key: str, value: object) -> str:
     if value not in ("original", "extended"):
         raise ValueError(f"{key} must be 'original' or 'extended', got {value!r}")
@@ -294,6 +302,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "remote_attention": _module_pattern,
     "reject_if": _descriptions,
     "rope_types": _names,
+    "former_keys": _former_keys,
     "original_in_config": _flag,
     "softmax_mscale": _flag,
     "static_alpha": _flag,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, choose, family, look_up
@@ -20,33 +22,43 @@ __all__ = [
     "supported_family",
 ]
 
-MAX_HEAD_DIM = 65_536  # the widest published heads have 512 dims
-MAX_LAYERS = 10_000  # the deepest published models have a few hundred
+_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")  # of text, vision, audio
 
 
 def check_sizes(config: Any) -> None:
     """Check that a model of this config can be built in reasonable time and memory, even without weights.
 
     Raises:
-        CheckpointError: more layers or wider heads than any model has.
+        CheckpointError: more layers or wider heads, in any part of the model, than the limits `layers` and `head_dim`.
     """
-    text = config.get_text_config()
-    heads = _number_or_zero(text, "num_attention_heads")
-    width = _number_or_zero(text, "head_dim") or (_number_or_zero(text, "hidden_size") / heads if heads else 0)
-    layers = _number_or_zero(text, "num_hidden_layers")
-    for name, value, most in (("layers", layers, MAX_LAYERS), ("dims per head", width, MAX_HEAD_DIM)):
-        if value > most:
-            raise CheckpointError(
-                f"the config of this {text.model_type!r} has {value:,.0f} {name}; at most {most:,} are supported. "
-                "Correct the config"
-            )
+    for part in _parts(config):
+        layers = max(_number_or_zero(part, key) for key in _LAYERS)
+        for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", _head_width(part))):
+            if value > (most := limit(name)):
+                raise CheckpointError(
+                    f"the config of this {part.model_type!r} has {value:,.0f} {words}; at most {most:,} are supported. "
+                    f"Correct the config; {advice(name)}"
+                )
 
 
-def _number_or_zero(text: Any, key: str) -> float:
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and those inside it: of text, of vision."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "get_text_config"):
+            yield from _parts(value)
+
+
+def _head_width(config: Any) -> float:
+    heads = _number_or_zero(config, "num_attention_heads")
+    return _number_or_zero(config, "head_dim") or (_number_or_zero(config, "hidden_size") / heads if heads else 0)
+
+
+def _number_or_zero(config: Any, key: str) -> float:
     """A number of a config, 0 where it has none: whoever needs the number reports that."""
-    keys = family(text.model_type).config_keys
+    keys = family(config.model_type).config_keys
     try:
-        value = config_number(text, key) if key in keys else getattr(text, key, None)
+        value = config_number(config, key) if key in keys else getattr(config, key, None)
     except CheckpointError:
         return 0
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0

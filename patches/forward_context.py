@@ -71,8 +71,17 @@ class ForwardContext(ForwardState):
     undo: ExitStack | None = None
 
     @classmethod
-    def from_call(cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardContext | None:
-        """The context of a call; None where it has no tokens, which the decoder's own error explains."""
+    def from_call(
+        cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: int = 1
+    ) -> ForwardContext | None:
+        """The context of a call; None where it has no tokens, which the decoder's own error explains.
+
+        Args:
+            axes: of the positions of this decoder.
+
+        Raises:
+            LengthError: positions whose axes differ, as for images and video.
+        """
         call = arguments(decoder, args, kwargs)
         ids: Tensor | None = call.get("input_ids")
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
@@ -87,7 +96,7 @@ class ForwardContext(ForwardState):
             owner=decoder,
             new_tokens=new_tokens,
             past_length=int(cache.get_seq_length()) if cache is not None else 0,
-            position_ids=call.get("position_ids"),
+            position_ids=_one_per_token(call.get("position_ids"), axes),
             padding_mask=padding,
             prepared_mask=prepared,
             cache=cache,
@@ -97,6 +106,23 @@ class ForwardContext(ForwardState):
         if self.undo is not None:
             self.undo.close()
             self.undo = None
+
+
+def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
+    """Positions (rows, tokens) of a call that may give them for several axes, (axes, rows, tokens).
+
+    Some decoders take the positions in the text as one more axis, before the others.
+    """
+    if positions is None or axes == 1 or positions.ndim != 3:
+        return positions
+    last = positions[-axes:]
+    if not bool((last == last[:1]).all()):
+        raise LengthError(
+            "the positions of this input differ from axis to axis, as those of images and video do. Length-dependent "
+            "and remapping methods need one position per token: use a static method (yarn, ntk, linear, ...), or hold "
+            "a length-dependent one with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens)"
+        )
+    return last[0]
 
 
 def _padding_mask(mask: Any) -> Tensor | None:

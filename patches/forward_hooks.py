@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from rope_ext_hf.rotary.forward_state import pop, push
 __all__ = ["DecoderHooks", "decoder_of", "install_forward_hooks"]
 
 
-class DecoderHooks:
+class DecoderHooks(ABC):
     """Hooks around the forward of a decoder; a subclass works out what the modules inside need.
 
     They hold nothing that changes with a forward, so that several threads may run one model.
@@ -28,21 +29,21 @@ class DecoderHooks:
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         self.slots = list(slots)
 
+    @abstractmethod
     def pre_forward(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin a forward; may return other arguments for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """End a forward, also after an exception in it (`output` is None then)."""
-        raise NotImplementedError
 
     def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardContext | None:
         """Read the arguments of a call and make them the thread's current context; None: no tokens were given."""
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
-        context = ForwardContext.from_call(decoder, args, kwargs)
+        context = ForwardContext.from_call(decoder, args, kwargs, axes=max(slot.axes for slot in self.slots))
         if context is not None:
             push(context)
         return context

@@ -16,6 +16,7 @@ from rope_ext_hf.patches.config import (
     PAIRING_KEY,
     RECORD,
     ConfigRope,
+    former_in,
     original_settings,
     read_rope,
     saved_steps,
@@ -23,7 +24,7 @@ from rope_ext_hf.patches.config import (
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.patch_step import PatchStep
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.patches.slots import Slot, find_slots, present_steps
 
 __all__ = [
     "Underneath",
@@ -32,6 +33,8 @@ __all__ = [
     "check_pairing",
     "checkpoint_geometry",
     "patch_geometry",
+    "stated_length",
+    "under_config",
     "undo_saved_patch",
     "what_is_underneath",
 ]
@@ -72,14 +75,33 @@ def what_is_underneath(
         MethodError: an unknown `over`, a `context_length` below 1, or over="patched" on a model that is not patched.
         UnsupportedModelError: full-attention layers with different rotary embeddings.
     """
+    _check_over(over, context_length)
+    if over == "patched":
+        return _over_present_patch(model, slots, context_length)
+    return under_config(config_rope(slots, config), over, context_length)
+
+
+def _check_over(over: str, context_length: int | None) -> None:
     if over not in get_args(Over):
         known = get_args(Over)
         raise MethodError(f"over must be one of {', '.join(known)}; got {over!r}.{did_you_mean(str(over), known)}")
     if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
         raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
+
+
+def under_config(described: ConfigRope, over: str = "own", context_length: int | None = None) -> Underneath:
+    """What a new patch starts from, by the config alone.
+
+    Args:
+        over: "own" or "original", see `Over`.
+        context_length: overrides what the config says the model is for, in tokens.
+
+    Raises:
+        MethodError: an unknown `over`, "patched", or a `context_length` below 1.
+    """
+    _check_over(over, context_length)
     if over == "patched":
-        return _over_present_patch(model, slots, context_length)
-    described = config_rope(slots, config)
+        raise MethodError("over='patched' needs the model itself, not its config alone")
     rotary, rule = described.rotary, described.rule
     if over == "original":
         rotary, rule = described.original, "the original length of the config"
@@ -89,7 +111,7 @@ def what_is_underneath(
 
 
 def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> Underneath:
-    live = next(((*s.record.below, s.record.step) for s in patched_slots(model)), ())
+    live = present_steps(model)
     saved = live
     if not live:
         record = vars(slots[0].config).get(RECORD)
@@ -145,12 +167,21 @@ def bind_to(method: RopeMethod, rotary: Rotary, model_type: str, target_length: 
     return method.bind(rotary, target_length, own_temperature=family(model_type).own_temperature)
 
 
+def stated_length(method: RopeMethod, rotary: Rotary, factor: float | None) -> int | None:
+    """The extended length in tokens that a factor states where neither the method nor the one below it took it."""
+    if factor is None or any(getattr(method, name, None) is not None for name in ("factor", "frequency")):
+        return None
+    return round(factor * rotary.context_length)
+
+
 def undo_saved_patch(config: Any) -> None:
     """Turn the config of a model loaded from a patched folder back into what it was before that patch."""
     before = original_settings(config.to_dict())
     if before is not None:
         for key, value in before.items():
             setattr(config, key, value)
+        for key in former_in(getattr(config, RECORD)):  # transformers keeps those that its class has no use for
+            vars(config).pop(key, None)
         delattr(config, RECORD)
 
 

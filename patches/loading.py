@@ -1,6 +1,7 @@
-"""Load a folder that was saved patched.
+"""Load a folder that was saved patched, of a model or of a PEFT adapter.
 
 model = from_pretrained("folder")      # the class its config names, plus the patch saved with the folder
+model = from_pretrained("adapter")     # its base model, patched as it was in training, and the adapter on it
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 
-from rope_ext_hf.errors import CheckpointError, one_line
-from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, original_settings, saved_steps
+from rope_ext_hf.errors import CheckpointError, one_line, short
+from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
+from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, former_in, original_settings, saved_steps
+from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.patching import replay
+from rope_ext_hf.patches.slots import find_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["from_pretrained", "load_config", "restore_patch"]
+__all__ = ["find_config", "from_pretrained", "load_config", "restore_patch"]
 
 M = TypeVar("M", bound=nn.Module)
 
 # Arguments of transformers' from_pretrained that are also attributes of a config; "auto" is a value for the first only.
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
+_WHERE = ("revision", "subfolder")
+_HUB_ARGUMENTS = (*_WHERE, "token", "cache_dir", "local_files_only", "trust_remote_code")
+_ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
 def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
@@ -41,9 +48,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
     except OSError as error:
-        raise CheckpointError(
-            f"{name!r} is neither a folder with a config.json nor a model id: {one_line(error)}"
-        ) from error
+        raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     inner = next((key for key, value in raw.items() if isinstance(value, dict) and RECORD in value), None)
@@ -55,29 +60,61 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in config.items() if key not in (RECORD, *SAVED_KEYS)}
-    return kept | (original_settings(config) or {})
+    restored = original_settings(config) or {}
+    written = {RECORD, *SAVED_KEYS, *former_in(config[RECORD])}
+    return {key: value for key, value in config.items() if key not in written} | restored
+
+
+def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
+    """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself.
+
+    Raises:
+        CheckpointError, FileError: as `load_config` and `find_adapter` do; an adapter of an adapter.
+    """
+    adapter = find_adapter(path, **kwargs)
+    if adapter is None:
+        return *load_config(path, **kwargs), None
+    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+    with finding_base(adapter):
+        if find_adapter(adapter.base, **kwargs) is not None:
+            raise CheckpointError(f"{short(adapter.base)!r} is an adapter itself; merge it into its model first")
+        config, record = load_config(adapter.base, **kwargs)
+    return config, dict(adapter.record) if adapter.record is not None else record, adapter
 
 
 def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """Load a model with transformers, plus the patch saved with the folder, if there is one.
 
+    An adapter of PEFT is loaded onto its base model, which is patched first as the adapter's folder records; the result
+    is a peft.PeftModel.
+
     Args:
         path: a local folder or a Hub id.
         auto_class: the class of transformers to load with, e.g. "AutoModel"; default: the class that the config names
-            in `architectures`, AutoModelForCausalLM where it names none.
-        **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...).
+            in `architectures`, AutoModelForCausalLM where it names none; of an adapter, what its task asks for.
+        **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...), and of an adapter
+            PEFT's `is_trainable` and `adapter_name`.
 
     Raises:
-        CheckpointError: no such folder, its record of a patch contradicts its config, or the weights hold tensors that
-            the class has no place for.
+        CheckpointError: no such folder, its record of a patch contradicts its config, the config has more layers or
+            wider heads than `limits` allows, the weights hold tensors that the class has no place for, or an adapter
+            whose base model is missing or another one.
+        FileError: a damaged adapter_config.json.
     """
-    hub = {
-        key: kwargs[key]
-        for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
-        if key in kwargs
-    }
-    config, record = load_config(path, **hub)
+    config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
+    if adapter is None:
+        return _load_patched(path, config, record, auto_class, kwargs)
+    own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
+    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE}
+    chosen = auto_class or adapter.auto_class
+    base = _load_patched(adapter.base, config, record, chosen, kwargs | adapter.base_revision)
+    return cast("PreTrainedModel", adapter.load_onto(base, **own))
+
+
+def _load_patched(
+    path: str | Path, config: Any, record: dict[str, Any] | None, auto_class: str | None, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    check_sizes(config)
     loader = _class_to_load(config, auto_class)
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)
@@ -105,7 +142,7 @@ def _class_to_load(config: Any, auto_class: str | None) -> Any:
 
 
 def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load, and refuse to drop weights unless the user has chosen the class."""
+    """Load, and refuse to drop weights or to make some up, unless the user has chosen the class."""
     if kwargs.pop("output_loading_info", False):
         raise CheckpointError("output_loading_info=True is not supported; load with transformers to get it")
     model, info = loader.from_pretrained(path, output_loading_info=True, **kwargs)
@@ -115,9 +152,27 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
             f"{type(model).__name__} has no place for {len(names)} tensors of {str(path)!r}, the first of them "
             f"{names[0]!r}; give auto_class=..., e.g. 'AutoModelForSequenceClassification'"
         )
+    if info["missing_keys"] and auto_class is None:  # transformers fills them with random numbers
+        names = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{len(names)} tensors of {type(model).__name__} are missing in {str(path)!r}, the first of them "
+            f"{names[0]!r}; its weights are incomplete, or its config describes another model"
+        )
     return cast("PreTrainedModel", model)
 
 
 def restore_patch(model: M, record: Mapping[str, Any]) -> M:
-    """Patch a model as the record in its config says, stacked patches included."""
-    return replay(model, tuple(saved_steps(record)))
+    """Patch a model as the record in its config, or with its adapter, says; stacked patches included.
+
+    Raises:
+        CheckpointError: a record of a patch of another model.
+    """
+    steps = saved_steps(record)
+    slot = find_slots(model)[0]
+    dims = {slot.native[layer_type].plain.dim for layer_type in slot.scaled_layers}
+    if dims and steps[-1].rotary.dim not in dims:
+        raise CheckpointError(
+            f"the record of a patch is for {steps[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "
+            "it was made for another model"
+        )
+    return replay(model, tuple(steps))

@@ -22,6 +22,7 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.adapters import attach_recording, detach_recording
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.attention_probe import probe_layers
@@ -33,6 +34,7 @@ from rope_ext_hf.patches.geometry import (
     Underneath,
     bind_to,
     check_pairing,
+    stated_length,
     undo_saved_patch,
     what_is_underneath,
 )
@@ -40,7 +42,7 @@ from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_record import ConfigSwap, Record
 from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.patches.saving import RewritingSave
-from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots
+from rope_ext_hf.patches.slots import PatchedSlot, Slot, find_slots, patched_slots, present_steps
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 __all__ = ["fixed_length", "patch", "patched", "patched_method", "replay", "reset", "unpatch"]
@@ -90,10 +92,8 @@ def patch(
         return resolve_method(method, rotary, factor=factor, target_length=target_length, **params)
 
     def step(under: Underneath) -> PatchStep:
-        resolved, length = resolve(under.rotary), target_length
-        of_its_own = not isinstance(resolved, RemappingMethod) or resolved.frequency is None
-        if factor is not None and of_its_own and getattr(resolved, "factor", None) is None:
-            length = round(factor * under.rotary.context_length)  # the method has no factor: it states the length
+        resolved = resolve(under.rotary)
+        length = target_length or stated_length(resolved, under.rotary, factor)
         return PatchStep(resolved, under.rotary, length, native)
 
     record = _install(model, step, over=over, context_length=context_length)
@@ -141,6 +141,10 @@ def _install(
     step = PatchStep(bound, step.rotary, target_length, step.native)
     method, rotary = step.method, step.rotary
 
+    if method.trainable and (sets := sum(len(slot.scaled_layers) for slot in slots)) > 1:
+        raise UnsupportedModelError(
+            f"{method.name} trains one set of frequencies, and {type(model).__name__} has {sets}, for different layers"
+        )
     layers: list[Any] = []
     if isinstance(method, RemappingMethod) and not _on_meta_device(model):
         layers = probe_layers(model, slots, method, rotary)
@@ -157,8 +161,10 @@ def _install(
     if isinstance(method, RemappingMethod):
         register()
         attach(layers)
+        text = {id(first.config), *(id(module.config) for module, _ in layers if hasattr(module, "config"))}
         for swap in configs:
-            swap.patched._attn_implementation = ATTENTION_NAME
+            if id(swap.original) in text or id(swap.patched) in text:
+                swap.patched._attn_implementation = ATTENTION_NAME
     for swap in configs:
         values = {k: v for k, v in vars(swap.patched).items() if not hasattr(v, "model_type")}
         swap.written = copy.deepcopy(values)
@@ -171,8 +177,8 @@ def _install(
         install_forward_hooks(model, RemappingHooks)
     elif method.depends_on_length(rotary):
         install_forward_hooks(model, LengthHooks)
-    if form.saved_length != config.max_position_embeddings or not form.loads_plainly:
-        RewritingSave.attach(model)
+    RewritingSave.attach(model)
+    attach_recording(model, fillings[0])
     return record
 
 
@@ -182,7 +188,7 @@ def unpatch(model: M) -> M:
     Logits, config and state_dict keys are bit for bit those of a model that was never patched and went through the
     same `.to` calls. A patch that was put over another one (over="patched") gives way to that one.
     """
-    below = next((slot.record.below for slot in patched_slots(model)), ())
+    below = present_steps(model)[:-1]
     _strip(model)
     return replay(model, below) if below else model
 
@@ -199,13 +205,14 @@ def _strip(model: nn.Module) -> None:
                 for hook in child.hooks:
                     hook.remove()
     RewritingSave.detach(model)
+    detach_recording(model)
     detach(model)
 
 
 @contextmanager
 def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
     """`patch` for the length of a `with` block; what the model had before comes back, also after an exception."""
-    before = next(((*slot.record.below, slot.record.step) for slot in patched_slots(model)), ())
+    before = present_steps(model)
     patch(model, method, **kwargs)
     try:
         yield model
@@ -302,7 +309,7 @@ def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """The method `patch` put into a model, None if it runs as loaded."""
-    return next((slot.record.step.method for slot in patched_slots(model)), None)
+    return next((step.method for step in reversed(present_steps(model))), None)
 
 
 def _check_softmax_scale(slot: Slot, config: Any, form: NativeForm) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files
+from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_record
 from rope_ext_hf.patches.config import RECORD
+from rope_ext_hf.patches.readers import former_spelling, readers_wrong
+from rope_ext_hf.patches.trained_values import record_trained_values, trained_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,24 +25,41 @@ __all__ = ["RewritingSave", "save_patched_folder"]
 
 
 class RewritingSave:
-    """`save_pretrained` of one patched model whose config on disk differs from the live one.
+    """`save_pretrained` of one patched model, whose config on disk differs from the live one.
 
-    The live config holds the extended length, which `generate` reads; a saved linear scaling has the length that
-    readers multiply by the factor. And some config classes refuse a rope type of ours (Phi-3): the config is saved as
-    the class accepts it, then rewritten, so that plain loading stops rather than runs without the method.
+    On disk the rope settings stand in two spellings, the second for programs that read the former one. The live config
+    holds the extended length, which `generate` reads; a saved linear scaling has the length that readers multiply by
+    the factor. And some config classes refuse a rope type of ours (Phi-3): the config is saved as the class accepts it,
+    then rewritten, so that plain loading stops rather than runs without the method. A trainable parameter goes into the
+    config as well, with the values it has now, and not into the weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    def __call__(self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def __call__(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        *args: Any,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if getattr(self.model, "_hf_peft_config_loaded", False):  # it saves its adapter alone, without a config
+            type(self.model).save_pretrained(
+                self.model, save_directory, is_main_process, *args, push_to_hub=push_to_hub, **kwargs
+            )
+            return
         if push_to_hub:
             raise CheckpointError(
-                "push_to_hub=True would upload this model before its config is complete; save it to a folder and "
-                "upload that: huggingface_hub.upload_folder(repo_id=..., folder_path=...)"
+                "push_to_hub=True would upload this model before its config is complete; use "
+                "model.push_to_hub(repo_id), or save it to a folder and upload that"
             )
-        type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
-        rewrite_config(Path(save_directory))
+        record_trained_values(self.model)
+        with _left_out_of_weights(self.model, trained_keys(self.model)):
+            type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            rewrite_config(Path(save_directory))
 
     @classmethod
     def attach(cls, model: nn.Module) -> None:
@@ -55,35 +78,72 @@ class RewritingSave:
                 del module.__dict__["save_pretrained"]
 
 
+@contextmanager
+def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[None]:
+    """Inside, `save_pretrained` leaves these tensors out."""
+    before = model._keys_to_ignore_on_save
+    model._keys_to_ignore_on_save = {*(before or ()), *keys}
+    try:
+        yield
+    finally:
+        model._keys_to_ignore_on_save = before
+
+
 def rewrite_config(folder: Path) -> None:
-    """Put the rope settings and the length of the record in a config.json where transformers reads them."""
+    """Put the rope settings and the length of the record in a config.json where every program reads them.
+
+    Warns of programs known to run another model from it.
+    """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     for part in [config, *config.values()]:
         if isinstance(part, dict) and RECORD in part:
-            part["rope_parameters"] = part[RECORD]["rope_parameters"]
+            record = part[RECORD]
+            part["rope_parameters"] = record["rope_parameters"]
             if "max_position_embeddings" in part:  # some families keep it under another name
-                part["max_position_embeddings"] = part[RECORD]["max_position_embeddings"]
+                part["max_position_embeddings"] = record["max_position_embeddings"]
+            former = former_spelling(part, record["layer_types"])
+            part |= former
+            record["former"] = sorted(former)
+            if wrong := readers_wrong(part["model_type"], part["rope_parameters"], record["max_position_embeddings"]):
+                warnings.warn(
+                    f"{', '.join(wrong)} would load {str(folder)!r} without an error and run another model: of these "
+                    "rope settings such programs read a part only",
+                    stacklevel=3,
+                )
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def save_patched_folder(model: PreTrainedModel, source: Path, out: Path) -> None:
+def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: str | None = None) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
-    The model card of the source and its pictures describe another model; a short card takes their place.
+    The copy of an adapter's folder gets the record of the patch instead. The model card of the source and its pictures
+    describe another model; a short card takes their place.
+
+    Args:
+        model: patched; on any device.
+        source: where the files are.
+        out: the new folder.
+        name: what the card calls the source; default: the name of its folder.
 
     Raises:
         FileError: `out` exists or lies inside the source, a file of the source leads out of it or changed while it was
             copied, or the disk refuses; nothing is left of `out` then.
     """
-    names = [name for name in list_files(source) if not _left_out(Path(name))]
-    inputs = file_stamps(source / name for name in names)
+    adapter = find_adapter(source)
+    names = [file for file in list_files(source) if not _left_out(Path(file))]
+    inputs = file_stamps(source / file for file in names)
     size = sum(stamp.size for stamp in inputs.values())
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
         copy_files(source, names, staging)
-        model.config.save_pretrained(staging)
-        rewrite_config(staging)
-        (staging / "README.md").write_text(_card(model, source), encoding="utf-8")
+        if adapter is None:
+            model.config.save_pretrained(staging)
+            rewrite_config(staging)
+        for file in names if adapter else ():
+            if Path(file).name == ADAPTER_CONFIG:
+                write_json(staging / file, with_record(read_json(staging / file), _record(model)))
+        card = _card(model, name or source.name, adapter.base if adapter else None)
+        (staging / "README.md").write_text(card, encoding="utf-8")
 
 
 def _left_out(name: Path) -> bool:
@@ -92,13 +152,20 @@ def _left_out(name: Path) -> bool:
     return name.suffix in (".png", ".jpg", ".svg")
 
 
-def _card(model: PreTrainedModel, source: Path) -> str:
-    record = next(part for part in (model.config, model.config.get_text_config()) if hasattr(part, RECORD))
-    step = getattr(record, RECORD)
+def _record(model: PreTrainedModel) -> dict[str, Any]:
+    record: dict[str, Any] = next(
+        getattr(part, RECORD) for part in (model.config, model.config.get_text_config()) if hasattr(part, RECORD)
+    )
+    return record
+
+
+def _card(model: PreTrainedModel, name: str, base: str | None) -> str:
+    step = _record(model)
     method = ", ".join(f"{key}={value}" for key, value in step["method"].items() if not isinstance(value, list))
+    library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
     return (
-        "---\nlibrary_name: transformers\ntags: [rope, long-context]\n---\n\n"
-        f"# {source.name}, patched\n\nThe weights of `{source.name}` with another RoPE method: {method}; extended "
+        f"---\nlibrary_name: {library}\ntags: [rope, long-context]\n---\n\n"
+        f"# {name}, patched\n\nThe weights of `{name}` with another RoPE method: {method}; extended "
         f"length: {step['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the "
         "original describes the weights.\n"
     )

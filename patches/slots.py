@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import SLIDING, ConfigRope, read_rope
+from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
-__all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots"]
+__all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots", "present_steps"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Slot:
         parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
         config: the config it was built from.
         native: per layer type (None: all layers) the rotary embedding that its config describes.
-        layout, cast: how its angles come out, see `RotaryEmbedding`.
+        layout, cast, axis_of_pair: how its angles come out, see `RotaryEmbedding`.
     """
 
     parent: nn.Module
@@ -43,6 +44,12 @@ class Slot:
     native: dict[str | None, ConfigRope]
     layout: Layout
     cast: bool
+    axis_of_pair: tuple[int, ...] | None = None
+
+    @property
+    def axes(self) -> int:
+        """How many axes its positions have."""
+        return 1 if self.axis_of_pair is None else 1 + max(self.axis_of_pair)
 
     @property
     def scaled_layers(self) -> list[str | None]:
@@ -84,7 +91,10 @@ class PatchedSlot(nn.Module):
         for layer_type, native in slot.native.items():
             chosen = (method, rotary) if layer_type in scaled else (native.method, native.plain)
             kind = RemappedRotaryEmbedding if isinstance(chosen[0], RemappingMethod) else RotaryEmbedding
-            self.tables[layer_type or "all"] = kind(*chosen, layout=slot.layout, cast=slot.cast)
+            self.tables[layer_type or "all"] = kind(
+                *chosen, layout=slot.layout, cast=slot.cast, axis_of_pair=slot.axis_of_pair
+            )
+        self.axes = slot.axes
         self.replaced = slot.module
         self.record = record
         self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
@@ -101,6 +111,14 @@ class PatchedSlot(nn.Module):
                 raise
             return getattr(self.replaced, name)
 
+    @property
+    def present_step(self) -> PatchStep:
+        """The patch, with the values that a trainable parameter has now."""
+        step: PatchStep = self.record.step
+        tables = (self.table(name) for name in self.tables)
+        table = next((each for each in tables if each.method == step.method), None)
+        return step if table is None else replace(step, method=table.present_method)
+
     def table(self, name: str) -> RotaryEmbedding:
         """The table of a layer type, or of "all" layers."""
         found = self.tables[name]
@@ -114,6 +132,12 @@ class PatchedSlot(nn.Module):
 def patched_slots(model: nn.Module) -> list[PatchedSlot]:
     """The slots of a model that hold one of our modules."""
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
+
+
+def present_steps(model: nn.Module) -> tuple[PatchStep, ...]:
+    """The patches of a live model, bottom first; none for a model that runs as loaded."""
+    steps: tuple[PatchStep, ...] = next(((*slot.record.below, slot.present_step) for slot in patched_slots(model)), ())
+    return steps
 
 
 def find_slots(model: nn.Module) -> list[Slot]:
@@ -166,14 +190,14 @@ def _takes_positions(module: nn.Module) -> bool:
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
     native: dict[str | None, ConfigRope] = {}
     layout: Layout = "half"
-    cast = True
+    cast, axis_of_pair = True, None
     for name in _frequency_names(module):
         layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
         native[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
         _check_against_config(config, inv_freq, native[layer_type])
-        layout, cast = _probe(module, inv_freq.shape[-1], layer_type)
-    return Slot(parent, attribute, module, config, native, layout, cast)
+        layout, cast, axis_of_pair = _probe(module, inv_freq.shape[-1], layer_type)
+    return Slot(parent, attribute, module, config, native, layout, cast, axis_of_pair)
 
 
 def _check_against_config(config: Any, inv_freq: Tensor, native: ConfigRope) -> None:
@@ -190,44 +214,68 @@ def _check_against_config(config: Any, inv_freq: Tensor, native: ConfigRope) -> 
         )
 
 
-def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layout, bool]:
-    """Run a stand-in of the module, with known frequencies, on three rows of one position, and look at its output."""
+def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
+    """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes."""
     stand_in = copy.copy(module)
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
     stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else b for name, b in module._buffers.items()}
-    x = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
 
-    def run(*shape: int) -> Any:
-        return type(module).forward(stand_in, x, torch.ones(shape, dtype=torch.int64, device="cpu"), **kwargs)
+    def run(positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return type(module).forward(stand_in, torch.zeros(1, dtype=dtype, device="cpu"), positions, **kwargs)
 
-    out = run(3, 1)
-    if not _merges_position_axes(run):
-        if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
-            return "complex", True
-        if (
-            isinstance(out, tuple)
-            and len(out) == 2
-            and out[0].shape[0] == 3
-            and out[0].dtype in (x.dtype, torch.float32)
-        ):
-            cos, cast = out[0][0, 0].float(), out[0].dtype == x.dtype
-            if cos.shape[0] == pairs:
-                return "bare", cast
-            if cos.shape[0] == 2 * pairs and torch.equal(cos[:pairs], cos[pairs:]):
-                return "half", cast
-            if cos.shape[0] == 2 * pairs and torch.equal(cos[0::2], cos[1::2]):
-                return "interleaved", cast
+    out = run(torch.ones(3, 1, dtype=torch.int64, device="cpu"))
+    if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
+        return "complex", True, None
+    if isinstance(out, tuple) and len(out) == 2 and out[0].shape[0] == 3 and out[0].dtype in _CAST:
+        cos, cast = out[0][0, 0].float(), out[0].dtype == torch.bfloat16
+        layouts: dict[Layout, bool] = {
+            "bare": cos.shape[0] == pairs,
+            "half": cos.shape[0] == 2 * pairs and torch.equal(cos[:pairs], cos[pairs:]),
+            "interleaved": cos.shape[0] == 2 * pairs and torch.equal(cos[0::2], cos[1::2]),
+        }
+        layout = next((name for name, matches in layouts.items() if matches), None)
+        if layout is not None:
+            several, axis_of_pair = _axes(run, known, layout)
+            if not several or axis_of_pair is not None:
+                return layout, cast, axis_of_pair
     raise UnsupportedModelError(
-        f"{type(module).__name__} does more with its angles than a plain rotary embedding (several position axes, as "
-        "in vision-language models, or another arrangement); it cannot be replaced"
+        f"{type(module).__name__} does more with its angles than a rotary embedding: it arranges them in another way, "
+        "so it cannot be replaced"
     )
 
 
-def _merges_position_axes(run: Callable[..., Any]) -> bool:
-    """Whether positions (3, batch, length), one row per axis, come out as one row: multimodal RoPE."""
-    try:
-        out = run(3, 1, 1)
-    except (RuntimeError, ValueError, IndexError):
-        return False
-    return isinstance(out, tuple) and out[0].shape[0] == 1
+_CAST = (torch.bfloat16, torch.float32)
+"""What cos and sin come out as where x is bfloat16."""
+
+
+def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool, tuple[int, ...] | None]:
+    """Whether positions (axes, batch, length) come out as one row, and the axis that rotates each pair.
+
+    That axis is None where a pair is not rotated by its own frequency, or its two columns differ.
+    """
+    for count in (3, 4, 2):
+        positions = torch.arange(1, count + 1, device="cpu").reshape(count, 1, 1)
+        try:
+            out = run(positions, torch.float32)
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        if not (isinstance(out, tuple) and out[0].shape[:2] == (1, 1)):
+            return False, None
+        pairs = len(known)
+        cos, sin = (_once(part[0, 0].float(), pairs, layout) for part in out)
+        size = (cos.square() + sin.square()).sqrt()  # the attention factor of a scaling of its own
+        angles = positions.flatten()[:, None] * known  # (axes, pairs)
+        differences = (angles.cos() - cos / size).abs() + (angles.sin() - sin / size).abs()
+        found = differences.amax(0)  # over the columns of a pair
+        axis = found.argmin(0)
+        exact = bool((found.gather(0, axis[None]) < 1e-5).all())
+        return True, tuple(axis.tolist()) if exact else None
+    return False, None
+
+
+def _once(columns: Tensor, pairs: int, layout: Layout) -> Tensor:
+    """The columns of each pair below each other, (1 or 2, 1, pairs)."""
+    if layout == "bare":
+        return columns.reshape(1, 1, pairs)
+    return (columns.reshape(2, pairs) if layout == "half" else columns.reshape(pairs, 2).mT).unsqueeze(1)

@@ -62,6 +62,7 @@ def test_a_model_that_carried_a_scaling_comes_back_to_it(tmp_path: Path) -> None
     assert model.config.max_position_embeddings == 8 * TRAINED
 
 
+@pytest.mark.slow
 def test_a_model_inside_another(tmp_path: Path) -> None:
     """Vision-language models keep the settings in a text config of their own."""
     text = {key: value for key, value in build("gemma3").config.to_dict().items() if key != "model_type"}
@@ -173,11 +174,13 @@ def tampered(folder: Path, out: Path, change: Callable[[dict[str, Any]], None]) 
 
 def raise_factor(config: dict[str, Any]) -> None:
     parameters = config["rope_parameters"]
-    parameters.get("full_attention", parameters)["factor"] = 32.0
+    for settings in (parameters.get("full_attention", parameters), config["rope_scaling"]):
+        settings["factor"] = 32.0
 
 
 def other_type(config: dict[str, Any]) -> None:
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": THETA}
+    del config["rope_scaling"]
 
 
 def no_method(config: dict[str, Any]) -> None:
@@ -250,6 +253,16 @@ def test_the_class_is_the_one_that_was_saved(kind: str, params: dict[str, Any], 
     assert type(loaded).__name__ == kind
     with torch.no_grad():
         assert torch.equal(loaded(ids)[0], expected)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_weights_are_never_made_up_silently(patched: bool, tmp_path: Path) -> None:
+    model = build("llama")
+    (rope.patch(model, "dynamic-ntk") if patched else model).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"9 tensors of LlamaForCausalLM are missing .*'model\.layers\.2\."):
+        rope.from_pretrained(tmp_path)
 
 
 def test_weights_are_never_dropped_silently(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rope_ext_hf as rope
 from rope_ext_hf.rotary.pairing import (
     PAIRINGS,
     half_to_interleaved,
@@ -18,6 +19,7 @@ from rope_ext_hf.rotary.pairing import (
     rotate,
     to_pairing,
 )
+from tests.oracles import Pairing, rotation_matrix
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
 
@@ -43,6 +45,7 @@ def test_the_order_of_eight() -> None:
     assert interleaved_to_half(torch.arange(8), heads=1, rotary_dim=4, start=2).tolist() == [0, 1, 2, 4, 3, 5, 6, 7]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_shape_any_slice_any_dimension(data: st.DataObject) -> None:
@@ -108,6 +111,49 @@ FORMS = {
     "interleaved": lambda x, angles: rotate(x, angles, "interleaved"),
     "complex": rotate_complex,
 }
+METHODS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4},
+    "ntk": {"factor": 4},
+    "yarn": {"factor": 4},
+    "llama3": {"factor": 4},
+}
+
+
+@given(
+    data=st.data(),
+    pairs=st.integers(2, 8),
+    after=st.integers(0, 4),
+    position=st.integers(0, 2000),
+    method=st.sampled_from(sorted(METHODS)),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+@settings(max_examples=60)
+def test_pairs_matrix_and_complex_numbers_are_one_rotation(
+    data: st.DataObject, pairs: int, after: int, position: int, method: str, dtype: torch.dtype
+) -> None:
+    """Also the order of rows that leads from one pairing to the other, in the weights and not in the vectors."""
+    dim, heads, hidden = 2 * pairs + after, data.draw(st.integers(1, 3)), 6
+    angles = position * rope.frequencies(method, rope.Rotary(2 * pairs, 1e4, 256), **METHODS[method]).inv_freq
+    x, weight = torch.randn(hidden, dtype=dtype), torch.randn(heads * dim, hidden, dtype=dtype)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-10 if dtype == torch.float64 else 1e-5}
+    rotated = {}
+    pairings: tuple[Pairing, ...] = ("half", "interleaved")
+    for pairing in pairings:
+        vectors = (weight @ x).view(heads, dim)
+        by_matrix = vectors.double() @ rotation_matrix(angles, dim, pairing).T
+        rotated[pairing] = rotate(vectors, angles, pairing)
+        torch.testing.assert_close(rotated[pairing], by_matrix.to(dtype), **close)
+    torch.testing.assert_close(rotate_complex(vectors, angles), rotated["interleaved"], **close)
+
+    reordered = interleaved_to_half(weight, heads=heads, rotary_dim=2 * pairs)
+    halved = rotate((reordered @ x).view(heads, dim), angles, "half")
+    expected = interleaved_to_half(rotated["interleaved"], heads=1, rotary_dim=2 * pairs, dim=1)
+    torch.testing.assert_close(halved, expected, **close)
+    scores = [each @ each.T for each in (halved, rotated["interleaved"])]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-3)
+
+
 vectors = st.integers(0, 2**31).map(
     lambda seed: torch.randn(2, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 )

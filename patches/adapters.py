@@ -1,0 +1,299 @@
+"""PEFT adapters of patched models: what their folders record, and loading them.
+
+PEFT saves an adapter as its weights, its settings (adapter_config.json) and the name of the base model. The patch that
+the adapter was trained under is recorded among the settings, in a key that PEFT warns of by name when it loads them:
+
+    "rope_ext_hf: load with rope_ext_hf.from_pretrained": {"method": {...}, "rotary": {...}, ...}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from torch import nn
+
+from rope_ext_hf.errors import CheckpointError, short
+from rope_ext_hf.files import read_json
+from rope_ext_hf.patches.config import PAIRING_KEY, RECORD, checked_steps
+from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
+from rope_ext_hf.patches.trained_values import record_trained_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "SAVE_ROUTE",
+    "Adapter",
+    "attach_recording",
+    "detach_recording",
+    "find_adapter",
+    "finding_base",
+    "has_adapters",
+    "tokenizer_source",
+    "with_record",
+]
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_KEY = f"{RECORD}: load with rope_ext_hf.from_pretrained"
+SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
+
+_STEP_KEYS = ("method", "rotary", "target_length", "native", "below")
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+# What a task of PEFT is loaded with where the architectures of the base model do not have it.
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+
+
+# --- saving --------------------------------------------------------------------------------------------------------
+
+
+class RecordingToDict:
+    """`to_dict` of one adapter's settings, which PEFT writes into adapter_config.json, with the record of the patch."""
+
+    def __init__(self, settings: Any, record: dict[str, Any]) -> None:
+        self.settings, self.record = settings, record
+
+    def __call__(self) -> dict[str, Any]:
+        return with_record(type(self.settings).to_dict(self.settings), self.record)
+
+
+def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an adapter with the record of a patch in place of any other.
+
+    Args:
+        record: the record in the config of the patched base model.
+    """
+    kept = {key: value for key, value in settings.items() if not _is_record(key)}
+    return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _STEP_KEYS if key in record}}
+
+
+def _is_record(key: str) -> bool:
+    return key.partition(":")[0] == RECORD
+
+
+def attach_recording(model: nn.Module, slot: PatchedSlot) -> None:
+    """Record the patch with every adapter of a model, present or added later, when it is saved.
+
+    Adapters are most often added to a model that is patched already, and nothing of that reaches this package. But
+    saving them begins with `state_dict`, of which a model may announce the beginning.
+
+    Args:
+        slot: a slot of the model; it keeps the handles.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) or _settings_of(module):
+            handle = module.register_state_dict_pre_hook(_record_patch)  # type: ignore[no-untyped-call]
+            slot.hooks.append(handle)
+
+
+def _record_patch(module: nn.Module, *_: Any) -> None:
+    record_trained_values(module)
+    configs = [swap.patched for slot in patched_slots(module) for swap in slot.record.configs]
+    record = next((vars(config)[RECORD] for config in configs if RECORD in vars(config)), None)
+    if record is not None:
+        for settings in _settings_of(module):
+            settings.__dict__["to_dict"] = RecordingToDict(settings, record)
+
+
+def detach_recording(model: nn.Module) -> None:
+    """Save the adapters of a model without a record again."""
+    for module in model.modules():
+        for settings in _settings_of(module):
+            if isinstance(settings.__dict__.get("to_dict"), RecordingToDict):
+                del settings.__dict__["to_dict"]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters of PEFT."""
+    return any(True for module in model.modules() for _ in _settings_of(module))
+
+
+def _settings_of(module: nn.Module) -> list[Any]:
+    """The settings of the adapters that a module of PEFT, or a model inside PEFT, lists by name."""
+    by_name = getattr(module, "peft_config", None)
+    return list(by_name.values()) if isinstance(by_name, dict) else []
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a folder or on the Hub.
+
+    Attributes:
+        path: the folder or Hub id.
+        base: the folder or Hub id of the model that it was trained on.
+        settings: of PEFT, ours left out.
+        record: the patch of that model; None: the folder of the base model decides.
+        pairing: the pairing of the adapter's weights, where they were converted.
+        hub: arguments that find `path` on the Hub.
+        subfolder: of `path`.
+    """
+
+    path: str
+    base: str
+    settings: dict[str, Any]
+    record: Mapping[str, Any] | None
+    pairing: str | None
+    hub: dict[str, Any]
+    subfolder: str
+
+    @property
+    def base_revision(self) -> dict[str, str]:
+        """The revision of the base model on the Hub as an argument, where the adapter states one."""
+        revision = self.settings.get("revision")
+        return {"revision": revision} if isinstance(revision, str) else {}
+
+    @property
+    def auto_class(self) -> str | None:
+        """The class of transformers that the adapter's task asks for; None: the one that the base model names."""
+        import transformers
+
+        name = _CLASSES.get(str(self.settings.get("task_type")))
+        mapping = self.settings.get("auto_mapping")
+        if name is None and isinstance(mapping, dict):
+            name = str(mapping.get("base_model_class"))
+        return name if name is not None and hasattr(transformers, name) else None
+
+    def load_onto(self, base: PreTrainedModel, **arguments: Any) -> Any:
+        """Load the adapter's weights onto its base model, which is patched already.
+
+        Args:
+            **arguments: of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
+
+        Returns:
+            The peft.PeftModel around the base model; its `name_or_path` is the adapter's.
+
+        Raises:
+            CheckpointError: PEFT is missing or does not know this adapter, or the pairing is not the base model's.
+        """
+        runs = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
+        if self.pairing is not None and runs not in (None, self.pairing):
+            raise CheckpointError(
+                f"the adapter {short(self.path)!r} is {self.pairing}, its base model {short(self.base)!r} {runs}; "
+                f"convert one of them: rope-ext convert {short(self.path)} NEW --to {runs}"
+            )
+        try:
+            from peft import PeftConfig, PeftModel
+            from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+        except ImportError as error:
+            raise CheckpointError(f"{short(self.path)!r} is a PEFT adapter; install peft to load it") from error
+        kind = self.settings.get("peft_type")
+        if kind not in list(PEFT_TYPE_TO_CONFIG_MAPPING):
+            raise CheckpointError(f"{short(self.path)!r} is an adapter of type {short(str(kind))!r}, unknown to PEFT")
+        settings = PeftConfig.from_peft_type(**PeftConfig.check_kwargs(**self.settings))
+        folder = self._folder()
+        _resize_embeddings(base, folder)
+        model = PeftModel.from_pretrained(base, str(folder), config=settings, **arguments)
+        model.name_or_path = self.path
+        return model
+
+    def _folder(self) -> Path:
+        folder = Path(self.path)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            inside = f"{self.subfolder}/" if self.subfolder else ""
+            folder = Path(snapshot_download(self.path, allow_patterns=[f"{inside}adapter_*"], **self.hub))
+        return folder / self.subfolder
+
+
+def _resize_embeddings(base: PreTrainedModel, folder: Path) -> None:
+    """Give a model as many token embeddings as the adapter brings along: it may have been trained with tokens added."""
+    embeddings, file = base.get_input_embeddings(), folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return
+    name = next((name for name, module in base.named_modules() if module is embeddings), "")
+    with safe_open(file, "pt") as tensors:
+        key = f"base_model.model.{name}.weight"
+        brought = tensors.get_slice(key).get_shape()[0] if key in list(tensors.keys()) else None
+    if brought not in (None, len(embeddings.weight)):
+        base.resize_token_embeddings(brought)
+
+
+def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapter | None:
+    """The adapter in a folder or Hub repository; None where there is none.
+
+    A folder that also holds a whole model counts as that model, as in transformers.
+
+    Args:
+        **hub: revision, token, cache_dir, local_files_only, as transformers takes them; others are left alone.
+
+    Raises:
+        CheckpointError: no name of a base model, a damaged record, or settings that would import code.
+        FileError: an adapter_config.json that is no JSON object.
+    """
+    from transformers.utils import find_adapter_config_file
+
+    name = str(path)
+    hub = {key: hub[key] for key in _HUB_ARGUMENTS if key in hub}
+    try:
+        file = find_adapter_config_file(name, subfolder=subfolder, **hub)
+    except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config says so
+        return None
+    if file is None or (Path(name).is_dir() and _holds_a_model(Path(file).parent)):
+        return None
+    values = read_json(Path(file))
+    base = values.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise CheckpointError(
+            f"{short(name)!r} is an adapter without the name of its model; add base_model_name_or_path to its "
+            f"{ADAPTER_CONFIG}"
+        )
+    if values.get("megatron_config"):
+        raise CheckpointError(
+            f"the {ADAPTER_CONFIG} of {short(name)!r} names a module to import (megatron_core), for Megatron's models; "
+            "remove megatron_config from it"
+        )
+    record = next((value for key, value in values.items() if _is_record(key)), None)
+    if record is not None:
+        checked_steps(record, f"the adapter {short(name)!r}")
+    settings = {key: value for key, value in values.items() if key != PAIRING_KEY and not _is_record(key)}
+    return Adapter(name, base, settings, record, values.get(PAIRING_KEY), hub, subfolder)
+
+
+@contextmanager
+def finding_base(adapter: Adapter) -> Iterator[None]:
+    """Inside, a CheckpointError says that it is about the base model of this adapter."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the model that the adapter {short(adapter.path)!r} was trained on could not be found: {error}"
+        ) from error
+
+
+def _holds_a_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(True for name in _WEIGHTS for _ in folder.glob(name))
+
+
+def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]:
+    """Where the tokenizer of a folder or Hub id is, and the arguments that find it there.
+
+    That is the base model for an adapter without a tokenizer of its own, else the path itself.
+    """
+    from transformers.utils import cached_file
+
+    adapter = find_adapter(path, **hub)
+    if adapter is None:
+        return str(path), hub
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    if cached_file(adapter.path, "tokenizer_config.json", **adapter.hub, **quiet) is not None:
+        return str(path), hub
+    return adapter.base, {key: value for key, value in hub.items() if key != "revision"} | adapter.base_revision

@@ -1,0 +1,183 @@
+"""Other programs that read a patched folder: the keys they need beside transformers' own, and what they read right.
+
+transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling: top-level
+`rope_theta` and `rope_scaling`. Their rules for the attention factor differ as well, and are data here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rope_ext_hf.patches.families import Family, family
+
+__all__ = ["READER_KEYS", "attention_factor_keys", "former_keys", "former_spelling", "readers_right", "readers_wrong"]
+
+READER_KEYS = frozenset({"attn_factor", "short_mscale", "long_mscale"})
+"""Rope settings that are written for other readers; transformers passes over them with a log message."""
+
+Settings = Mapping[str, Any]
+
+
+def attention_factor_keys(settings: Settings, known: Family) -> dict[str, Any]:
+    """The attention factor of a form, under the keys of the programs that do not read `attention_factor`.
+
+    vLLM and SGLang read short_mscale and long_mscale of a longrope. Of a yarn, mlx-lm and SGLang read mscale and
+    mscale_all_dim, which give exactly 1 where they are equal; SGLang multiplies the result by attn_factor.
+    """
+    factor = settings.get("attention_factor")
+    if factor is None:
+        return {}
+    if settings["rope_type"] == "longrope":
+        return dict.fromkeys(("short_mscale", "long_mscale"), factor)
+    if factor == 1 and not known.softmax_mscale:  # there the attention scales its softmax by mscale_all_dim
+        return dict.fromkeys(("mscale", "mscale_all_dim"), 1.0)
+    without = {key: value for key, value in settings.items() if key != "attention_factor"}
+    return {"attn_factor": factor / _yarn_attention_factor(without)}
+
+
+def _yarn_attention_factor(settings: Settings) -> float:
+    """The attention factor of a yarn by the rule of transformers; 0 means "not set" there."""
+
+    def g(mscale: float) -> float:
+        return 0.1 * mscale * math.log(settings["factor"]) + 1
+
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    return g(mscale) / g(all_dim) if mscale and all_dim else g(1)
+
+
+# --- the former spelling --------------------------------------------------------------------------------------------
+
+
+def former_keys(model_type: str, rope_parameters: Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
+    """The same settings under the top-level keys of transformers 4; {} where those cannot state them.
+
+    Args:
+        layer_types: the layer types that are scaled; [None] for a config with one set for all layers.
+    """
+    scaled = rope_parameters if layer_types[0] is None else rope_parameters[layer_types[0]]
+    others = [
+        each for name, each in rope_parameters.items() if layer_types[0] is not None and name not in layer_types
+        if isinstance(each, Mapping)
+    ]  # fmt: skip
+    former = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled}
+    if scaled["rope_type"] != "default":
+        former["rope_scaling"] = {key: value for key, value in scaled.items() if key != "rope_theta"}
+    for other in others:
+        if other.get("rope_type", "default") != "default":
+            return {}
+        if other["rope_theta"] != scaled["rope_theta"]:
+            former["rope_local_base_freq"] = other["rope_theta"]
+    names = family(model_type).former_keys
+    return {names.get(key, key): value for key, value in former.items()}
+
+
+def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
+    """What to write beside `rope_parameters` in a config.json: {} where plain loading would then read other settings.
+
+    transformers 5 lets `rope_scaling` win over `rope_parameters`, and some of its classes read it otherwise.
+    """
+    former = former_keys(config["model_type"], config["rope_parameters"], layer_types)
+    former = {key: value for key, value in former.items() if key not in config}
+    alone, both = (_settings_read_from({**config, **extra}) for extra in ({}, former))
+    return former if alone is not None and alone == both else {}
+
+
+def _settings_read_from(config: Settings) -> dict[str, Any] | None:
+    """The rope settings that the installed transformers reads from a config.json; None: it takes it for an error."""
+    from transformers import AutoConfig
+
+    values = _plain(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # a class that has `rope_scaling` set from outside
+        try:
+            settings: dict[str, Any] = AutoConfig.for_model(values.pop("model_type"), **values).rope_parameters
+        except Exception:  # whatever a config class makes of keys that it does not expect
+            return None
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """A copy without what transformers has no name for: such keys are logged, and such rope types refused."""
+    if not isinstance(value, Mapping):
+        return copy.deepcopy(value)
+    kept = {key: _plain(each) for key, each in value.items() if key not in READER_KEYS}
+    if "/" in str(kept.get("rope_type")):
+        kept["rope_type"] = "default"
+    return kept
+
+
+# --- who reads what -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program that reads a patched folder, in the version that was tried.
+
+    Attributes:
+        name: the program and its version.
+        right: by rope type, whether it runs such settings as transformers 5 does; from the settings and
+            max_position_embeddings. A rope type that is missing is refused by that program.
+    """
+
+    name: str
+    right: Mapping[str, Callable[[Settings, int], bool]]
+
+
+def _always(settings: Settings, length: int) -> bool:
+    return True
+
+
+def _one_list(settings: Settings, length: int) -> bool:
+    return bool(settings["short_factor"] == settings["long_factor"])
+
+
+def _mlx_yarn(settings: Settings, length: int) -> bool:
+    read = {"mscale": 1.0, "mscale_all_dim": 0.0} | dict(settings)
+    low, high = (0.1 * read[key] * math.log(read["factor"]) + 1 for key in ("mscale_all_dim", "mscale"))
+    return bool(read.get("truncate", True)) and math.isclose(high / low, _yarn_attention_factor(settings))
+
+
+def _mlx_longrope(settings: Settings, length: int) -> bool:
+    original = settings["original_max_position_embeddings"]
+    factor = math.sqrt(1 + max(0.0, math.log(length / original)) / math.log(original))
+    return _one_list(settings, length) and math.isclose(factor, settings["attention_factor"], rel_tol=1e-6)
+
+
+_EVERYWHERE = dict.fromkeys(("default", "linear", "llama3", "yarn"), _always)
+
+READERS = (
+    Reader("transformers 4.57", _EVERYWHERE | {"longrope": _one_list}),
+    Reader("vLLM 0.33", _EVERYWHERE | {"longrope": _one_list}),
+    Reader("SGLang 0.5.23", _EVERYWHERE | {"longrope": _one_list}),
+    Reader("mlx-lm 0.32.2", _EVERYWHERE | {"yarn": _mlx_yarn, "longrope": _mlx_longrope}),
+)
+TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Families whose classes in all these programs hand the rope settings on unchanged."""
+
+
+def _judged(model_type: str, settings: Settings, length: int) -> dict[str, bool]:
+    if model_type not in TRIED_FAMILIES:
+        return {}
+    rope_type = settings["rope_type"]
+    return {each.name: each.right[rope_type](settings, length) for each in READERS if rope_type in each.right}
+
+
+def readers_right(model_type: str, settings: Settings, length: int) -> list[str]:
+    """The programs known to run a saved form as transformers 5 does.
+
+    Args:
+        length: max_position_embeddings as saved.
+    """
+    return [name for name, right in _judged(model_type, settings, length).items() if right]
+
+
+def readers_wrong(model_type: str, settings: Settings, length: int) -> list[str]:
+    """The programs known to load a saved form without an error and run another model."""
+    return [name for name, right in _judged(model_type, settings, length).items() if not right]

@@ -1,0 +1,166 @@
+"""Do transformers 4 and mlx-lm run a patched folder as it was measured?
+
+    make test-readers
+    python -m tests.readers --transformers ENV/bin/python --mlx-lm ENV/bin/python
+
+Saves the bundled model, and small random models of the families in patches/readers.py, under every form; has both
+programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
+and compares them with ours. The result goes to docs/results/readers.json; the exit status is 1 where patches/readers.py
+says otherwise than what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import rope_ext_hf as rope
+from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.readers import READERS, TRIED_FAMILIES, readers_right, readers_wrong
+from rope_ext_hf.reference import path as reference_folder
+from tests.models import build, logits
+
+ROOT = Path(__file__).parent.parent
+WORK = ROOT / "build" / "readers"
+LENGTHS = {"short": 100, "long": 600}  # tokens; the original lengths are 256 and 128
+AGREE = 1e-3
+"""The largest difference of two logits that counts as the same model, in standard deviations of the logits."""
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "ntk": ("ntk", {}),
+    "yarn": ("yarn", {}),
+    "yarn, an attention factor given": ("yarn", {"attention_factor": 1.1}),
+    "by-parts": ("by-parts", {}),
+    "llama3": ("llama3", {}),
+    "longrope, one list": ("longrope", {"lists": (1, 1)}),
+    "longrope, two lists": ("longrope", {"lists": (0, 1)}),
+    "factors": ("factors", {"lists": (1,)}),
+}
+
+
+def patched(model: Any, form: str, factor: float) -> Any:
+    method, params = FORMS[form]
+    if "lists" in params:
+        rotary = patch_geometry(model)
+        plain, scaled = (
+            rope.frequencies(m, rotary, **p).inv_freq for m, p in (("default", {}), ("ntk", {"factor": 4}))
+        )
+        lists = [[1.0] * len(plain), (plain / scaled).tolist()]
+        chosen = [lists[index] for index in params["lists"]]
+        if method == "factors":
+            return rope.patch(model, method, factors=chosen[0], attention_factor=1.1)
+        params = dict(zip(("short_factor", "long_factor"), chosen, strict=True))
+    return rope.patch(model, method, factor=factor, **params)
+
+
+def all_logits(model: Any, inputs: list[torch.Tensor]) -> Any:
+    """(positions, vocabulary) of all inputs, one after the other."""
+    return np.concatenate([logits(model, ids)[0].numpy() for ids in inputs])
+
+
+def models() -> Iterator[tuple[str, Any, float]]:
+    """Name, model and the factor to extend it by, so that 600 tokens are inside."""
+    yield "reference", AutoModelForCausalLM.from_pretrained(reference_folder(), dtype=torch.float32).eval(), 8.0
+    for name in sorted(TRIED_FAMILIES):
+        yield name, build(name, max_position_embeddings=128, vocab_size=259), 8.0
+
+
+def save_all() -> dict[str, dict[str, Any]]:
+    """Every model under every form, and what is expected of each, by the name of its folder."""
+    shutil.rmtree(WORK / "models", ignore_errors=True)
+    (WORK / "models").mkdir(parents=True)
+    draws = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(3, 255, (1, length), generator=draws) for length in LENGTHS.values()]
+    for name, ids in zip(LENGTHS, inputs, strict=True):
+        np.save(WORK / "models" / f"{name}.npy", ids.numpy())
+    saved: dict[str, dict[str, Any]] = {}
+    for name, model, factor in models():
+        plain = all_logits(model, inputs)
+        for form in FORMS:
+            patched(model, form, factor)
+            ours, folder = all_logits(model, inputs), WORK / "models" / f"{name}, {form}"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                model.save_pretrained(folder)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            judged = config["model_type"], config["rope_parameters"], config["max_position_embeddings"]
+            spread = float(ours.std())
+            saved[folder.name] = {
+                "model": name,
+                "form": form,
+                "ours": ours,
+                "spread": spread,
+                "plain": float(np.abs(ours - plain).max()) / spread,
+                "right": readers_right(*judged),
+                "wrong": readers_wrong(*judged),
+            }
+            rope.unpatch(model)
+    return saved
+
+
+def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """One row for every folder, and what patches/readers.py has otherwise."""
+    package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
+    reader = next(each.name for each in READERS if each.name.startswith(package))
+    rows, contradictions = [], []
+    for folder, expected in saved.items():
+        file = WORK / "models" / f"{folder}.{program}.npy"
+        row = {"reader": reader, "model": expected["model"], "form": expected["form"], "without": expected["plain"]}
+        if file.exists():
+            row["difference"] = float(np.abs(np.load(file) - expected["ours"]).max()) / expected["spread"]
+            stated = {True: "right", False: "wrong"}[row["difference"] <= AGREE]
+        else:
+            row["error"] = file.with_suffix(".txt").read_text(encoding="utf-8")
+            stated = "refused"
+        if stated == "refused" or reader not in expected[stated]:
+            contradictions.append(f"{reader}: {folder} is {stated}: {row}")
+        rows.append(row)
+    return rows, contradictions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transformers", required=True, metavar="PYTHON")
+    parser.add_argument("--mlx-lm", required=True, metavar="PYTHON")
+    given = parser.parse_args()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    saved = save_all()
+    versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
+    rows, contradictions = [], []
+    for program, python in (("transformers", given.transformers), ("mlx_lm", given.mlx_lm)):
+        worker = [python, str(ROOT / "tests" / "reader_logits.py"), program, str(WORK / "models")]
+        done = subprocess.run(worker, capture_output=True, text=True, check=True)
+        name = f"{program.replace('_', '-')} {done.stdout.split()[-1]}"
+        more_rows, more = compare(program, saved)
+        if not name.startswith(more_rows[0]["reader"]):
+            more.append(f"{name} was run; patches/readers.py names {more_rows[0]['reader']}")
+        rows += [row | {"reader": name} for row in more_rows]
+        contradictions += more
+    command = "make test-readers"
+    result = {"command": command, "versions": versions, "lengths": LENGTHS, "agree": AGREE, "rows": rows}
+    text = ",\n  ".join(map(json.dumps, rows))
+    head = json.dumps({**result, "rows": []}, indent=1)
+    (ROOT / "docs" / "results" / "readers.json").write_text(
+        head.replace('"rows": []', f'"rows": [\n  {text}\n ]') + "\n", encoding="utf-8"
+    )
+    print("\n".join(contradictions) or f"{len(rows)} folders read as patches/readers.py says")
+    sys.exit(bool(contradictions))
+
+
+if __name__ == "__main__":
+    main()
