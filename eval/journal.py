@@ -22,9 +22,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.eval.results import Cost, DocumentLoss, TrialScore, method_key
-from rope_ext_hf.files import MAX_JSON_BYTES, disk_errors, fsync_path, parse_json_object
+from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object
 
 __all__ = [
     "Cell",
@@ -128,12 +129,13 @@ def plain_files(folder: Path, pattern: str) -> list[Path]:
         return sorted(path for path in folder.glob(pattern) if stat.S_ISREG(path.lstat().st_mode))
 
 
-def read_plain(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
-    """The bytes of a regular file.
+def read_plain(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a regular file, at most `most` of them; default: the limit `json_bytes`.
 
     Raises:
         FileError: a link, a FIFO, a device, more than `most` bytes, or anything the disk refuses.
     """
+    most = most or limit("json_bytes")
     with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise FileError(f"{str(path)!r} has more than {most:,} bytes")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.results import provenance
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.adapters import tokenizer_source
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
@@ -217,7 +218,8 @@ def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizer
 
     if not str(path):
         raise MethodError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
-    return AutoTokenizer.from_pretrained(path, **options)
+    source, options = tokenizer_source(path, **options)
+    return AutoTokenizer.from_pretrained(source, **options)
 
 
 def _max_length(model: PreTrainedModel, asked: int | None) -> int:

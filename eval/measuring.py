@@ -23,9 +23,8 @@ from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.plan import EvalPlan, Tokens, prepare
 from rope_ext_hf.eval.results import Cost, DocumentLoss, Result, Setting
-from rope_ext_hf.eval.runner import Measurement, measure, run_methods
+from rope_ext_hf.eval.runner import Measurement, measure
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -154,16 +153,12 @@ def perplexity(
         max_spans=max_spans,
     )
     measurement = PerplexityMeasurement(plan)
-    if out is None:
-        return measure(model, measurement, chunk=chunk, offload_cache=offload_cache, progress=progress)
-    run = run_methods(
+    return measure(
         model,
-        [patched_method(model)],
         measurement,
         data=data or (corpus if isinstance(corpus, str) else "documents"),
         out=out,
         chunk=chunk,
         offload_cache=offload_cache,
-        progress=None if progress is None else lambda _, tokens: progress(tokens),
+        progress=progress,
     )
-    return list(run.results)

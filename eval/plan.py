@@ -17,7 +17,7 @@ from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Document
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.protocols import Protocol, ProtocolOptions, Span, check_lengths, resolve_protocol
 from rope_ext_hf.eval.results import Setting
-from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.hub import leading_token, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -239,7 +239,7 @@ def prefix_token(
     if bos is None and prefix == "document":
         return token if token is not None else tokenizer.eos_token_id
     if bos is None:
-        return token if token is not None and list(tokenizer("a")["input_ids"])[:1] == [token] else None
+        return leading_token(tokenizer)
     if token is None:
         raise MethodError(f"bos=True, but {type(tokenizer).__name__} has no BOS token")
     return token

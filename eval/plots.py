@@ -14,7 +14,15 @@ from rope_ext_hf.errors import printable, short
 from rope_ext_hf.eval.results import Result, Retrieval
 from rope_ext_hf.eval.tables import by_method, by_method_and_depth
 
-__all__ = ["curves", "heat_map", "new_figure", "plot_text", "space_out"]
+__all__ = [
+    "curves",
+    "finish_axes",
+    "heat_map",
+    "name_ends",
+    "new_figure",
+    "plot_text",
+    "short_length",
+]
 
 _LOADED = "as loaded"
 
@@ -45,6 +53,36 @@ def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
     for i in reversed(range(len(placed))):
         placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else top)
     return placed
+
+
+def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write the names of lines to the right of their ends; `ends` are (height, name, colour)."""
+    places = sorted(ends)
+    # heights as shares of the axes, whatever their scale
+    scale = axes.transData + axes.transAxes.inverted()
+    shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
+    for share, (_, name, colour) in zip(space_out(shares, 1 / 26, 1.0), places, strict=True):
+        axes.annotate(
+            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=7, color=colour, va="center"
+        )
+
+
+def finish_axes(axes: Any, title: str, across: str, up: str) -> None:
+    """Title, labels, a light grid and small type."""
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(up, fontsize=8)
+    axes.tick_params(which="both", labelsize=7.5)
+    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
+    axes.spines["top"].set_visible(False)
+
+
+def short_length(tokens: int) -> str:
+    """4096 as 4k, 1048576 as 1M."""
+    for unit, size in (("M", 1024**2), ("k", 1024)):
+        if tokens >= size and tokens % (size // 2) == 0:
+            return f"{tokens / size:g}{unit}"
+    return f"{tokens:,}"
 
 
 def _family(name: str) -> str:
@@ -103,7 +141,7 @@ def curves(results: Sequence[Result], context_length: int, path: Path, title: st
     axes.set_xticks(lengths, [f"{length:,}\n{length / context_length:g}x" for length in lengths])
     axes.minorticks_off()
     axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel("bits per byte of held-out text (lower is better)")
+    axes.set_ylabel("bits per byte (lower is better)")
     axes.set_title(plot_text(title), fontsize=11)
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -163,7 +201,7 @@ def heat_map(results: Sequence[Retrieval], context_length: int, path: Path, titl
     grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
     note = (
         f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
-        "grey where no better than luck"
+        "grey where no better than chance"
     )
     figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
     figure.suptitle(plot_text(title), fontsize=11)

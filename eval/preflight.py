@@ -59,7 +59,7 @@ class MemoryEstimate:
         return self.weights + self.cache + self.working
 
     def __str__(self) -> str:
-        parts = ((self.weights, "weights"), (self.cache, "keys and values"), (self.working, "computing"))
+        parts = ((self.weights, "weights"), (self.cache, "keys and values"), (self.working, "activations"))
         text = f"{self.total / 1e9:.1f} GB: " + ", ".join(f"{size / 1e9:.1f} {name}" for size, name in parts)
         return f"{text}; and {self.offloaded / 1e9:.1f} GB of main memory" if self.offloaded else text
 

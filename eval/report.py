@@ -8,7 +8,6 @@ linked pictures are not embedded.
 
 from __future__ import annotations
 
-import base64
 import csv
 import html
 import io
@@ -21,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, printable
-from rope_ext_hf.eval.journal import plain_files, read_plain
+from rope_ext_hf.eval.html_page import embedded_picture, html_page, provenance
+from rope_ext_hf.eval.journal import plain_files
 from rope_ext_hf.eval.plots import curves, heat_map
 from rope_ext_hf.eval.results import (
     Result,
     Retrieval,
-    finite_or_null,
     labels,
     method_key,
     perplexity_from_loss,
@@ -41,44 +40,9 @@ from rope_ext_hf.eval.tables import (
     scored_text,
     throughput_text,
 )
-from rope_ext_hf.files import atomic_file
+from rope_ext_hf.files import atomic_file, json_text
 
 __all__ = ["write_files"]
-
-MAX_PICTURE_BYTES = 20_000_000
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8884; --best: #2a7d2a; --bad: #b3261e; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
-th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
-td small {{ color: GrayText; }}
-.best {{ color: var(--best); font-weight: 600; }} .bad {{ color: var(--bad); }}
-pre {{ overflow-x: auto; font-size: .8rem; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{summary}</p>
-{figures}
-<h2>{heading}</h2>
-<div class="wide">{table}</div>
-<p><small>{caption}</small></p>
-<h2>Provenance</h2>
-<details><summary>Everything these numbers depend on</summary><pre>{provenance}</pre></details>
-</body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -100,8 +64,7 @@ def write_files(run: Run[Any]) -> Files:
         FileError: anything the disk refuses.
     """
     view = _VIEWS[run.kind]
-    content = {"provenance": run.settings, "results": [finite_or_null(result.to_dict()) for result in run.results]}
-    results = _write(run.folder / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    results = _write(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     rows = io.StringIO(newline="")
     csv.writer(rows).writerows([view.columns, *view.rows(run)])
     table = _write(run.folder / "results.csv", rows.getvalue())
@@ -150,27 +113,15 @@ def _page(run: Run[Any], view: _View, picture: Path | None) -> str:
         f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.context_length:,} tokens as loaded. "
         f"{len(settings['items'])} {view.items}. Read on {settings['device']}{view.speed(run)}. {versions}."
     )
-    return _PAGE.format(
-        title=html.escape(_title(run)),
-        summary=html.escape(printable(summary)),
-        figures="\n".join(filter(None, map(_figure, [*([picture] if picture else []), *others]))),
-        heading=view.heading,
-        table=view.table(run),
-        caption=html.escape(view.caption(run) if run.results else "Nothing is finished yet."),
-        provenance=html.escape(json.dumps(settings, indent=1)),
+    return html_page(
+        _title(run),
+        summary,
+        *(embedded_picture(path) for path in [*([picture] if picture else []), *others]),
+        f"<h2>{view.heading}</h2>",
+        f'<div class="wide">{view.table(run)}</div>',
+        f"<p><small>{html.escape(view.caption(run) if run.results else 'Nothing is finished yet.')}</small></p>",
+        provenance("Everything these numbers depend on", settings),
     )
-
-
-def _figure(path: Path) -> str:
-    """An image element that holds the picture; empty where the file is not a PNG of a usual size."""
-    try:
-        data = read_plain(path, MAX_PICTURE_BYTES)
-    except FileError:
-        return ""
-    if not data.startswith(b"\x89PNG\r\n"):
-        return ""
-    text = html.escape(printable(path.stem))
-    return f'<p><img alt="{text}" src="data:image/png;base64,{base64.b64encode(data).decode("ascii")}"></p>'
 
 
 def _lengths_head(run: Run[Any]) -> tuple[list[int], str]:
@@ -304,7 +255,7 @@ _VIEWS = {
         table=_retrieval_html,
         caption=lambda run: (
             f"Exact match; below: mean rank. {retrieval_caption(run.results[0])}. Green: mean "
-            "rank better than luck by 3 standard errors."
+            "rank better than chance by 3 standard errors."
         ),
         speed=lambda run: "",
     ),

@@ -26,7 +26,6 @@ __all__ = [
     "TrialScore",
     "bootstrap",
     "difference",
-    "finite_or_null",
     "label",
     "labels",
     "method_key",
@@ -311,7 +310,7 @@ class Retrieval:
 
     @property
     def above_chance(self) -> bool:
-        """Whether the rank is better than luck by 3 standard errors of a mean of uniform ranks."""
+        """Whether the rank is better than chance by 3 standard errors of a mean of uniform ranks."""
         error = math.sqrt(((self.distractors + 1) ** 2 - 1) / 12 / self.trials)
         return self.rank < self.chance_rank - 3 * error
 
@@ -364,12 +363,3 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
     }
-
-
-def finite_or_null(value: Any) -> Any:
-    """A copy for JSON in which a number that is not finite is None, which every JSON reader takes."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite_or_null(inner) for key, inner in value.items()}
-    return [finite_or_null(inner) for inner in value] if isinstance(value, (list, tuple)) else value

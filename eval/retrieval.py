@@ -31,9 +31,8 @@ from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefi
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
 from rope_ext_hf.eval.retrieval_prompts import FORMS, Form, ask, insert, other_answers
-from rope_ext_hf.eval.runner import Measurement, measure, run_methods
+from rope_ext_hf.eval.runner import Measurement, measure
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.patches.patching import patched_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +43,9 @@ __all__ = [
     "passkey",
     "plan_passkey",
 ]
+
+MOST = {"trials": 10_000, "distractors": 1_000, "keys": 1_000}
+"""All prompts and answers are made and tokenised before anything is measured; more would take hours."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def plan_passkey(
     form = _known(task)
     _check_whole("lengths", lengths, 1)
     for name, value in (("trials", trials), ("distractors", distractors), ("keys", keys)):
-        _check_whole(name, [value], 1)
+        _check_whole(name, [value], 1, MOST[name])
     _check_whole("seed", [seed], None)
     if not depths or not all(isinstance(depth, (int, float)) and 0 <= depth <= 1 for depth in depths):
         raise MethodError(f"depths must be one or more numbers from 0 to 1, got {list(depths)!r}")
@@ -315,19 +317,15 @@ def passkey(
         task=task,
         distractors=distractors,
     )
-    if out is None:
-        return measure(model, measurement, chunk=chunk, offload_cache=offload_cache, progress=progress)
-    run = run_methods(
+    return measure(
         model,
-        [patched_method(model)],
         measurement,
         data=haystack_name(task, haystack),
         out=out,
         chunk=chunk,
         offload_cache=offload_cache,
-        progress=None if progress is None else lambda _, tokens: progress(tokens),
+        progress=progress,
     )
-    return list(run.results)
 
 
 def haystack_name(task: str, haystack: str | Iterable[Document] | None) -> str:
@@ -336,9 +334,11 @@ def haystack_name(task: str, haystack: str | Iterable[Document] | None) -> str:
     return f"task {task}{given}"
 
 
-def _check_whole(name: str, values: Sequence[int], least: int | None) -> None:
-    if not values or not all(type(value) is int and (least is None or value >= least) for value in values):
+def _check_whole(name: str, values: Sequence[int], least: int | None, most: int | None = None) -> None:
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    if not values or not all(type(value) is int and low <= value <= high for value in values):
         allowed = "whole numbers" if least is None else f"whole numbers of at least {least}"
+        allowed += "" if most is None else f" and at most {most:,}"
         raise MethodError(f"{name} must be {allowed}, got {', '.join(map(repr, values)) or 'none'}")
 
 

@@ -15,18 +15,33 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.plots import new_figure, plot_text, space_out
+from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.eval.plots import finish_axes, name_ends, new_figure, plot_text, short_length
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 
-__all__ = ["decay", "draw", "pairs_without_full_cycle", "similarity", "similarity_as_seen", "unseen_angles"]
+__all__ = [
+    "MethodCurve",
+    "check_size",
+    "decay",
+    "distance_bins",
+    "draw",
+    "method_curves",
+    "pairs_without_full_cycle",
+    "seen_distances",
+    "similarity",
+    "similarity_as_seen",
+    "unseen_angles",
+]
+
+MOST_DIMS = 4_096  # one line a pair; the widest published heads have 512 dims
+MOST_POSITIONS = 2**53  # beyond, a float skips positions
 
 
 def pairs_without_full_cycle(inv_freq: Tensor, length: int) -> int:
@@ -104,7 +119,7 @@ _RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
 _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 
 
-class _Curve(NamedTuple):
+class MethodCurve(NamedTuple):
     """What is drawn of one method.
 
     Attributes:
@@ -121,8 +136,23 @@ class _Curve(NamedTuple):
     relative: RemappingMethod | None = None
 
 
+def check_size(rotary: Rotary, length: int) -> None:
+    """Refuse what cannot be drawn.
+
+    Raises:
+        MethodError: more dims or positions than can be drawn, or a length below the trained one.
+    """
+    if rotary.dim > MOST_DIMS or length > MOST_POSITIONS:
+        raise MethodError(
+            f"{rotary.dim:,} rotated dims up to position {short(f'{length:,}')} cannot be drawn; at most {MOST_DIMS:,} "
+            f"dims and {MOST_POSITIONS:,} positions can"
+        )
+    if length < rotary.trained_length:
+        raise MethodError(f"extended_length={length} is below the trained length {rotary.trained_length}")
+
+
 def draw(
-    path: str | Path,
+    path: str | Path | BinaryIO,
     rotary: Rotary,
     methods: Mapping[str, RopeMethod],
     *,
@@ -134,7 +164,7 @@ def draw(
     Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay.
 
     Args:
-        path: the file; an existing one is replaced.
+        path: the file, an existing one is replaced; or one that is open for writing, which gets a PNG.
         rotary: the model's geometry.
         methods: what is drawn beside plain RoPE, by name. A `Default` is plain RoPE and not drawn twice.
         extended_length: how far the panels reach, in tokens, and the length that length-dependent methods are drawn
@@ -143,12 +173,12 @@ def draw(
 
     Raises:
         ImportError: matplotlib is not installed.
-        MethodError: a method that cannot go with this geometry, or an extended length below the trained one.
+        MethodError: a method that cannot go with this geometry, an extended length below the trained one, or more dims
+            or positions than can be drawn.
     """
     length = _reach(rotary, methods) if extended_length is None else extended_length
-    if length < rotary.trained_length:
-        raise MethodError(f"extended_length={length} is below the trained length {rotary.trained_length}")
-    curves = _curves(rotary, methods, length)
+    check_size(rotary, length)
+    curves = method_curves(rotary, methods, length)
 
     figure = new_figure(32 / 3, 8)
     rotated = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them rotate)"
@@ -172,12 +202,12 @@ def _reach(rotary: Rotary, methods: Mapping[str, RopeMethod]) -> int:
     return meant if meant > rotary.trained_length else 8 * rotary.trained_length
 
 
-def _curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[_Curve]:
-    """Plain RoPE first."""
+def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[MethodCurve]:
+    """What is drawn of plain RoPE, first, and of each method, up to `length` tokens."""
     # Dashes let the lower of two equal curves show through; colour and dash together repeat after 44 methods.
     dashes = ("-", (0, (5, 2)), (0, (3, 1.2, 1, 1.2)), (0, (1.5, 1.2)))
     colours = [*(f"C{index}" for index in range(10)), "#00441b"]
-    curves = [_Curve("plain RoPE", "", rotary.inv_freq(), {"color": "#222222", "linewidth": 2.4}, length)]
+    curves = [MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": "#222222", "linewidth": 2.4}, length)]
     for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
         relative, farthest = None, length
         if isinstance(method, RemappingMethod):
@@ -189,11 +219,11 @@ def _curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> l
         notes += [f"keys seen {farthest:,} tokens away at most"] if relative else []
         style = {"color": colours[index % len(colours)], "linewidth": 1.4, "linestyle": dashes[index % len(dashes)]}
         note = f" ({', '.join(notes)})" if notes else ""
-        curves.append(_Curve(name, note, inv_freq, style, farthest, relative))
+        curves.append(MethodCurve(name, note, inv_freq, style, farthest, relative))
     return curves
 
 
-def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_Curve]) -> None:
+def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[MethodCurve]) -> None:
     """The colours of all panels, and what is counted in the upper two."""
     texts = [
         f"{plot_text(curve.name, 40)}{curve.note}: "
@@ -204,7 +234,7 @@ def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence
     panel.legend(lines[: len(curves)], texts, loc="center", ncols=2, fontsize=7.5, frameon=False, handlelength=3.5)
 
 
-def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
     """Both scales are of one curve: a wavelength is 2 pi over an inverse frequency."""
     pairs = rotary.dim // 2
     wavelengths = [_finite(TWO_PI / curve.inv_freq) for curve in curves]
@@ -236,10 +266,10 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
     mirror.spines["top"].set_visible(False)
     slow = pairs_without_full_cycle(curves[0].inv_freq, rotary.trained_length)
     title = f"Wavelengths. Shaded: slow pairs, no full cycle in training ({slow} of {pairs} in plain RoPE)"
-    _finish(axes, title, _PAIRS, "wavelength (tokens)")
+    finish_axes(axes, title, _PAIRS, "wavelength (tokens)")
 
 
-def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
     """Cycles at some positions in plain RoPE, in grey, and at the farthest distance that occurs in each method.
 
     Unseen angles lie above the line of the trained length, among the pairs without a full cycle in training.
@@ -270,9 +300,12 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
     positions = [
         (round(multiple * trained), float(plain[last]) * multiple) for multiple in multiples if plain[last] > 0
     ]
-    _name_ends(
+    name_ends(
         axes,
-        [(cycles, f"at {_short(p)}" + (" (trained)" if p == trained else ""), "#666666") for p, cycles in positions],
+        [
+            (cycles, f"at {short_length(p)}" + (" (trained)" if p == trained else ""), "#666666")
+            for p, cycles in positions
+        ],
     )
     axes.annotate(
         f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}",
@@ -280,7 +313,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: in
         xycoords="axes fraction",
         **_NOTE,
     )
-    _finish(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
+    finish_axes(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
 
 
 def _multiples(extension: float) -> list[float]:
@@ -290,7 +323,7 @@ def _multiples(extension: float) -> list[float]:
     return [*(power for power in powers if power < extension), extension]
 
 
-def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
+def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
     """One map per method, all on one scale."""
     block = math.ceil(length / 256)
     positions = torch.arange(0, length, block)
@@ -317,8 +350,8 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
                 axes.axline((n, m), slope=1, color="white", linewidth=0.7, linestyle=(0, (4, 3)))
         axes.set_title(plot_text(curves[index].name, 40), fontsize=7, color=curves[index].style["color"], pad=3)
         below = index + columns >= len(maps)
-        axes.set_xticks(ticks, [_short(tick) for tick in ticks] if below else [])
-        axes.set_yticks(ticks, [_short(tick) for tick in ticks] if index % columns == 0 else [])
+        axes.set_xticks(ticks, [short_length(tick) for tick in ticks] if below else [])
+        axes.set_yticks(ticks, [short_length(tick) for tick in ticks] if index % columns == 0 else [])
         axes.tick_params(labelsize=6.5, length=2)
     panel.colorbar(image, ax=list(grid.flat), pad=0.02).ax.tick_params(labelsize=7)
     title = "Similarity of positions m, n"
@@ -327,12 +360,12 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_Curve], lengt
     panel.suptitle(title, fontsize=9)
 
 
-def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int) -> None:
-    bins = _bins(length)
+def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
+    bins = distance_bins(length)
     middles = [math.sqrt(float(part[0] * part[-1])) for part in bins]
     ends = []
     for curve in curves:
-        means = [float(decay(curve.inv_freq, _seen(curve, length, part)).mean()) for part in bins]
+        means = [float(decay(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
         axes.plot(middles, means, **curve.style)
         ends.append((statistics.fmean(means[-8:]), curve.name, curve.style["color"]))
     top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
@@ -341,7 +374,7 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
     axes.set_ylim(0, top)
     octaves = math.floor(math.log2(length))
     ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
-    axes.set_xticks(ticks, [_short(tick) for tick in ticks])
+    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
     axes.minorticks_off()
     for value, text in _lengths(rotary, length):
         axes.axvline(value, **_RULE)
@@ -355,8 +388,8 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
             rotation=90,
             **_NOTE,
         )
-    _name_ends(axes, ends)
-    _finish(
+    name_ends(axes, ends)
+    finish_axes(
         axes,
         "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
         "distance m - n (tokens)",
@@ -364,7 +397,7 @@ def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[_Curve], length: int
     )
 
 
-def _seen(curve: _Curve, length: int, distances: Tensor) -> Tensor:
+def seen_distances(curve: MethodCurve, length: int, distances: Tensor) -> Tensor:
     """The relative positions, for a query at the extended length, of keys at these distances."""
     if curve.relative is None:
         return distances
@@ -372,8 +405,8 @@ def _seen(curve: _Curve, length: int, distances: Tensor) -> Tensor:
     return curve.relative.distance(query, query - distances.long())
 
 
-def _bins(length: int) -> list[Tensor]:
-    """Distances 1 .. length in bins of an eighth of an octave, at most 64 of a bin, evenly spread."""
+def distance_bins(length: int) -> list[Tensor]:
+    """Distances 1 .. length in tokens, float64, in bins of 1/8 octave; at most 64 of a bin, spread evenly."""
     octaves = math.log2(length + 1)
     steps = 8 * math.ceil(octaves)
     edges = sorted({round(2 ** (octaves * step / steps)) for step in range(steps + 1)})
@@ -383,40 +416,11 @@ def _bins(length: int) -> list[Tensor]:
     ]
 
 
-def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """(height, name, colour) of each line's end, written to the right of it."""
-    places = sorted(ends)
-    # heights as shares of the axes, whatever their scale
-    scale = axes.transData + axes.transAxes.inverted()
-    shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
-    for share, (_, name, colour) in zip(space_out(shares, 1 / 26, 1.0), places, strict=True):
-        axes.annotate(
-            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=7, color=colour, va="center"
-        )
-
-
 def _lengths(rotary: Rotary, length: int) -> list[tuple[int, str]]:
     extended = [(length, "extended")] if length > rotary.trained_length else []
     return [(rotary.trained_length, "trained"), *extended]
 
 
-def _finish(axes: Any, title: str, across: str, up: str) -> None:
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(across, fontsize=8)
-    axes.set_ylabel(up, fontsize=8)
-    axes.tick_params(which="both", labelsize=7.5)
-    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-    axes.spines["top"].set_visible(False)
-
-
 def _finite(values: Tensor) -> Tensor:
     """NaN, a gap in a line, where a pair does not rotate: the scale is logarithmic."""
     return torch.where((values > 0) & values.isfinite(), values, math.nan)
-
-
-def _short(tokens: int) -> str:
-    """4096 as 4k, 1048576 as 1M."""
-    for unit, size in (("M", 1024**2), ("k", 1024)):
-        if tokens >= size and tokens % (size // 2) == 0:
-            return f"{tokens / size:g}{unit}"
-    return f"{tokens:,}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +35,7 @@ __all__ = ["KINDS", "SETTINGS", "Run", "check_settings", "read_run", "results_fr
 
 SETTINGS = "run.json"
 
-R_co = TypeVar("R_co", covariant=True)
+R_co = TypeVar("R_co", bound=Result | Retrieval, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,17 @@ class Run(Generic[R_co]):
         length: int = self.settings["context_length"]
         return length
 
+    def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
+        """The same run with the results of these methods alone, in this order."""
+        by_method: dict[str, list[R_co]] = {method_key(method): [] for method in methods}
+        for result in self.results:
+            by_method.get(method_key(result.method), []).append(result)
+        return replace(self, results=[result for results in by_method.values() for result in results])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and results, as results.json has them."""
+        return {"provenance": self.settings, "results": [result.to_dict() for result in self.results]}
+
     def loss_increase(self, method: Mapping[str, Any] | None) -> tuple[float, float, float] | None:
         """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
 
@@ -113,12 +124,14 @@ class Run(Generic[R_co]):
         return difference(changed, plain) if plain and changed and changed is not plain else None
 
 
-def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None = None) -> Run[Any]:
+def read_run(folder: str | Path) -> Run[Any]:
     """Read a run from its folder.
 
     Args:
         folder: a folder that `sweep`, `perplexity` or `passkey` wrote; it may be unfinished.
-        order: the methods to return, in this order; default: all, in the order they were first finished.
+
+    Returns:
+        The run with the results of all methods, in the order in which they were first finished.
 
     Raises:
         FileError: not the folder of a run, or a damaged one; the message names file and line.
@@ -129,16 +142,10 @@ def read_run(folder: str | Path, order: Sequence[dict[str, Any] | None] | None =
     kind = KINDS[settings["kind"]]
     records = read_records(folder, layout, kind.parse)
     setting = kind.setting(**settings["setting"])
-    return Run(folder, settings, results_from_records(kind, setting, layout, records, order))
+    return Run(folder, settings, results_from_records(kind, setting, layout, records))
 
 
-def results_from_records(
-    kind: RunKind,
-    setting: Any,
-    layout: Layout,
-    records: Sequence[Record],
-    order: Sequence[dict[str, Any] | None] | None = None,
-) -> list[Any]:
+def results_from_records(kind: RunKind, setting: Any, layout: Layout, records: Sequence[Record]) -> list[Any]:
     """One result per method and cell that has the values of all its items."""
     values: dict[tuple[str, Cell], dict[int, Any]] = {}
     costs: dict[tuple[str, Cell], Cost] = {}
@@ -146,10 +153,9 @@ def results_from_records(
         key = (method_key(record.method), record.cell)
         values.setdefault(key, {})[record.item] = record.value
         costs[key] = costs.get(key, Cost()).plus(record.cost)
-    methods = order if order is not None else [record.method for record in records]
     return [
         kind.result(method, setting, cell, [complete[item] for item in sorted(complete)], costs[key, cell])
-        for key, method in {method_key(method): method for method in methods}.items()
+        for key, method in {method_key(record.method): record.method for record in records}.items()
         for cell, count in sorted(layout.counts.items())
         if len(complete := values.get((key, cell), {})) == count
     ]

@@ -166,20 +166,39 @@ def measure(
     model: PreTrainedModel,
     measurement: Measurement,
     *,
+    data: str,
+    out: str | Path | None = None,
     chunk: int | None = None,
     offload_cache: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """Measure a model as it is, in memory: one result per cell.
+    """Measure a model as it is: one result per cell.
 
     Args:
         model: patched or not.
         measurement: what is measured.
+        data: what the text is called in a run's folder.
+        out: the folder that the run's folder is made in; None: no files.
         chunk, offload_cache: as `TokenScorer` takes them.
         progress: called with the number of tokens read, after each pass.
+
+    Raises:
+        FileError: as `run_methods` does, with `out`.
     """
-    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
     method = patched_method(model)
+    if out is not None:
+        run = run_methods(
+            model,
+            [method],
+            measurement,
+            data=data,
+            out=out,
+            chunk=chunk,
+            offload_cache=offload_cache,
+            progress=None if progress is None else lambda _, tokens: progress(tokens),
+        )
+        return list(run.results)
+    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
     saved = method.to_dict() if method else None
     records = [
         Record(saved, item, cell, value, cost)
@@ -254,9 +273,10 @@ def run_methods(
                                 write(Record(saved, item, cell, value, cost))
     if workers.wait is not None:
         workers.wait()
+    run = read_run(folder)
     if workers.rank == 0:
-        write_files(read_run(folder))
-    return read_run(folder, [saved for _, saved in chosen.values()])
+        write_files(run)
+    return run.select([saved for _, saved in chosen.values()])
 
 
 def _saved(method: RopeMethod | None, loaded: dict[str, Any] | None) -> dict[str, Any] | None:

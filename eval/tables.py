@@ -67,7 +67,7 @@ def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
 def scored_text(result: Result) -> str:
     """What was scored, in words."""
     setting = result.setting
-    left_out = f"; {setting.left_out} documents too short" if setting.left_out else ""
+    left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
     protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
     name = short(printable(setting.protocol))
     if protocol is not None and protocol.same_targets:
@@ -119,10 +119,11 @@ def perplexity_table(
     lengths = sorted({result.length for result in results})
     best = best_of_lengths(results)
     title = f"Perplexity and (bits per byte) by context length; the model is for {context_length:,} tokens"
-    view = _table(title, f"{scored_text(results[0])}; * best of a column")
+    shown = increases if increases and any(increases.values()) else None
+    units = "; loss increase in nats per token" if shown else ""
+    view = _table(title, f"{scored_text(results[0])}; * best of a column{units}")
     view.add_column("method", overflow="fold")
     _add_lengths(view, lengths, context_length)
-    shown = increases if increases and any(increases.values()) else None
     if shown is not None:
         view.add_column(f"loss\nincrease\nat {context_length:,}", justify="right", overflow="fold")
     for name, row in by_method(results).items():
@@ -148,7 +149,7 @@ def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
     """One row per method and depth, one column per length: exact match and mean rank."""
     lengths = sorted({result.length for result in results})
     title = f"Retrieval, {task_text(results[0])}: exact match, mean rank"
-    view = _table(title, f"{retrieval_caption(results[0])}; green: better than luck by 3 standard errors")
+    view = _table(title, f"{retrieval_caption(results[0])}; green: better than chance by 3 standard errors")
     view.add_column("method", overflow="fold")
     view.add_column("depth", justify="right")
     _add_lengths(view, lengths, context_length)

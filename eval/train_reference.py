@@ -28,6 +28,7 @@ TRAINED_LENGTH = 256
 BATCH = 32
 STEPS = 3000
 LOG_EVERY = 100
+PROBES = 96  # held-out windows at every log line
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 END_OF_TEXT = 1  # ByT5's </s>
@@ -85,7 +86,7 @@ def train(out: Path, device: str) -> None:
     torch.manual_seed(SEED)
     stream = encode(stdlib_training())
     held_out = encode(stdlib_held_out())
-    probe = windows(held_out, torch.linspace(0, len(held_out) - TRAINED_LENGTH - 2, 96).long()).to(device)
+    probe = windows(held_out, torch.linspace(0, len(held_out) - TRAINED_LENGTH - 2, PROBES).long()).to(device)
     model = LlamaForCausalLM(config()).to(device)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]

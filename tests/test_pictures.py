@@ -177,13 +177,27 @@ def test_unseen_angles() -> None:
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Every text of a picture, without the time it takes to paint it."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+
+    def read(rotary: Rotary, chosen: dict[str, RopeMethod], **kwargs: Any) -> list[str]:
+        draw("unwritten.png", rotary, chosen, **kwargs)
+        return [text.get_text() for text in figures.pop().findobj(Text)]
+
+    return read
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list_methods())
-def test_a_picture_of_every_method(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "rope.png"
-    draw(path, SMALL, {name: example_method(list_methods()[name], SMALL)}, title=name)
-    assert size(path) == (1600, 1200)
+def test_a_picture_of_every_method(name: str, texts: Callable[..., list[str]]) -> None:
+    found = texts(SMALL, {name: example_method(list_methods()[name], SMALL)}, title=f"{name} drawn")
+    assert any(text.startswith(f"{name} drawn") for text in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rotary", "extended_length"),
     [
@@ -198,19 +212,7 @@ def test_odd_geometries(rotary: Rotary, extended_length: int | None, tmp_path: P
     assert size(tmp_path / "rope.png") == (1600, 1200)
 
 
-@pytest.fixture
-def texts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Every text of a picture, without the time it takes to paint it."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-
-    def read(rotary: Rotary, chosen: dict[str, RopeMethod], **kwargs: Any) -> list[str]:
-        draw("unwritten.png", rotary, chosen, **kwargs)
-        return [text.get_text() for text in figures.pop().findobj(Text)]
-
-    return read
-
-
+@pytest.mark.slow
 def test_the_key_says_what_is_drawn(texts: Callable[..., list[str]]) -> None:
     chosen = {"yarn x8": Yarn(factor=8.0), "ntk x8": NTK(factor=8.0), "dynamic": DynamicNTK(), "same": Default()}
     found = texts(LLAMA2, chosen, title="Llama 2")
@@ -225,12 +227,14 @@ def test_the_key_says_what_is_drawn(texts: Callable[..., list[str]]) -> None:
     assert "same" not in found
 
 
+@pytest.mark.slow
 def test_the_key_says_how_far_keys_are_seen(texts: Callable[..., list[str]]) -> None:
     found = texts(LLAMA2, {"dca": DualChunk(), "rerope": ReRoPE(window=1024)})
     assert "dca (keys seen 4,095 tokens away at most): 18 slow pairs, 0 at unseen angles" in found
     assert "rerope (keys seen 1,024 tokens away at most): 18 slow pairs, 0 at unseen angles" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chosen", "extended_length", "reach"),
     [
@@ -249,6 +253,7 @@ def test_how_far_the_panels_reach(
     assert f"extended length {reach:,}" in texts(SMALL, chosen, extended_length=extended_length)
 
 
+@pytest.mark.slow
 def test_all_methods_in_one_picture(texts: Callable[..., list[str]]) -> None:
     chosen: dict[str, RopeMethod] = {name: example_method(cls, SMALL) for name, cls in list_methods().items()}
     found = texts(SMALL, chosen)

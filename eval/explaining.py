@@ -1,0 +1,176 @@
+"""RoPE in pictures, of a geometry or of a model: one page, and each picture as a PNG beside it.
+
+page = explain("rope-explained", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, length=32768)
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rope_ext_hf.errors import printable
+from rope_ext_hf.eval.html_page import embedded_picture, html_page, provenance
+from rope_ext_hf.eval.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
+from rope_ext_hf.eval.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
+from rope_ext_hf.files import atomic_file
+from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` wrote: the page, and the pictures by name."""
+
+    page: Path
+    pictures: dict[str, Path]
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A picture, and what to look for in it."""
+
+    heading: str
+    text: str
+    draw: Callable[[Path], None]
+
+
+def explain(
+    folder: str | Path,
+    rotary: Rotary,
+    methods: Mapping[str, RopeMethod],
+    *,
+    length: int,
+    title: str = "Rotary position embedding",
+    trained: Tensor | None = None,
+    note: str = "",
+) -> Explanation:
+    """Draw a rotary embedding and what methods change in it; write the PNGs and explanation.html.
+
+    Args:
+        folder: exists; files in it of the same names are replaced, each whole or not at all.
+        rotary: the geometry.
+        methods: what is drawn beside plain RoPE, by name.
+        length: how far the pictures reach, in tokens; at least the trained length.
+        title: stands above the page.
+        trained: mean products of a model's queries and keys, as `attention_vectors.spectra` gives them; None: mean
+            scores are drawn of random vectors only.
+        note: a sentence about them for the page.
+
+    Raises:
+        ImportError: matplotlib or scikit-learn is not installed.
+        FileError: anything the disk refuses.
+        MethodError: a method that cannot go with this geometry, a length below the trained one, or more dims or
+            positions than can be drawn.
+    """
+    check_size(rotary, length)
+    pictures, parts = {}, []
+    for name, section in _sections(rotary, methods, length, title, trained, note).items():
+        pictures[name] = Path(folder) / f"{name}.png"
+        with atomic_file(pictures[name]) as part:
+            section.draw(part)
+        parts += [
+            f"<h2>{html.escape(section.heading)}</h2>",
+            f"<p>{html.escape(printable(section.text))}</p>",
+            embedded_picture(pictures[name]),
+        ]
+    summary = (
+        f"{rotary.dim} rotated dims in {rotary.dim // 2} pairs, theta {rotary.theta:,.10g}, trained at "
+        f"{rotary.trained_length:,} tokens, drawn up to {length:,}. Position m turns pair i by the angle m theta_i, "
+        "theta_i = theta^(-2i/d): a query at m and a key at n then score by their difference m - n alone."
+    )
+    settings: dict[str, Any] = {
+        "rotary": rotary.to_dict(),
+        "length": length,
+        "methods": {name: method.to_dict() for name, method in methods.items()},
+    }
+    page = Path(folder) / "explanation.html"
+    made = html_page(
+        printable(title),
+        summary,
+        *parts,
+        "<h2>Wavelengths in numbers</h2>",
+        f'<div class="wide">{_table(rotary, methods, length)}</div>',
+        "<p><small>A slow pair has no full cycle within the trained length. Unseen: pairs that reach, within the "
+        "length drawn, angles that did not occur in training.</small></p>",
+        provenance("What the pictures are of", settings),
+    )
+    with atomic_file(page) as part:
+        part.write_text(made, encoding="utf-8", errors="backslashreplace", newline="\n")
+    return Explanation(page, pictures)
+
+
+def _sections(
+    rotary: Rotary, methods: Mapping[str, RopeMethod], length: int, title: str, trained: Tensor | None, note: str
+) -> dict[str, _Section]:
+    """Every picture by the name of its file."""
+    slow = pairs_without_full_cycle(rotary.inv_freq(), rotary.trained_length)
+
+    def draw_all(path: Path) -> None:
+        with path.open("wb") as file:
+            draw(file, rotary, methods, extended_length=length, title=title)
+
+    return {
+        "angles": _Section(
+            "What pairs are rotated by: cos and sin",
+            "Each row is a pair of dims. Fast pairs come round every few tokens and tell neighbours apart; slow ones "
+            "hardly move and tell far from near.",
+            lambda path: draw_angles(path, rotary),
+        ),
+        "similarity": _Section(
+            "Similarity by offset",
+            "The mean of cos((m - n) theta_i) over the pairs: 1 at offset 0, falling with distance, with ripples. "
+            "It is the mean score of a random vector with itself. Interpolating methods stretch the curve.",
+            lambda path: draw_similarity(path, rotary, methods, length),
+        ),
+        "bound": _Section(
+            "Long-range decay",
+            "Summation by parts (Abel) bounds a score by max |h_(i+1) - h_i| times sum |S_j|, where S_j is the sum of "
+            "the first j exp(1j (m - n) theta_i): the curve is the mean of |S_j| over the d/2 pairs (Su et al. 2021, "
+            "sec. 3.4.3). It bounds scores of any q and k; it does not promise that they fall.",
+            lambda path: draw_bound(path, rotary, methods, length),
+        ),
+        "scores": _Section(
+            "Scores, not bounds",
+            "Independent random q and k show no decay at all: their mean is 0 at every distance and their spread does "
+            "not change. Equal ones fall as the similarity does. Training gives queries and keys means that are not 0, "
+            f"and with them a preference for some distances. {note}".strip(),
+            lambda path: draw_scores(path, rotary, methods, length, trained=trained),
+        ),
+        "rotated": _Section(
+            "Rotated vectors",
+            "t-SNE puts similar vectors side by side. The slow pairs put the positions of a vector in one straight "
+            "line; the fast ones wind it at each of their cycles, and alone may break it into pieces.",
+            lambda path: draw_rotated(path, rotary),
+        ),
+        "wavelengths": _Section(
+            "Wavelengths against the trained length, and what methods change",
+            f"{slow} of {rotary.dim // 2} pairs have no full cycle in {rotary.trained_length:,} tokens. Beyond that "
+            "length they reach angles that training never showed, which is why plain RoPE fails there; methods slow "
+            "them down, or change the distances that are seen.",
+            draw_all,
+        ),
+    }
+
+
+def _table(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> str:
+    """Wavelengths of a few pairs, and counts of slow pairs and unseen angles, by method."""
+    pairs = sorted({round(share * (rotary.dim // 2 - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
+    head = "".join(f"<th>pair {pair}</th>" for pair in pairs)
+    rows = []
+    everything = {"plain RoPE": rotary.inv_freq()} | {
+        name: method.frequencies(rotary, length).inv_freq for name, method in methods.items()
+    }
+    for name, inv_freq in everything.items():
+        wavelengths = (TWO_PI / inv_freq)[pairs].tolist()
+        cells = "".join(f"<td>{value:,.{0 if value >= 100 else 1}f}</td>" for value in wavelengths)
+        slow = pairs_without_full_cycle(inv_freq, rotary.trained_length)
+        unseen = int(unseen_angles(rotary, inv_freq, length).sum())
+        rows.append(f"<tr><td>{html.escape(printable(name))}</td>{cells}<td>{slow}</td><td>{unseen}</td></tr>")
+    title = f"<tr><th>wavelength in tokens</th>{head}<th>slow pairs</th><th>unseen</th></tr>"
+    return f"<table>{title}{''.join(rows)}</table>"

@@ -1,0 +1,262 @@
+"""Pictures of the laws of RoPE: angles, similarity by distance, the bound on scores, mean scores, rotated vectors.
+
+`rope_plots.draw` lays methods over one another in one picture; each function here draws one subject, as a PNG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.eval.attention_vectors import mean_scores
+from rope_ext_hf.eval.plots import finish_axes, name_ends, new_figure, short_length
+from rope_ext_hf.eval.rope_plots import (
+    MethodCurve,
+    decay,
+    distance_bins,
+    method_curves,
+    pairs_without_full_cycle,
+    seen_distances,
+)
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+
+__all__ = ["draw_angles", "draw_bound", "draw_rotated", "draw_scores", "draw_similarity"]
+
+_DISTANCE = "distance m - n (tokens)"
+_BOUND = "mean |S_j|"
+_PLAIN = "#222222"
+_NEAR = 256  # the distances of the figure that introduced RoPE
+Curve = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
+"""A line: name, x, y, style."""
+
+
+def draw_angles(path: str | Path, rotary: Rotary, positions: int = _NEAR) -> None:
+    """cos and sin of every pair at the first positions, as two heat maps.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    angles = torch.arange(positions).double()[:, None] * rotary.inv_freq()
+    figure = new_figure(9, 3.6)
+    for axes, name, values in zip(
+        figure.subplots(1, 2, sharey=True), ("cos", "sin"), (angles.cos(), angles.sin()), strict=True
+    ):
+        image = axes.imshow(values.T.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+        finish_axes(axes, f"{name}(m theta_i)", "position m", "pair i, fastest first" if name == "cos" else "")
+        axes.grid(visible=False)
+    figure.colorbar(image, ax=figure.axes, pad=0.01).ax.tick_params(labelsize=7.5)
+    figure.savefig(path, format="png")
+
+
+def draw_similarity(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
+    """The mean of cos((m - n) theta_i) over pairs: near by for plain RoPE, and up to `length` for each method.
+
+    That is the mean score of a random vector with itself at another position, in units of its squared length.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = new_figure(10.5, 3.8)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
+    near = torch.arange(_NEAR + 1)
+    left.plot(near, _cosines(rotary.inv_freq(), near), color=_PLAIN, linewidth=1.4)
+    finish_axes(left, f"Similarity by offset, 0 to {_NEAR}", _DISTANCE, "mean cos((m - n) theta_i)")
+    _draw_methods(right, rotary, method_curves(rotary, methods, length), length, _cosines)
+    finish_axes(right, f"The same up to {length:,} tokens, mean over 1/8 octave", _DISTANCE, "")
+    figure.savefig(path, format="png")
+
+
+def draw_bound(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
+    """RoFormer's bound on scores by distance: of this rotary embedding, by theta, by dims, and under each method.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    near = torch.arange(_NEAR + 1)
+
+    def lines(geometries: Iterable[tuple[str, Rotary]], *, relative: bool = False) -> list[Curve]:
+        made: list[Curve] = []
+        for index, (name, geometry) in enumerate(geometries):
+            values = decay(geometry.theta_inv_freq(), near)
+            values = values / values[0] if relative else values
+            made.append((name, near.tolist(), values.tolist(), {"color": f"C{index}", "linewidth": 1.3}))
+        return made
+
+    figure = new_figure(10.5, 7.2)
+    (first, by_theta), (by_dims, by_method) = figure.subplots(2, 2)
+    dim, theta, trained = rotary.dim, rotary.theta, rotary.trained_length
+    first.plot(near, decay(rotary.inv_freq(), near), color=_PLAIN, linewidth=1.4)
+    finish_axes(first, f"The bound: d = {dim}, theta = {theta:,.10g}", _DISTANCE, _BOUND)
+    thetas = [100.0, 1e4, 5e5, 1e7]
+    _draw_lines(by_theta, lines((f"theta {value:,.10g}", Rotary(dim, value, trained)) for value in thetas), bottom=0)
+    finish_axes(by_theta, f"By theta, d = {dim}: a larger base falls less", _DISTANCE, _BOUND)
+    dims = [16, 32, 64, 128, 256]
+    _draw_lines(
+        by_dims, lines(((f"d {value}", Rotary(value, theta, trained)) for value in dims), relative=True), bottom=0
+    )
+    finish_axes(by_dims, f"By dims, theta = {theta:,.10g}: fewer dims, more ripple", _DISTANCE, f"{_BOUND} / at 0")
+    _draw_methods(by_method, rotary, method_curves(rotary, methods, length), length, decay, bottom=0)
+    finish_axes(by_method, f"By method, to {length:,} tokens, mean over 1/8 octave", _DISTANCE, _BOUND)
+    first.set_ylim(bottom=0)
+    figure.savefig(path, format="png")
+
+
+def draw_scores(
+    path: str | Path,
+    rotary: Rotary,
+    methods: Mapping[str, RopeMethod],
+    length: int,
+    *,
+    trained: Tensor | None = None,
+    samples: int = 500,
+) -> None:
+    """Mean scores by distance: of random queries and keys and, if given, of a trained model's.
+
+    Args:
+        path: the file; an existing one is replaced.
+        rotary: the model's geometry.
+        methods: what is drawn beside plain RoPE, by name; with trained vectors only.
+        length: how far the trained ones are drawn, in tokens.
+        trained: what `attention_vectors.spectra` gives, (heads, pairs) complex; None: no such panel.
+        samples: how many random queries and keys.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    near = torch.arange(_NEAR + 1)
+    widths = (1.0,) if trained is None else (1.0, 1.35)
+    figure = new_figure(4.5 * sum(widths), 3.9)
+    panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    for colour, name, values in (
+        ("C0", "k = q", _random_scores(rotary, samples, near, same=True)),
+        ("C1", "q and k independent", _random_scores(rotary, samples, near, same=False)),
+    ):
+        mean, spread = values.mean(0), values.std(0)
+        panels[0].fill_between(near, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        panels[0].plot(near, mean, color=colour, linewidth=1.4, label=f"{name}: mean, and one standard deviation")
+    panels[0].legend(fontsize=7.5, frameon=False)
+    finish_axes(panels[0], f"{samples} random q and k, plain RoPE", _DISTANCE, "cosine of rotated q and k")
+    if trained is not None:
+        curves = method_curves(rotary, methods, length)
+
+        def heads(inv_freq: Tensor, distances: Tensor) -> Tensor:
+            return mean_scores(trained, inv_freq, distances)
+
+        bins = distance_bins(length)
+        shares = torch.stack([heads(curves[0].inv_freq, part).mean(-1) for part in bins], -1)
+        low, high = shares.quantile(0.1, dim=0), shares.quantile(0.9, dim=0)
+        panels[1].fill_between(_middles(bins), low, high, color="#999999", alpha=0.2, linewidth=0, zorder=0)
+        _draw_methods(panels[1], rotary, curves, length, lambda inv_freq, distances: heads(inv_freq, distances).mean(0))
+        title = f"Trained q and k, mean over {len(trained)} heads. Grey: 80% of heads, plain RoPE"
+        finish_axes(panels[1], title, _DISTANCE, "")
+    figure.savefig(path, format="png")
+
+
+def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, contents: int = 2) -> None:
+    """t-SNE of a few random vectors, each rotated to every position: by all pairs, the fast ones, the slow ones.
+
+    Raises:
+        ImportError: matplotlib or scikit-learn is not installed.
+    """
+    figure = new_figure(10.5, 3.8)
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise ImportError("t-SNE needs scikit-learn: install this package with its extra [eval]") from error
+    inv_freq = rotary.inv_freq()
+    pairs, few = len(inv_freq), positions // 4
+    vectors = torch.randn(contents, 1, pairs, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(positions).double()[:, None] * inv_freq
+    rotated = vectors * torch.polar(torch.ones_like(angles), angles)  # (contents, positions, pairs)
+    fast = pairs - pairs_without_full_cycle(inv_freq, few)
+    slow = pairs_without_full_cycle(inv_freq, positions)
+    parts = {
+        f"all {pairs} pairs": slice(None),
+        f"{fast} fast pairs, a cycle in {few} tokens": slice(fast),
+        f"{slow} slow pairs, no cycle in {positions} tokens": slice(pairs - slow, None),
+    }
+    marks = "o^sDv"
+    for axes, (name, part) in zip(figure.subplots(1, 3), parts.items(), strict=True):
+        axes.set_title(name, fontsize=9)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        flat = torch.view_as_real(rotated[..., part]).flatten(2).flatten(0, 1).numpy()
+        if not flat.size:
+            continue
+        places = TSNE(perplexity=30, random_state=0, init="pca").fit_transform(flat)
+        places = places.reshape(contents, positions, -1)
+        for index, own in enumerate(places):
+            image = axes.scatter(*own.T[:2], c=range(positions), s=7, marker=marks[index % 5], cmap="viridis")
+    bar = figure.colorbar(image, ax=figure.axes, pad=0.01)
+    bar.set_label("position", fontsize=8)
+    bar.ax.tick_params(labelsize=7.5)
+    figure.suptitle(f"t-SNE of {contents} vectors (marks), each rotated to positions 0 to {positions - 1}", fontsize=10)
+    figure.savefig(path, format="png")
+
+
+def _cosines(inv_freq: Tensor, distances: Tensor) -> Tensor:
+    return (distances.double()[:, None] * inv_freq.double()).cos().mean(-1)
+
+
+def _random_scores(rotary: Rotary, samples: int, distances: Tensor, *, same: bool) -> Tensor:
+    """The cosine of random q and k at each distance, (samples, distances); k = q if `same`."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(2, samples, rotary.dim // 2, dtype=torch.complex128, generator=generator)
+    q, k = pairs / pairs.abs().square().sum(-1, keepdim=True).sqrt()
+    return mean_scores(q * (q if same else k).conj(), rotary.inv_freq(), distances)
+
+
+def _middles(bins: Sequence[Tensor]) -> list[float]:
+    return [math.sqrt(float(part[0] * part[-1])) for part in bins]
+
+
+def _draw_methods(
+    axes: Any,
+    rotary: Rotary,
+    curves: Sequence[MethodCurve],
+    length: int,
+    measure: Callable[[Tensor, Tensor], Tensor],
+    bottom: float | None = None,
+) -> None:
+    """`measure(inv_freq, distances)` of each method, over a logarithmic scale of distances."""
+    bins = distance_bins(length)
+    lines: list[Curve] = []
+    for curve in curves:
+        means = [float(measure(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
+        lines.append((curve.name, _middles(bins), means, curve.style))
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, max(length, 2))
+    _draw_lines(axes, lines, bottom)
+    octaves = math.floor(math.log2(length))
+    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
+    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.axvline(rotary.trained_length, color="#888888", linewidth=1, linestyle=":")
+    axes.annotate(
+        "trained length",
+        (rotary.trained_length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        rotation=90,
+        fontsize=7,
+        color="#555555",
+    )
+
+
+def _draw_lines(axes: Any, lines: Sequence[Curve], bottom: float | None = None) -> None:
+    """Lines with their names at their ends, which stand where they should once the scale is fixed."""
+    ends = []
+    for name, across, up, style in lines:
+        axes.plot(across, up, **style)
+        ends.append((up[-1], name, style["color"]))
+    low, high = axes.get_ylim()
+    axes.set_ylim(low if bottom is None else bottom, high)
+    name_ends(axes, ends)
