@@ -1,11 +1,11 @@
-# make demo | test | test-fast | mutate | lint | docs | figures | pictures | bench: each does its own set-up in .venv, with
-# the versions pinned in constraints.txt.
+# make demo | test | test-fast | test-all | test-readers | test-engines | mutate | fuzz | lint | docs | figures | pictures | bench:
+# each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast mutate lint docs figures pictures bench clean
+.PHONY: demo test test-fast test-all test-readers test-engines mutate fuzz lint docs figures pictures bench clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -16,10 +16,41 @@ test: .venv/ready
 test-fast: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow"
 
+# Some minutes: patched folders read by transformers 4 and mlx-lm, each in an environment of its own below build/. The
+# result goes to docs/results/readers.json.
+test-readers: .venv/ready build/readers/transformers/ready build/readers/mlx-lm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.readers \
+		--transformers build/readers/transformers/bin/python --mlx-lm build/readers/mlx-lm/bin/python
+
+build/readers/transformers/ready: Makefile
+	$(PYTHON) -m venv build/readers/transformers
+	build/readers/transformers/bin/pip install -q torch==2.13.0
+	build/readers/transformers/bin/pip install -q transformers==4.57.6
+	touch $@
+
+build/readers/mlx-lm/ready: Makefile
+	$(PYTHON) -m venv build/readers/mlx-lm
+	build/readers/mlx-lm/bin/pip install -q 'mlx-lm[cpu]==0.32.2'
+	touch $@
+
+# Every method on every family and all the rest: half an hour, before a release.
+test-all: .venv/ready
+	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
+
+# The rotary classes of vLLM and SGLang, out of their wheels (400 MB), against rope_ext_hf/engines; without a GPU.
+test-engines: .venv/ready
+	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23
+	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
+	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines
+
 # An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 eval/protocols.py" for less.
 mutate: .venv/ready
 	$(RUN)/pip install -q -c constraints.txt cosmic-ray==8.7.0
 	$(RUN)/python tests/mutate.py $(MUTATE)
+
+# Some minutes: random command lines over damaged files, see tests/fuzz.py. FUZZ="--cases 10000 --seed 3" for more.
+fuzz: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py $(FUZZ)
 
 lint: .venv/ready
 	$(RUN)/ruff check .
@@ -45,6 +76,10 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-$(DEVICE).jsonl --out $(RESULTS)
 	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/attention.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/attention.png)
+	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 200 --methods "self-extend,rerope,rerope window=192" --out $(RESULTS)
+	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 16 --methods self-extend,rerope,dca --temperatures none,log-n,llama4 --out $(RESULTS)
+	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reading.py --device $(DEVICE) --out $(RESULTS)

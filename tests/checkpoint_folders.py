@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
 from tests.models import modeling
 from tests.oracles import Pairing, rotate
 
@@ -31,6 +32,19 @@ def convert(src: Path, dst: Path, to: str, **options: Any) -> rope.ConversionRep
 
 def load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets the name of every tensor that is read from a safetensors file from now on."""
+    names: list[str] = []
+    read = SafetensorsFile.read
+
+    def watched(file: SafetensorsFile, name: str) -> Tensor:
+        names.append(name)
+        return read(file, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", watched)
+    return names
 
 
 def content(folder: Path) -> dict[str, bytes]:

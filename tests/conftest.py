@@ -15,11 +15,10 @@ import hypothesis
 import pytest
 import torch
 
+from tests.tiers import FAST_FAMILIES
+
 if TYPE_CHECKING:
     from tests.saved_models import Lookup
-
-FAST_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
-"""One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
 
 hypothesis.settings.register_profile("tests", deadline=None, database=None, derandomize=True)
 hypothesis.settings.load_profile("tests")

@@ -47,6 +47,15 @@ def alpha_of(rotary: Rotary, inv_freq: torch.Tensor) -> float:
     return plain(rotary)[-1] / float(inv_freq[-1])
 
 
+def native_grid(dim: int, theta: float) -> list[tuple[Rotary, float, dict[str, Any]]]:
+    """Every trained length with every factor, and the settings that transformers takes for both."""
+    return [
+        (Rotary(dim, theta, trained_length), factor, {"rope_theta": theta, "factor": factor})
+        for trained_length in TRAINED_LENGTHS
+        for factor in FACTORS
+    ]
+
+
 def native_table(rotary: Rotary, parameters: dict[str, Any], length: int | None = None) -> tuple[torch.Tensor, float]:
     """What transformers computes from `rope_parameters`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -16,15 +16,14 @@ from tests.models import (
     rotary_of,
     static_cases,
 )
+from tests.tiers import spread
 
 LONG = 4 * TRAINED
 TOLERANCE = 1e-4  # of logits, float32, up to 256 positions
 CHANGED = 100 * TOLERANCE  # what counts as another result
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
-every_static = pytest.mark.parametrize(
-    ("name", "which"), [(name, which) for name in FAMILIES for which in static_cases(name)]
-)
+every_static = pytest.mark.parametrize(("name", "which"), spread(FAMILIES, static_cases))
 every_dynamic = pytest.mark.parametrize("which", dynamic_cases("llama"))
 
 
@@ -48,7 +47,9 @@ def state(model: Any) -> dict[str, Any]:
         "config": copy.deepcopy(model.config.to_dict()),
         "keys": list(model.state_dict()),
         "buffers": [path for path, _ in model.named_buffers()],
-        "hooks": sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()),
+        "hooks": sum(
+            len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()
+        ),
         "own save": [path for path, m in model.named_modules() if "save_pretrained" in m.__dict__],
     }
 

@@ -164,6 +164,50 @@ def rotate_to(x: Tensor, positions: Tensor, dim: int, theta: float, pairing: Pai
     return rotate(x, positions.double()[..., None] * inv_freq, pairing)
 
 
+def rotation_matrix(angles: Tensor, dim: int, pairing: Pairing) -> Tensor:
+    """RoFormer, eq. 15: the matrix R of one rotation, (dim, dim) float64, for angles (rotated dims / 2,)."""
+    matrix = torch.eye(dim, dtype=torch.float64)
+    pairs = len(angles)
+    for i, angle in enumerate(angles.tolist()):
+        first, second = (2 * i, 2 * i + 1) if pairing == "interleaved" else (i, i + pairs)
+        matrix[first, first] = matrix[second, second] = math.cos(angle)
+        matrix[first, second], matrix[second, first] = -math.sin(angle), math.sin(angle)
+    return matrix
+
+
+# --- linear attention ---------------------------------------------------------------------------------------------
+
+PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: torch.nn.functional.elu(x) + 1,
+    "relu": lambda x: x.clamp(min=0),
+}
+
+
+def naive_linear_attention(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, *, seen: Tensor, eps: float
+) -> Tensor:
+    """Su 2021 (https://kexue.fm/archives/8265), from the matrices of scores; float64.
+
+    Args:
+        kernel: "elu" or "relu", rotated in the numerator alone, or "cosine", 1 + cos of the angle between them.
+        q, k: (heads, tokens, head_dim), not rotated.
+        v: (heads, tokens, value_dim).
+        angles: (tokens, rotated dims / 2), by half pairing.
+        seen: (tokens, tokens) bool, which keys each query sees.
+        eps: added to the denominator.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    if kernel == "cosine":
+        product = rotate(q, angles, "half") @ rotate(k, angles, "half").transpose(1, 2)
+        lengths = q.norm(dim=-1)[:, :, None] * k.norm(dim=-1)[:, None]
+        scores = norms = 1 + torch.where(lengths > 0, product / lengths, 0)
+    else:
+        q, k = PHI[kernel](q), PHI[kernel](k)
+        scores = rotate(q, angles, "half") @ rotate(k, angles, "half").transpose(1, 2)
+        norms = q @ k.transpose(1, 2)
+    return (scores * seen) @ v / ((norms * seen).sum(-1, keepdim=True) + eps)
+
+
 # --- remapping methods: relative positions and attention ----------------------------------------------------------
 
 

@@ -12,10 +12,11 @@ import transformers
 
 import rope_ext_hf as rope
 from tests.models import FAMILIES, build, dynamic_cases, static_cases
+from tests.tiers import spread
 
 FREQUENCIES = 2e-5  # relative, of inverse frequencies
-STATIC = [(name, which) for name in FAMILIES for which in static_cases(name)]
-DYNAMIC = [(name, which) for name in FAMILIES for which in dynamic_cases(name)]
+STATIC = spread(FAMILIES, static_cases)
+DYNAMIC = spread(FAMILIES, dynamic_cases)
 
 
 @dataclass

@@ -227,6 +227,7 @@ def test_methods_are_described_saved_restored_and_undone(method: str, params: di
     assert torch.equal(logits(rope.unpatch(restored), ids), logits(stock, ids))
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_one_factor_after_the_other(tmp_path: Path) -> None:
     draws = torch.Generator().manual_seed(0)
     corpus = [Tokens("a", torch.randint(3, 90, (300,), generator=draws), tuple(range(1, 301)))]
@@ -240,6 +241,7 @@ def test_a_sweep_takes_one_factor_after_the_other(tmp_path: Path) -> None:
     assert together == pytest.approx([result.loss for result in alone], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_methods_on_the_command_line(tmp_path: Path) -> None:
     listed = {entry["method"]: entry for entry in json.loads(run("methods", "--json"))}
     assert listed["stairs"]["parameters"] == {"factor": None, "step": 1.0}

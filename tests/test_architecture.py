@@ -22,7 +22,9 @@ PACKAGE = "rope_ext_hf"
 FOLDERS = {ROOT / PACKAGE: PACKAGE, ROOT / "patches": f"{PACKAGE}.patches", ROOT / "eval": f"{PACKAGE}.eval"}
 FLOORS = (
     ("errors", "reference"),
+    ("bounds",),
     ("files",),
+    ("downloads",),
     ("methods",),
     ("engines",),
     ("rotary",),
@@ -37,7 +39,17 @@ FLOORS = (
     ("__main__",),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-HEAVY = {"transformers", "matplotlib", "datasets", "huggingface_hub", "lm_eval", "accelerate", "peft", "gguf"}
+HEAVY = {
+    "transformers",
+    "matplotlib",
+    "sklearn",
+    "datasets",
+    "huggingface_hub",
+    "lm_eval",
+    "accelerate",
+    "peft",
+    "gguf",
+}
 """Third-party libraries that a function may import for itself."""
 MAX_LINES = 500
 MAX_TEST_LINES = 900
@@ -193,6 +205,15 @@ def test_there_are_no_circles() -> None:
         return reached
 
     check(name for name in modules() if name in reaches(name))
+
+
+FOR_OTHER_MODELS = {f"{PACKAGE}.attention.linear", f"{PACKAGE}.attention.rotary_attention"}
+"""Modules for models written by hand, which patched models do without."""
+
+
+def test_nothing_depends_on_modules_for_other_models() -> None:
+    assert modules().keys() >= FOR_OTHER_MODELS
+    check(str(each) for each in own_imports() if each.target in FOR_OTHER_MODELS)
 
 
 def test_functions_import_heavy_libraries_alone() -> None:

@@ -40,6 +40,7 @@ def methods(draw: Any) -> RemappingMethod:
     return DualChunk(chunk=draw(st.integers(1, 70)), window=window, **common)
 
 
+@pytest.mark.slow
 @given(methods(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: RemappingMethod, data: Any) -> None:
@@ -148,6 +149,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     assert seen == {request.param}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> None:
     for tokens, pads in ((120, (0,)), (120, (0, 7, 90)), (1, (0, 0)), (70, (0,))):
@@ -243,6 +245,7 @@ def test_half_precision(method: RemappingMethod) -> None:
     assert_close(*attend_and_definition(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
 
 
+@pytest.mark.slow
 @given(methods())
 @settings(max_examples=20, deadline=None)
 def test_a_method_says_at_which_distances_keys_are_seen(method: RemappingMethod) -> None:

@@ -177,6 +177,7 @@ def by_hand(model: Any, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])
 def test_generate(name: str, method: str) -> None:
@@ -214,6 +215,7 @@ def test_a_cache_can_be_cropped_copied_and_gone_on_with(method: str) -> None:
     assert torch.equal(third, first)
 
 
+@pytest.mark.slow
 @each_method
 def test_assisted_decoding(method: str) -> None:
     model, assistant = rope.patch(build("llama"), method), build("llama", seed=0)
@@ -276,6 +278,7 @@ def test_another_attention_set_afterwards_is_not_run_in_silence() -> None:
         model(tokens(10))
 
 
+@pytest.mark.slow
 @each_method
 def test_no_tensor_is_as_large_as_length_squared(method: str) -> None:
     model = rope.patch(build("llama", vocab_size=8, max_position_embeddings=512), method)
@@ -373,6 +376,7 @@ def test_peft() -> None:
     assert all(p.grad is not None for key, p in adapted.named_parameters() if "lora_B" in key)
 
 
+@pytest.mark.slow
 def test_compiled_copied_and_in_half_precision() -> None:
     model, ids = rope.patch(build("llama"), "dca"), tokens(150)
     wanted = logits(model, ids)

@@ -370,7 +370,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], dict[str, T
     "layers without end": (
         {"num_layers": 10**15},
         dict,
-        "has 1,000,000,000,000,000 layers; at most 10,000",
+        "has 1,000,000,000,000,000 layers; at most 2,000",
     ),
     "no end": ({"rope_ratio": math.inf}, dict, "'rope_ratio' in the config .*, and is inf"),
     "no number": ({"rope_ratio": math.nan}, dict, "'rope_ratio' in the config .*, and is nan"),

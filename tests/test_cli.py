@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from rope_ext_hf import CheckpointError, MethodError, __version__, hub
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import Command, app
-from rope_ext_hf.cli.console import json_text
 from rope_ext_hf.cli.options import MethodOptions, parse_length, parse_parameters
+from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.methods.remapping import SelfExtend
 from rope_ext_hf.reference import path
@@ -56,6 +56,7 @@ def test_parameters_keep_their_names() -> None:
         parse_parameters(["stray"])
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from rope_ext_hf.cli.app import app\n"
@@ -100,7 +101,7 @@ def example(command: str) -> list[str]:
     [
         pytest.param(c.name, marks=[pytest.mark.slow] * (c.name in {*QUICK, "report"}))
         for c in app.registered_commands
-        if c.name != "detect"
+        if c.name not in ("detect", "gguf")  # their examples need files that are not there
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
@@ -113,7 +114,8 @@ def test_the_example_of_every_command_runs(command: str, tmp_path: Path, monkeyp
         assert run(*example("sweep"), *QUICK["sweep"])[0] == 0
         arguments[1] = next(str(folder) for folder in Path(arguments[1]).parent.iterdir() if folder.is_dir())
     code, out, err = run(*arguments)
-    assert code == 0, err
+    # The bundled model's config is plain, without the former spelling that mlx-lm reads: engines disagree on it.
+    assert code == (1 if command == "audit" else 0), err
     assert out
 
 
@@ -126,6 +128,7 @@ def test_methods_lists_every_method() -> None:
     code, out, _ = run("methods")
     assert code == 0
     assert "dynamic-yarn" in out
+    assert "divided by factors[i]." in out  # no markup
 
 
 def test_describe() -> None:
@@ -139,6 +142,7 @@ def test_describe() -> None:
     assert "as loaded" in out
 
 
+@pytest.mark.slow
 def test_patch_writes_a_folder_plain_transformers_loads(tmp_path: Path) -> None:
     out = tmp_path / "patched"
     code, _, err = run("patch", "reference", "--method", "yarn", "--target-length", "2k", "--out", str(out))
@@ -164,6 +168,7 @@ def test_patch_writes_a_folder_plain_transformers_loads(tmp_path: Path) -> None:
     assert json.loads((again / "config.json").read_text())["max_position_embeddings"] == 256
 
 
+@pytest.mark.slow
 def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(first, second):\n    return first + second\n" * 40, encoding="utf-8")
@@ -182,6 +187,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     assert all(r["tokens"] == saved["results"][0]["tokens"] for r in saved["results"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -224,8 +230,18 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
             "--factor takes numbers, e.g. 2,4,8",
         ),
         (["sweep", "reference", "--lengths", "256", "--method", "ntk,yran"], "Did you mean 'yarn'"),
+        (
+            ["passkey", "reference", "--lengths", "256", "--trials", "999999999"],
+            "trials must be whole numbers of at least",
+        ),
+        (["passkey", "reference", "--lengths", "256", "--keys", "999999999"], "and at most 1,000"),
+        (["passkey", "reference", "--lengths", "256", "--distractors", "999999999"], "and at most 1,000"),
+        (["detect", "reference", "--text", "/dev/zero"], "no such text file: '/dev/zero'"),
         (["report", "no-such-run"], "not the folder of a run"),
         (["describe", "reference", "--plot", "no-such-folder/a.png"], "cannot be written"),
+        (["methods", "--plot", "no/a.png", "--dim", "999999998"], "at most 4,096 dims"),
+        (["methods", "--plot", "no/a.png", "--factor", "1e300"], "cannot be drawn"),
+        (["methods", "--plot", "no/a.png", "--theta", "1e300"], "cannot be written"),
         (["describe", "./no-such-folder"], "no such model folder"),
         (
             ["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"],
@@ -235,7 +251,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    if arguments[0] in ("ppl", "sweep"):
+    if arguments[0] in ("ppl", "sweep", "passkey"):
         arguments = [*arguments, "--out", str(tmp_path)]
     code, out, err = run(*arguments)
     assert code == 2, (out, err)
@@ -298,7 +314,7 @@ def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "load_config", interrupt)
+    monkeypatch.setattr(hub, "find_config", interrupt)
     code, _, err = run("sweep", "reference", "--lengths", "256", "--out", str(tmp_path))
     assert code == 130
     assert err == "rope-ext: stopped; the same command continues where it stopped\n"
@@ -344,6 +360,7 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert "\x1b" not in out
 
 
+@pytest.mark.slow
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rope_ext_hf.eval import preflight
 
@@ -358,6 +375,7 @@ def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: 
     assert "--device-map" not in err  # one device is all there is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ppl", "sweep", "passkey"])
 def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object, **__: object) -> None:
@@ -368,12 +386,13 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
     needs, reads, last = err.strip().splitlines()
-    assert needs.startswith("needs    0.3 GB: 0.0 weights, 0.0 keys and values, 0.3 computing")
+    assert needs.startswith("needs    0.3 GB: 0.0 weights, 0.0 keys and values, 0.3 activations")
     assert "tokens" in reads
     assert "very roughly" in reads
     assert "weights are read now" in last
 
 
+@pytest.mark.slow
 def test_warnings_are_one_line(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
@@ -391,6 +410,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     assert said in done.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_pictures_of_rope(tmp_path: Path) -> None:
     for command in (["describe", "reference", "-m", "yarn", "--factor", "8"], ["methods", "--factor", "4"]):
         picture = tmp_path / f"{command[0]}.png"
@@ -408,6 +428,7 @@ def test_a_model_without_rope_is_refused(tmp_path: Path) -> None:
     assert "no rotary position embedding" in err
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_with_exit_code_1(tmp_path: Path) -> None:
     import math
     import shutil

@@ -7,14 +7,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
+import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.reference import path
 
-pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
+pytestmark = [
+    pytest.mark.filterwarnings("default::UserWarning"),  # the command line prints them
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # of PEFT
+]
 
-KINDS = ("plain", "native", "restored", "converted")
+KINDS = ("plain", "native", "restored", "converted", "adapter")
 COMMANDS: dict[str, list[str]] = {
     "describe": [],
     "patch": ["--method", "yarn", "--target-length", "1k"],
@@ -35,7 +40,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model as it is; patched with a native form, and without one; converted there and back."""
+    """The bundled model as it is; patched, with a native form and without; converted there and back; an adapter."""
     root = tmp_path_factory.mktemp("folders")
     shutil.copytree(path(), root / "plain")
     steps = [
@@ -47,6 +52,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for step in steps:
         code, _, err = run(*step)
         assert code == 0, err
+    model = rope.patch(rope.from_pretrained(root / "plain"), "dca", target_length=512)
+    settings = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, settings).save_pretrained(root / "adapter")
     return {kind: root / kind for kind in KINDS}
 
 

@@ -163,6 +163,7 @@ def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
     assert frequencies("yarn", rotary.plain, factor=64).attention_factor == pytest.approx(1.4159, abs=5e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(ON_TOP), st.sampled_from([32, 64, 96]), st.integers(64, 100_000), st.integers(1, 400_000))
 def test_over_nothing_it_is_the_plain_method_bit_for_bit(

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
 from tests.checkpoint_folders import (
     DIM,
     HIDDEN,
@@ -32,6 +31,7 @@ from tests.checkpoint_folders import (
     rotate_otherwise,
     same,
     untouched,
+    watch_reads,
     write_config,
     write_folder,
     write_index,
@@ -85,34 +85,9 @@ def test_everything_but_the_weights_comes_along(source: Path, tmp_path: Path) ->
 
 
 def test_only_what_rotates_goes_through_memory(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    read = SafetensorsFile.read
-
-    def watched(file: SafetensorsFile, name: str) -> Tensor:
-        seen.append(name)
-        return read(file, name)
-
-    monkeypatch.setattr(SafetensorsFile, "read", watched)
+    seen = watch_reads(monkeypatch)
     convert(source, tmp_path / "converted", "interleaved")
     assert sorted(seen) == sorted(name for name in all_tensors(source) if "q_proj" in name or "k_proj" in name)
-
-
-def test_a_model_of_the_hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def download(name: str, ignore_patterns: list[str], revision: str | None = None) -> str:
-        if name != "some/llama":
-            raise huggingface_hub.errors.HFValidationError("no such model\nand more")
-        assert revision == "v2"
-        assert "*.gguf" in ignore_patterns
-        return str(source)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr("rope_ext_hf.hub._answers", lambda endpoint: True)  # no network is asked
-    convert(Path("some/llama"), tmp_path / "converted", "interleaved", revision="v2")
-    assert same(all_tensors(tmp_path / "converted"), by_hand(all_tensors(source)))
-    with pytest.raises(rope.CheckpointError, match=r"'some/other' on the Hub could not be loaded: .*no such"):
-        convert(Path("some/other"), tmp_path / "again", "interleaved")
 
 
 def test_weights_in_other_forms_are_left_behind_and_named(source: Path, tmp_path: Path) -> None:
@@ -143,7 +118,7 @@ def test_what_it_says(source: Path, tmp_path: Path) -> None:
 
 
 def test_converting_twice_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(rope.CheckpointError, match="are half already, by the config or the family; to convert"):
+    with pytest.raises(rope.CheckpointError, match=r"are half already, by the config or the family; .* --force"):
         convert(source, tmp_path / "converted", "half")
     convert(source, tmp_path / "once", "interleaved")
     with pytest.raises(rope.CheckpointError, match="are interleaved already, by the config or the family"):
@@ -181,6 +156,7 @@ def test_wrong_words_and_places_are_refused(source: Path, tmp_path: Path) -> Non
 # --- several parts, further formats --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_vision_tower_is_left_alone(tmp_path: Path) -> None:
     """With the same names and shapes as the language model's own."""
     text = transformers.LlamaConfig(**SIZES)

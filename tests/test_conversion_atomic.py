@@ -165,6 +165,7 @@ def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -
         convert(source, tmp_path / "file" / "converted", "interleaved")
 
 
+@pytest.mark.slow
 def test_two_cannot_write_one_destination(source: Path, tmp_path: Path) -> None:
     """The second one fails at once and disturbs nothing."""
     errors: list[str] = []
@@ -252,6 +253,7 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
     print(json.dumps({"calls": total, "end": content(parent / "converted") == expected, "kills": found}))
 
 
+@pytest.mark.slow
 def test_killed_at_any_point(source: Path, tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     code = "from pathlib import Path; from tests.test_conversion_atomic import kill_many; "

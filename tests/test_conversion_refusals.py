@@ -105,6 +105,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         f"'{SECOND}' is not a plain file",
     ),
     "no weights": (lambda f: (f / INDEX).unlink(), "holds no weights; looked for model.safetensors.index.json"),
+    "no weights, whatever else": (  # a home folder, or /, is not listed to its end first
+        lambda f: os.symlink("/etc", (f / INDEX).rename(f / "other.json").with_name("more")),  # noqa: PTH211
+        "holds no weights; looked for model.safetensors.index.json",
+    ),
     "a tensor in another part": (
         lambda f: edit_index(f, lambda w: w.update({K: FIRST if w[K] == SECOND else SECOND})),
         f"'{K}' is not in",
@@ -252,8 +256,14 @@ def test_torch_files_that_are_not_tensors_alone_are_refused(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_hidden_layers": 100_000}, "has 100,000 layers; at most 10,000 are supported"),
-        ({"head_dim": 2**30}, "has 1,073,741,824 dims per head; at most 65,536 are supported"),
+        (
+            {"num_hidden_layers": 100_000},
+            "has 100,000 layers; at most 2,000 .*--raise-limit layers=",
+        ),
+        (
+            {"head_dim": 2**30},
+            "has 1,073,741,824 dims per head; at most 65,536 .*--raise-limit head_dim=",
+        ),
     ],
 )
 def test_sizes_that_no_model_has_are_refused_at_once(

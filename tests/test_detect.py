@@ -19,10 +19,10 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import detection as detect
 from rope_ext_hf.checkpoints import detection_text
-from rope_ext_hf.checkpoints.weight_files import SafetensorsFile
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.pairing import PAIRINGS
+from tests.checkpoint_folders import watch_reads
 from tests.models import FAMILIES, ROTATING, build, build_known, plant_pairs
 
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
@@ -141,14 +141,7 @@ def test_metas_format(tmp_path: Path) -> None:
 def test_few_layers_are_read_and_little_of_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = build("llama", num_hidden_layers=20)
     model.save_pretrained(tmp_path)
-    seen: list[str] = []
-    whole = SafetensorsFile.read
-
-    def read(file: SafetensorsFile, name: str) -> Tensor:
-        seen.append(name)
-        return whole(file, name)
-
-    monkeypatch.setattr(SafetensorsFile, "read", read)
+    seen = watch_reads(monkeypatch)
     report = rope.detect_pairing(tmp_path)
     layers = [0, 3, 5, 8, 11, 14, 16, 19]
     assert [layer.name for layer in report.layers] == [f"model.layers.{i}.self_attn" for i in layers]
@@ -164,7 +157,7 @@ def test_random_weights_do_not_tell(name: str) -> None:
     for seed in range(4):
         report = rope.detect_pairing(build(name, seed=seed))
         assert report.pairing is None
-        assert report.reason == "chance could give so small a difference between the pairings"
+        assert report.reason == "the difference between the pairings is small enough to be chance"
         assert "undecided" in str(report)
 
 
@@ -346,6 +339,7 @@ def test_a_norm_does_what_its_family_does() -> None:
 TEXT = stdlib_held_out()[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_a_text_says_the_same(folders: dict[str, Path], pairing: str) -> None:
     report = rope.detect_pairing(folders[pairing], text=TEXT)
@@ -358,6 +352,7 @@ def test_a_text_says_the_same(folders: dict[str, Path], pairing: str) -> None:
     assert "loss on text" in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic-yarn"])
 def test_the_weights_are_put_back(method: str | None) -> None:
     model = bundled().train()
@@ -370,6 +365,7 @@ def test_the_weights_are_put_back(method: str | None) -> None:
     assert [module.training for module in model.modules()] == modes
 
 
+@pytest.mark.slow
 def test_the_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bundled()
     before = copy.deepcopy(model.state_dict())
@@ -386,6 +382,7 @@ def test_the_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_model_that_has_learned_nothing_does_not_tell_by_a_text_either() -> None:
     model = bundled()
     with torch.no_grad():
@@ -426,6 +423,7 @@ def test_texts_that_cannot_be_read() -> None:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_report() -> None:
     report = rope.detect_pairing(path(), text=TEXT)
     assert json.loads(json.dumps(report.to_dict()))["layers"][0]["heads"] == 4

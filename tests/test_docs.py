@@ -158,7 +158,8 @@ def test_older_measurements_name_their_command_and_versions() -> None:
         result = json.loads(file.read_text(encoding="utf-8"))
         assert result["command"]
         assert {"rope-ext-hf", "torch", "transformers"} <= result["versions"].keys()
-        assert result["versions"]["rope-ext-hf"].removesuffix(".dev0") in result["note"]
+        if "note" in result:  # written by hand; other figures take their versions from the file
+            assert result["versions"]["rope-ext-hf"].removesuffix(".dev0") in result["note"]
 
 
 def test_make_bench_runs_every_benchmark() -> None:

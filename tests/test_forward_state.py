@@ -89,6 +89,7 @@ def test_two_forwards_that_meet_inside_one_model(method: str) -> None:
     assert torch.equal(together[1][mask.bool()], alone[1][mask.bool()])
 
 
+@pytest.mark.slow
 @each_method
 def test_generate_in_threads(method: str) -> None:
     """Prompts on both sides of the trained length, which one of them passes while it decodes."""
@@ -210,6 +211,7 @@ class _Logits(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_an_export_before_the_first_forward_leaves_the_model_as_it_was(method: str) -> None:
     device_constant.__globals__["_kept"].cache_clear()
@@ -221,6 +223,7 @@ def test_an_export_before_the_first_forward_leaves_the_model_as_it_was(method: s
     torch.testing.assert_close(exported.module()(ids), found, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_export_of_a_static_method_takes_any_length() -> None:
     model, length = patched("yarn"), torch.export.Dim("length", min=2, max=512)
     shapes = {"ids": {1: length}}
@@ -229,6 +232,7 @@ def test_an_export_of_a_static_method_takes_any_length() -> None:
         torch.testing.assert_close(exported(tokens(count)), logits(model, tokens(count)), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", REMAPPING)
 def test_an_export_of_a_remapping_method_with_a_length_that_varies_is_refused(method: str) -> None:
     """Which tiles there are follows from the length."""
@@ -297,6 +301,7 @@ def test_a_patched_model_in_a_file(method: str, tmp_path: Path) -> None:
     assert torch.equal(logits(again, ids), logits(build("llama"), ids))
 
 
+@pytest.mark.slow
 def test_a_model_with_a_remapping_method_loads_in_a_new_process(tmp_path: Path) -> None:
     model, ids = patched("dca"), tokens(150)
     torch.save(model, tmp_path / "model.pt")

@@ -114,6 +114,7 @@ def ours(model: Any, tokenizer: Any, context: str, continuation: str, length: in
     return -float(losses.double().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk"])
 def test_log_likelihoods_equal_ours(method: str, batch_size: int, tokenizer: Any) -> None:
@@ -123,12 +124,14 @@ def test_log_likelihoods_equal_ours(method: str, batch_size: int, tokenizer: Any
     assert scored(harness(model, tokenizer, batch_size=batch_size)) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_log_likelihoods_of_a_model_as_loaded_equal_ours(tokenizer: Any) -> None:
     model = load()
     expected = [ours(model, tokenizer, *pair) for pair in PAIRS]
     assert scored(harness(model, tokenizer, batch_size=2)) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_rolling_equals_blocks(method: str, batch_size: int, tokenizer: Any) -> None:
@@ -142,6 +145,7 @@ def test_rolling_equals_blocks(method: str, batch_size: int, tokenizer: Any) -> 
     assert rolled(lm) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_generation_holds_the_length_of_each_prompt(tokenizer: Any) -> None:
     """One prompt under the trained length, one over it; in one batch or alone, as generate does by itself."""
     model = load("dynamic-ntk")
@@ -157,6 +161,7 @@ def test_generation_holds_the_length_of_each_prompt(tokenizer: Any) -> None:
     assert written(harness(model, tokenizer, batch_size=3), prompts) == expected
 
 
+@pytest.mark.slow
 def test_a_length_held_from_outside_holds_for_everything(tokenizer: Any) -> None:
     model = load("dynamic-ntk")
     lm = harness(model, tokenizer, batch_size=4)
@@ -191,6 +196,7 @@ def test_max_length_is_the_extended_length(tokenizer: Any) -> None:
     assert harness(baseline, tokenizer).max_length == 1024
 
 
+@pytest.mark.slow
 def test_a_path_is_loaded_and_patched(tokenizer: Any) -> None:
     lm = RopeHFLM(path(), method="by-parts", target_length=1024, beta_fast=16.0, loading={"dtype": torch.float32})
     method = rope.describe(lm.model)
@@ -292,6 +298,7 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
     model = load(method)
@@ -336,6 +343,7 @@ def test_fewer_documents_and_examples(tasks: Path, tokenizer: Any) -> None:
     assert "samples" not in found
 
 
+@pytest.mark.slow
 def test_tasks_that_cannot_be_run(tasks: Path, tokenizer: Any) -> None:
     def run(*names: str, **options: Any) -> None:
         evaluate(load(), tokenizer, tasks=list(names), **({"include_path": tasks} | options))
@@ -358,6 +366,7 @@ def test_tasks_that_cannot_be_run(tasks: Path, tokenizer: Any) -> None:
         run()
 
 
+@pytest.mark.slow
 def test_ruler_at_the_extended_length(tokenizer: Any) -> None:
     """The one needle task whose haystack needs no network; sized with the model's own tokenizer."""
     model = load("yarn")

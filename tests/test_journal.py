@@ -129,6 +129,7 @@ def test_a_damaged_run_file_is_one_error(tmp_path: Path, content: bytes) -> None
         read_run(folder)
 
 
+@pytest.mark.slow
 def test_mutated_folders_are_read_or_refused_with_one_error(tmp_path: Path) -> None:
     folder = write(tmp_path, *every(None, YARN))
     agree_on_chunks(folder, 64, 4096)

@@ -38,6 +38,7 @@ def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return out
 
 
+@pytest.mark.slow
 @every_rule
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "offloaded cache" or torch.cuda.is_available()])
 def test_generate_with_a_cache_equals_without(way: str, rule: str) -> None:
@@ -48,6 +49,7 @@ def test_generate_with_a_cache_equals_without(way: str, rule: str) -> None:
     assert torch.equal(generated(model, ids, attention_mask=mask, **WAYS[way]), expected)
 
 
+@pytest.mark.slow
 @every_rule
 def test_a_padded_batch_generates_what_each_row_does_alone(rule: str) -> None:
     model = patched("llama", rule)
@@ -79,6 +81,7 @@ def test_a_cropped_cache_goes_on(rule: str) -> None:
             at += 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @every_rule
 @pytest.mark.parametrize("way", ["greedy", "beams", "static cache"])
@@ -98,6 +101,7 @@ ASSISTANCE: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @every_rule
 @pytest.mark.parametrize("way", ASSISTANCE)
 def test_assisted_decoding(rule: str, way: str) -> None:
@@ -146,6 +150,7 @@ def test_an_emptied_cache_starts_anew(kind: str, rule: str) -> None:
         cache.reset()
 
 
+@pytest.mark.slow
 @every_rule
 def test_a_prompt_is_used_again(rule: str) -> None:
     """One prefill, copied, and continued in several ways, alone and as one batch."""
@@ -166,6 +171,7 @@ def test_a_prompt_is_used_again(rule: str) -> None:
         logits(model, several[:2, :1], past_key_values=prefilled)
 
 
+@pytest.mark.slow
 @every_rule
 def test_a_conversation_in_one_cache(rule: str) -> None:
     """What was generated, and a new question, onto the same cache; from below the trained length to far beyond."""
@@ -190,6 +196,7 @@ def quantized(backend: str, config: Any) -> Any:
     return transformers.QuantizedCache(backend, config, **options[backend])
 
 
+@pytest.mark.slow
 @every_rule
 @pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
@@ -225,6 +232,7 @@ class Roughly(transformers.cache_utils.QuantizedLayer):  # type: ignore[misc]
         return q_tensor / 16
 
 
+@pytest.mark.slow
 @every_rule
 def test_a_quantized_cache_with_beams(rule: str) -> None:
     model, ids = patched("llama", rule), tokens(TRAINED - 5, batch=2)
@@ -246,6 +254,7 @@ class Stream:
     def wait_stream(self, other: Any) -> None: ...
 
 
+@pytest.mark.slow
 @every_rule
 def test_offloaded_caches(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys are on their way somewhere between two forwards, so that none is turned in place."""

@@ -16,7 +16,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
 from tests.dispatch import HostReads
-from tests.length_examples import LONG, every_rule, in_parts, patched, stock
+from tests.length_examples import LONG, RULES, every_rule, in_parts, patched, stock
 from tests.models import TRAINED, build, logits, tokens
 
 # --- compiled ------------------------------------------------------------------------------------------------------
@@ -47,9 +47,9 @@ def graphs_of_stock(kind: str, method: str) -> int:
     return compiled(model, kind, COMPILED, fullgraph=method != "dynamic")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@every_rule
+@pytest.mark.parametrize(("rule", "kind"), [*((rule, "dynamic") for rule in RULES), ("even", "static")])
 def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
     """A prefill and steps onto a cache, and no cache, in no more graphs than the model has unpatched."""
     from torch._dynamo.testing import CompileCounter
@@ -66,9 +66,9 @@ def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
         assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("rule", ["even", "hf"])
+@pytest.mark.parametrize(("rule", "kind"), [("even", "dynamic"), ("hf", "static")])
 def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
     """Where the cache is looked at: in no more graphs than stock's dynamic, which cannot be compiled whole either."""
     model = patched("llama", rule, num_hidden_layers=1)
@@ -87,6 +87,7 @@ def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
 # --- what a step costs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_rule
 def test_a_step_does_not_wait_for_the_device(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that change with every token never do; rules in steps look once where a row may have come to the next."""

@@ -24,12 +24,13 @@ from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.families import families
 from tests.length_examples import LONG, RULES, every_rule, in_parts, keys_that_stay, one_layer, patched
 from tests.models import FAMILIES, TRAINED, build, build_known, logits, tokens
+from tests.tiers import spread
 
 # --- one layer: a cached step is the full recomputation -----------------------------------------------------------
 
 
-@every_rule
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rule"), spread(FAMILIES, lambda _: RULES))
 def test_a_cached_step_equals_the_recomputation(name: str, rule: str) -> None:
     if rule == "longrope" and FAMILIES[name].rotated != 16:
         pytest.skip("other lists of divisors")
@@ -41,6 +42,7 @@ def test_a_cached_step_equals_the_recomputation(name: str, rule: str) -> None:
             torch.testing.assert_close(found[:, end - 1], logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @every_rule
 def test_sliding_layers_too(rule: str) -> None:
@@ -52,8 +54,8 @@ def test_sliding_layers_too(rule: str) -> None:
         torch.testing.assert_close(found[:, end - 1], logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
 
 
-@every_rule
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rule"), spread(FAMILIES, lambda _: RULES))
 def test_a_cached_step_in_bfloat16(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near the same weights in float32 as bfloat16 is without a cache."""
     if rule == "longrope" and FAMILIES[name].rotated != 16:
@@ -232,6 +234,7 @@ def cache_gap(model: Any, rule: str, sizes: Sequence[int], steps: int) -> float:
     return (in_parts(model, ids, sizes)[0].double() - expected).abs().max().item()
 
 
+@pytest.mark.slow
 @every_rule
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4), steps=st.integers(1, 12))
 @settings(max_examples=15, deadline=None)
@@ -239,6 +242,7 @@ def test_the_cache_equals_one_of_unrotated_keys(rule: str, sizes: list[int], ste
     assert cache_gap(patched("llama", rule), rule, sizes, steps) <= 1e-4
 
 
+@pytest.mark.slow
 @every_rule
 def test_in_bfloat16_rounding_does_not_accumulate(rule: str) -> None:
     """After 1,024 steps the scores of the last query are within 1% of those of un-rotated float32 keys."""
@@ -296,6 +300,7 @@ def rows_gap(model: Any, lengths: Sequence[int], side: str, given_positions: boo
     )
 
 
+@pytest.mark.slow
 @every_rule
 @given(
     lengths=st.lists(st.integers(2, 150), min_size=2, max_size=4),
@@ -316,6 +321,7 @@ def history_gap(model: Any, short: int, long: int) -> float:
     return (logits(model, ids) - before).abs().max().item()
 
 
+@pytest.mark.slow
 @every_rule
 @given(short=st.integers(1, 200), long=st.integers(TRAINED, LONG))
 @settings(max_examples=15, deadline=None)
@@ -335,6 +341,7 @@ def chunks_gap(model: Any, ids: Tensor, sizes: Sequence[int]) -> float:
     return (in_parts(copy.deepcopy(model), ids, sizes) - logits(copy.deepcopy(model), ids)).abs().max().item()
 
 
+@pytest.mark.slow
 @every_rule
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=4), steps=st.integers(0, 8), room=st.integers(0, 100))
 @settings(max_examples=15, deadline=None)
@@ -348,6 +355,7 @@ def test_under_a_fixed_length_parts_do_not_matter(rule: str, sizes: list[int], s
     torch.testing.assert_close(held, logits(model, ids), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @every_rule
 @given(
     lengths=st.lists(st.integers(2, 150), min_size=2, max_size=3),
@@ -375,6 +383,7 @@ def test_padded_rows_in_one_cache(rule: str, lengths: list[int], cut: int, steps
         torch.testing.assert_close(together[i, -len(row) :], alone[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @every_rule
 def test_a_mask_may_come_and_go(rule: str) -> None:
     """Rows without padding are the same with a mask and without, and in the same cache."""

@@ -457,6 +457,7 @@ def test_published_params(name: str) -> None:
     assert llama.to_params() == params | {"vocab_size": 32000}
 
 
+@pytest.mark.slow
 @given(dim=st.integers(1, 4096).map(lambda n: 2 * n), ffn=st.integers(1, 60_000))
 @settings(max_examples=300, deadline=None)
 def test_metas_formula_gives_every_size(dim: int, ffn: int) -> None:

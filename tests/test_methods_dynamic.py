@@ -16,16 +16,15 @@ from rope_ext_hf.methods.registry import frequencies
 from tests.method_checks import (
     DIMS,
     EXACT,
-    FACTORS,
     GEOMETRIES,
     GEOMETRY,
     LLAMA2,
     THETAS,
-    TRAINED_LENGTHS,
     alpha_of,
     assert_native,
     assert_same,
     law,
+    native_grid,
     some_lengths,
 )
 from tests.method_examples import example_methods
@@ -142,15 +141,8 @@ def test_pow2_is_exact_at_every_power_of_two() -> None:
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("dim", DIMS)
 class TestAgainstTransformers:
-    def grid(self, dim: int, theta: float) -> list[tuple[Rotary, float, dict[str, Any]]]:
-        return [
-            (Rotary(dim, theta, trained_length), factor, {"rope_theta": theta, "factor": factor})
-            for trained_length in TRAINED_LENGTHS
-            for factor in FACTORS
-        ]
-
     def test_dynamic(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in self.grid(dim, theta):
+        for rotary, factor, native in native_grid(dim, theta):
             trained = rotary.trained_length
             for length in (trained // 2, trained, trained + 1, int(trained * factor), 3 * trained):
                 ours = frequencies("dynamic-ntk", rotary, growth="hf", factor=factor, length=length)
@@ -158,8 +150,9 @@ class TestAgainstTransformers:
                 alias = frequencies("dynamic", rotary, factor=factor, length=length)
                 assert torch.equal(alias.inv_freq, ours.inv_freq)
 
+    @pytest.mark.slow
     def test_longrope(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in self.grid(dim, theta):
+        for rotary, factor, native in native_grid(dim, theta):
             trained = rotary.trained_length
             lists: dict[str, Any] = {
                 "short_factor": rising_divisors(rotary, 1.5),
@@ -209,6 +202,7 @@ def test_even_growth_takes_the_smallest_even_k_that_covers(trained: int, ratio: 
         assert (k - 2) * trained < length
 
 
+@pytest.mark.slow
 @law
 @given(trained=some_lengths, shorter=st.integers(1, 1 << 20), longer=st.integers(1, 1 << 20), data=st.data())
 def test_a_longer_input_never_turns_faster(trained: int, shorter: int, longer: int, data: st.DataObject) -> None:

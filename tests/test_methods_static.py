@@ -19,11 +19,11 @@ from tests.method_checks import (
     GEOMETRIES,
     LLAMA2,
     THETAS,
-    TRAINED_LENGTHS,
     alpha_of,
     assert_native,
     assert_same,
     law,
+    native_grid,
     some_dims,
     some_lengths,
     some_thetas,
@@ -217,23 +217,16 @@ def test_golden(method: str, params: dict[str, Any], length: int | None, golden:
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("dim", DIMS)
 class TestAgainstTransformers:
-    def grid(self, dim: int, theta: float) -> list[tuple[Rotary, float, dict[str, Any]]]:
-        return [
-            (Rotary(dim, theta, trained_length), factor, {"rope_theta": theta, "factor": factor})
-            for trained_length in TRAINED_LENGTHS
-            for factor in FACTORS
-        ]
-
     def test_default(self, dim: int, theta: float) -> None:
         rotary = Rotary(dim, theta, 4096)
         assert_native(rotary, frequencies("default", rotary), {"rope_type": "default", "rope_theta": theta})
 
     def test_linear(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in self.grid(dim, theta):
+        for rotary, factor, native in native_grid(dim, theta):
             assert_native(rotary, frequencies("linear", rotary, factor=factor), native | {"rope_type": "linear"})
 
     def test_yarn(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in self.grid(dim, theta):
+        for rotary, factor, native in native_grid(dim, theta):
             native |= {"rope_type": "yarn", "original_max_position_embeddings": rotary.trained_length}
             for params in (
                 {},
@@ -245,14 +238,14 @@ class TestAgainstTransformers:
                 assert_native(rotary, frequencies("yarn", rotary, factor=factor, **params), native | params)
 
     def test_llama3(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in self.grid(dim, theta):
+        for rotary, factor, native in native_grid(dim, theta):
             native |= {"rope_type": "llama3", "original_max_position_embeddings": rotary.trained_length}
             for low, high in ((1.0, 4.0), (1.5, 16.0)):
                 params: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
                 assert_native(rotary, frequencies("llama3", rotary, factor=factor, **params), native | params)
 
     def test_llama3_is_by_parts_with_a_ramp_in_turns(self, dim: int, theta: float) -> None:
-        for rotary, factor, _ in self.grid(dim, theta):
+        for rotary, factor, _ in native_grid(dim, theta):
             llama3 = frequencies("llama3", rotary, factor=factor, low_freq_factor=1.5, high_freq_factor=6)
             by_parts = frequencies("by-parts", rotary, factor=factor, ramp="turns", beta_slow=1.5, beta_fast=6)
             assert torch.equal(llama3.inv_freq, by_parts.inv_freq)

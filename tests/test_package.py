@@ -18,23 +18,31 @@ import rope_ext_hf as rope
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [
+    "Audit",
+    "AxialRotaryEmbedding",
     "CheckpointError",
     "ConversionReport",
     "CorpusError",
     "Description",
     "FileError",
     "Frequencies",
+    "KeyValueCache",
     "LengthError",
+    "LinearAttentionState",
     "MethodError",
     "NTKAwareRoPE",
     "PairingReport",
     "RopeExtError",
     "RopeMethod",
     "Rotary",
+    "RotaryAttention",
     "RotaryEmbedding",
+    "ServingConfig",
+    "ServingError",
     "UnsupportedModelError",
     "__version__",
     "apply_rotary_pos_emb",
+    "audit",
     "convert",
     "convert_checkpoint",
     "describe",
@@ -42,11 +50,14 @@ PUBLIC = [
     "fixed_length",
     "frequencies",
     "from_pretrained",
+    "limits",
+    "linear_attention",
     "list_methods",
     "patch",
     "patched",
     "register_method",
     "reset",
+    "serving_config",
     "unpatch",
 ]
 
@@ -85,15 +96,18 @@ def test_signatures(function: str, signature: str) -> None:
     assert str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)) == signature
 
 
+@pytest.mark.slow
 def test_importing_is_free_and_changes_nothing() -> None:
     code = (
         "import sys, rope_ext_hf; heavy = {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules); "
         "assert not heavy, heavy; import torch; rope_ext_hf.Rotary, rope_ext_hf.RotaryEmbedding, rope_ext_hf.patch; "
-        "assert 'transformers' not in sys.modules"
+        "assert 'transformers' not in sys.modules; "
+        "assert not {'rope_ext_hf.attention.linear', 'rope_ext_hf.attention.rotary_attention'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_source_file_under_one_name(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns(

@@ -209,6 +209,7 @@ def test_the_decoder_alone_can_be_patched() -> None:
 # --- compiled and exported ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "method"), [("llama", "yarn"), ("gemma3", "linear"), ("glm", "ntk"), ("olmo", "linear")]
@@ -220,6 +221,7 @@ def test_compiles_in_one_graph(name: str, method: str) -> None:
     assert difference(logits(compiled, ids), expected) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_can_be_patched_and_unpatched() -> None:
     model: Any = torch.compile(build("llama"), backend="eager")
@@ -231,6 +233,7 @@ def test_a_compiled_model_can_be_patched_and_unpatched() -> None:
     assert torch.equal(logits(model, ids), plain)
 
 
+@pytest.mark.slow
 def test_exports() -> None:
     model, ids = rope.patch(build("llama"), "yarn", factor=4), tokens(LONG)
     program = torch.export.export(model, (ids,), {"use_cache": False})
@@ -238,6 +241,7 @@ def test_exports() -> None:
         assert difference(program.module()(ids, use_cache=False).logits, logits(model, ids)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_to_no_more_graphs_than_the_stock_model() -> None:
     from torch._dynamo.testing import CompileCounter

@@ -28,6 +28,7 @@ def tokens(name: str, count: int, seed: int) -> Tokens:
     return Tokens(name, ids, tuple(range(1, count + 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_protocol_equals_a_naive_computation(protocol: str) -> None:
     model = build("llama").double()
@@ -109,6 +110,7 @@ def test_chunks_change_nothing_under_a_length_dependent_method(method: str) -> N
     assert losses.mean().item() == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_in_chunks_is_near_one_shot() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

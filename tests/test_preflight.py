@@ -158,6 +158,7 @@ def warned(match: str) -> Iterator[None]:
     assert [w.filename for w in seen if match in str(w.message)] == [__file__]  # shown where the user's call is
 
 
+@pytest.mark.slow
 def test_measurements_warn_of_narrow_layers() -> None:
     from transformers import AutoTokenizer
 
@@ -172,5 +173,7 @@ def test_measurements_warn_of_narrow_layers() -> None:
 
 
 def test_needs_in_words() -> None:
-    assert str(MemoryEstimate(1 * GB, 2 * GB, 500_000_000)) == "3.5 GB: 1.0 weights, 2.0 keys and values, 0.5 computing"
+    assert (
+        str(MemoryEstimate(1 * GB, 2 * GB, 500_000_000)) == "3.5 GB: 1.0 weights, 2.0 keys and values, 0.5 activations"
+    )
     assert str(MemoryEstimate(1 * GB, 0, 0, 8 * GB)).endswith("and 8.0 GB of main memory")

@@ -123,6 +123,7 @@ def test_factor_2_doubles_the_context_length(name: str) -> None:
     assert rope.describe(model) == before
 
 
+@pytest.mark.slow
 @every_config
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "by-parts"])
 def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def printed(run: Run[Any]) -> str:
     return captured.get()
 
 
+@pytest.mark.slow
 def test_every_file_is_written(tmp_path: Path) -> None:
     run = a_run(tmp_path, RESULTS)
     files = write_files(run)
@@ -99,6 +100,7 @@ def test_every_file_is_written(tmp_path: Path) -> None:
     assert [row["loss_increase_at_context_length_nats"] for row in rows] == ["", "", "-0.5", "-0.5"]
 
 
+@pytest.mark.slow
 def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     results = [
         Retrieval(m, "code", 1, n, d, 10, 19, 0.9, 1.5, 0.9, 0.05)

@@ -126,6 +126,7 @@ def test_a_tokenizer_that_begins_with_bos_is_given_one() -> None:
     assert (with_bos.statements[0] == 0).sum() == (with_bos.question == 0).sum() == 0
 
 
+@pytest.mark.slow
 def test_trials_depend_on_the_seed_alone() -> None:
     tokenizer = byte_tokenizer()
     form = FORMS["key-value"]
@@ -163,6 +164,7 @@ def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
     return torch.equal(ids[len(prompt) :], answers[0]), 1 + sum(score > scores[0] for score in scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic-ntk"])
 def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Callable[[], Any]) -> None:
@@ -204,6 +206,7 @@ class Copier(LlamaForCausalLM):  # type: ignore[misc]
         return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
 
 
+@pytest.mark.slow
 def test_a_model_that_looks_it_up_finds_every_secret() -> None:
     model = Copier(build_config("llama", vocab_size=259)).eval()
     found = passkey(model, lengths=[300, 400], depths=[0, 0.5, 1], trials=5, tokenizer=byte_tokenizer())
@@ -270,6 +273,7 @@ def result(method: dict[str, Any] | None, length: int, depth: float, first: floa
     return Retrieval(method, "key-value", 1, length, depth, 10, 19, first, rank, first, 0.05)
 
 
+@pytest.mark.slow
 def test_picture_and_table(tmp_path: Path) -> None:
     yarn = {"method": "yarn", "factor": 8.0}
     results = [result(m, n, d, 0.9, 1.25) for m in (None, yarn) for n in (256, 2048) for d in (0, 0.5, 1)]
@@ -288,6 +292,7 @@ def test_picture_and_table(tmp_path: Path) -> None:
     assert [r.above_chance for r in results] == [True] * 12 + [False]
 
 
+@pytest.mark.slow
 def test_the_bundled_model_finds_the_answer_within_its_trained_length_and_not_beyond() -> None:
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
     module = load("stdlib")[:1]

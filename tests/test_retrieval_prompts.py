@@ -55,12 +55,14 @@ def test_word_lists_are_disjoint_and_without_repeats() -> None:
     assert not {part for name in trained_names for part in name.split("_")} & set(HELD_OUT_WORDS)
 
 
+@pytest.mark.slow
 def test_held_out_words_do_not_occur_in_the_training_text() -> None:
     words = set(HELD_OUT_WORDS)
     for document in stdlib_training():
         assert not words & set(re.findall(r"[a-z]+", document.text.lower())), document.name
 
 
+@pytest.mark.slow
 def test_filler_of_measurements_is_no_training_text() -> None:
     trained = {document.name for document in stdlib_training()}
     assert not trained & {document.name for document in stdlib_held_out()}

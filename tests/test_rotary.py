@@ -372,6 +372,7 @@ class TestCompiled:
         turned = fresh(x.to("meta"), positions.to("meta"))
         assert all(part.device.type == "meta" for part in (turned if isinstance(turned, tuple) else (turned,)))
 
+    @pytest.mark.slow
     @static
     @pytest.mark.parametrize("layout", ["half", "interleaved", "bare", "complex"])
     def test_static_methods_compile_to_one_graph(
@@ -399,6 +400,7 @@ class TestCompiled:
         emptied(module).to(torch.bfloat16)
         assert torch.equal(compiled(torch.zeros(1), AT)[0], expected)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
     def test_inductor_keeps_the_bound(self) -> None:
         """Its integer arithmetic must wrap as eager's does; odd sizes reach its scalar tails."""

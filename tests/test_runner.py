@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import ByT5Tokenizer
+from typer.testing import CliRunner
 
 import rope_ext_hf as rope
+from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, preflight, sweep
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens
@@ -50,6 +52,7 @@ def lines(run: Run[Result]) -> list[dict[str, Any]]:
     return [json.loads(x) for path in sorted(run.folder.glob("records.*.jsonl")) for x in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert [(label(r.method), r.length) for r in found.results] == [
@@ -68,11 +71,13 @@ def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     assert found.loss_increase(None) is None
 
 
+@pytest.mark.slow
 def test_the_trained_length_is_added(tmp_path: Path) -> None:
     found = run(tmp_path, lengths=[128], methods=["yarn"])
     assert {r.length for r in found.results} == {64, 128}
 
 
+@pytest.mark.slow
 def test_a_second_call_reads_nothing_again(tmp_path: Path) -> None:
     first = run(tmp_path)
     before = lines(first)
@@ -86,6 +91,7 @@ def test_a_second_call_reads_nothing_again(tmp_path: Path) -> None:
     assert len(lines(more)) == len(before) + 2 * len(LENGTHS) * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [{"targets": 7}, {"protocol": "truncate"}, {"lengths": [64, 128]}, {"corpus": corpus(2)}, {"data": "other"}],
@@ -94,12 +100,14 @@ def test_a_changed_setting_is_another_run(tmp_path: Path, changed: dict[str, Any
     assert run(tmp_path, **changed).folder != run(tmp_path).folder
 
 
+@pytest.mark.slow
 def test_other_weights_are_another_run(tmp_path: Path) -> None:
     one = sweep(build("llama", seed=0), corpus(), lengths=LENGTHS, methods=["ntk"], out=tmp_path, bos=False)
     two = sweep(build("llama", seed=1), corpus(), lengths=LENGTHS, methods=["ntk"], out=tmp_path, bos=False)
     assert one.folder != two.folder
 
 
+@pytest.mark.slow
 def test_taken_up_again_with_other_memory_it_reads_in_the_same_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +122,7 @@ def test_taken_up_again_with_other_memory_it_reads_in_the_same_chunks(
     assert run(tmp_path / "scarce").folder.joinpath("chunks.json").read_text(encoding="utf-8") != chunks
 
 
+@pytest.mark.slow
 def test_what_it_took_is_recorded(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert all(r.tokens_per_second and r.tokens_per_second > 0 for r in found.results)
@@ -125,6 +134,7 @@ def test_what_it_took_is_recorded(tmp_path: Path) -> None:
         assert all(float(row["tokens_per_second"]) > 0 for row in csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1, 7, 20])
 def test_half_a_line_is_measured_again(tmp_path: Path, keep: int) -> None:
     whole = run(tmp_path / "whole")
@@ -140,6 +150,7 @@ def test_half_a_line_is_measured_again(tmp_path: Path, keep: int) -> None:
     assert len(lines(again)) == len(lines(whole))
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     from filelock import FileLock
 
@@ -149,6 +160,7 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     assert run(tmp_path) == found
 
 
+@pytest.mark.slow
 def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone")
     model = build("llama")
@@ -161,24 +173,26 @@ def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) ->
     assert sorted(p.name for p in shared.folder.glob("records.*")) == ["records.0.jsonl", "records.1.jsonl"]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
-    command = [sys.executable, "-m", "rope_ext_hf", "sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
+    command = ["sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
     command += ["--lengths", "256,512", "--max-spans", "12", "--dtype", "float32", "--out"]
     whole = tmp_path / "whole"
-    subprocess.run([*command, str(whole)], check=True, capture_output=True)
+    assert CliRunner().invoke(app, [*command, str(whole)]).exit_code == 0
     (expected,) = whole.iterdir()
     total = len((expected / "records.0.jsonl").read_text().splitlines())
     out = tmp_path / "killed"
     for target in (2, total // 2):
-        process = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        killed = [sys.executable, "-m", "rope_ext_hf", *command, str(out)]
+        process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
             if sum(p.read_bytes().count(b"\n") for p in out.glob("*/records.0.jsonl")) >= target:
                 os.kill(process.pid, signal.SIGKILL)
                 break
             time.sleep(0.005)
         process.wait()
-    subprocess.run([*command, str(out)], check=True, capture_output=True)
+    assert CliRunner().invoke(app, [*command, str(out)]).exit_code == 0
     (folder,) = out.iterdir()
     assert folder.name == expected.name
     assert read_run(folder).results == read_run(expected).results
@@ -187,11 +201,13 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == total
 
 
+@pytest.mark.slow
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:
-    command = ["-m", "rope_ext_hf", "sweep", "reference", "--method", "ntk", "--factor", "4"]
+    command = ["sweep", "reference", "--method", "ntk", "--factor", "4"]
     command += ["--lengths", "256,512", "--max-spans", "8", "--dtype", "float32", "--out"]
-    subprocess.run([sys.executable, *command, str(tmp_path / "one")], check=True, capture_output=True)
+    assert CliRunner().invoke(app, [*command, str(tmp_path / "one")]).exit_code == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["-m", "rope_ext_hf"]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # the number is part of the settings
     done = subprocess.run(
         [*torchrun, *command, str(tmp_path / "two"), "--processes", "2"],
@@ -239,6 +255,7 @@ def test_results_do_not_depend_on_the_order_of_documents() -> None:
     assert Result.from_documents(None, setting, 64, found) == Result.from_documents(None, setting, 64, found[::-1])
 
 
+@pytest.mark.slow
 def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
     found = run(tmp_path)
     page = write_files(found).page.read_text(encoding="utf-8")
@@ -255,6 +272,7 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
     assert json.loads(rows[-1]["parameters"])["method"] == "dynamic-yarn"
 
 
+@pytest.mark.slow
 def test_names_are_escaped_in_the_report(tmp_path: Path) -> None:
     found = run(tmp_path, data="<script>alert(1)</script>")
     assert "<script" not in write_files(found).page.read_text(encoding="utf-8")
@@ -268,6 +286,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_perplexity_from_python_continues_the_run_of_a_sweep(tmp_path: Path) -> None:
     swept = run(tmp_path, methods=["ntk"], factors=[2.0])
     read: list[int] = []
@@ -283,6 +302,7 @@ def test_perplexity_from_python_continues_the_run_of_a_sweep(tmp_path: Path) -> 
     assert len(read) == once > 0
 
 
+@pytest.mark.slow
 def test_passkey_from_python_writes_and_continues_a_run(tmp_path: Path) -> None:
     model = build("llama", vocab_size=259)
     read: list[int] = []
