@@ -163,27 +163,36 @@ def reference_increase() -> str:
 
 
 @figure
-def remapping_without_temperature() -> str:
-    older = _older("remapping-without-temperature")
-    rows = ([f"`{row['method']}`", *(_older_cell(cell) for cell in row["cells"])] for row in older["rows"])
-    note = f"*{older['note']} Command: `{older['command']}`.*"
-    return _table(["bits per byte at", *(f"{length:,}" for length in older["lengths"])], rows, note)
-
-
-def _older_cell(cell: Sequence[float]) -> str:
-    value, increase, *interval = cell
-    text = f"{value:.3f} ({increase:+.3f}"
-    return text + (f" [{interval[0]:+.3f}, {interval[1]:+.3f}])" if interval else ")")
-
-
-@figure
-def temperatures() -> str:
-    return _temperatures("temperatures")
+def remapping() -> str:
+    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    line = [line for line in _measured("remapping") if not line.get("temperatures")][-1]
+    loaded, *rows = line["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    cell = {(row["method"], row["length"]): row for row in rows}
+    text = {
+        key: f"{row['bits_per_byte']:.3f} ({row['increase']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}])"
+        for key, row in cell.items()
+    }
+    table = (
+        [f"`{method}`", *(text[method, length] for length in lengths)] for method in dict.fromkeys(m for m, _ in cell)
+    )
+    head = ["bits per byte at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    note = (
+        f"The bundled model over {line['spans']} windows of {line['targets']} bytes in {line['documents']} documents, "
+        f"the same bytes at every length; in brackets the difference to the model as loaded at "
+        f"{line['context_length']} ({loaded['bits_per_byte']:.3f}), with its 95% interval over the documents. "
+    )
+    return _table(head, table, note + _stamp(line, f"benchmarks/remapping.py --spans {line['spans']}"))
 
 
 @figure
 def temperature_choice() -> str:
     return _temperatures("temperature-choice")
+
+
+@figure
+def temperature_confirmation() -> str:
+    return _temperatures("temperature-confirmation")
 
 
 def _temperatures(name: str) -> str:
@@ -242,6 +251,31 @@ def angles() -> str:
     keys = [key for key in line["rows"][0] if key != "position"]
     rows = ([f"{row['position']:,}", *(f"{row[key]:.1e}" for key in keys)] for row in line["rows"])
     return _table(["below position", *keys], rows, _stamp(line, "benchmarks/angles.py"))
+
+
+@figure
+def readers() -> str:
+    result = _older("readers")
+    programs = list(dict.fromkeys(row["reader"] for row in result["rows"]))
+    forms = list(dict.fromkeys(row["form"] for row in result["rows"]))
+    worst = {
+        (form, program): max(
+            row["difference"] for row in result["rows"] if (row["form"], row["reader"]) == (form, program)
+        )
+        for form in forms
+        for program in programs
+    }
+    cells = {key: f"{value:.0e}" if value <= result["agree"] else f"**{value:.2f}**" for key, value in worst.items()}
+    families = sorted({row["model"] for row in result["rows"]} - {"reference"})
+    least = min(row["without"] for row in result["rows"])
+    note = (
+        f"*The largest difference of a logit there and here over {result['lengths']['long']} tokens, or "
+        f"{result['lengths']['short']} inside the original length, in standard deviations of the logits; bold: another "
+        f"model. Of the bundled model and of small random {', '.join(families)} models, "
+        f"whichever differs most. A program that passes over the method is off by {least:.1f} or more. Measured by "
+        f"`{result['command']}` with transformers {result['versions']['transformers']} here.*"
+    )
+    return _table(["form", *programs], ([form, *(cells[form, each] for each in programs)] for form in forms), note)
 
 
 @figure
@@ -334,6 +368,39 @@ def attention_eager() -> str:
         f"{longest['time']:.1f} times as long at {longest['tokens']:,} tokens, and {longest['memory']:.0f} times the "
         "memory"
     )
+
+
+@figure
+def linear_attention() -> str:
+    lines = _measured("linear attention")
+    if not lines:
+        return "\n\n`benchmarks/linear_attention.py` measures it; its figures are not among the results yet.\n\n"
+    measured = {(row["what"], row["kernel"], row["tokens"]): row for row in lines[-1]["rows"]}
+    lengths = sorted({row["tokens"] for row in lines[-1]["rows"]})
+    rows = [
+        [f"{what}, {key}, `{kernel}`", *(f"{cell[key]:.2f}" if cell else "–" for cell in cells)]
+        for what, key in dict.fromkeys((what, key) for what, _, _ in measured for key in ("time", "memory"))
+        for kernel in dict.fromkeys(row["kernel"] for row in lines[-1]["rows"])
+        for cells in [[measured.get((what, kernel, length)) for length in lengths]]
+    ]
+    head = ["times softmax attention", *(f"{length:,}" for length in lengths)]
+    return _table(head, rows, _stamp(lines[-1], "benchmarks/linear_attention.py"))
+
+
+@figure
+def linear_attention_text() -> str:
+    lines = _measured("linear attention text")
+    if not lines:
+        return "\n\n`benchmarks/linear_attention.py --text` measures it; its figures are not among the results yet.\n\n"
+    line = lines[-1]
+    lengths = [key for key in line["rows"][0] if key.isdigit()]
+    rows = ([row["attention"], *(f"{row[length]:.2f}" for length in lengths)] for row in line["rows"])
+    head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['trained_length']}x)" for n in lengths)]
+    setting = (
+        f"*{line['parameters'] / 1e6:.1f} million parameters, {line['steps']} steps of {line['batch']} x "
+        f"{line['trained_length']} bytes; {line['scored_bytes']:,} bytes scored.* "
+    )
+    return _table(head, rows, setting + _stamp(line, f"benchmarks/linear_attention.py --text --steps {line['steps']}"))
 
 
 @figure
@@ -521,9 +588,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 
 def draw_pictures() -> None:
-    """One picture for each method, and one with the frequency methods over one another."""
-    from PIL import Image
-
+    """One picture for each method, one with the frequency methods over one another, and those of the laws."""
     from rope_ext_hf.eval.results import label
     from rope_ext_hf.eval.rope_plots import draw
     from rope_ext_hf.methods import Rotary, resolve_method
@@ -547,8 +612,107 @@ def draw_pictures() -> None:
             extended_length=extended,
             title=name,
         )
-        with Image.open(file) as picture:  # a quarter of the bytes, and no difference to the eye
-            picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(file, optimize=True)
+        _shrink(file)
+    draw_laws(rotary, dict(together.values()), extended)
+
+
+def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
+    """The pictures of docs/rope.md; those of trained queries and keys come from the bundled model."""
+    import torch
+
+    from rope_ext_hf.eval.attention_vectors import spectra
+    from rope_ext_hf.eval.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
+    from rope_ext_hf.eval.results import label
+    from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
+    from rope_ext_hf.eval.sweeps import expand
+    from rope_ext_hf.hub import load_model, load_tokenizer
+    from rope_ext_hf.patches.geometry import patch_geometry
+
+    model = load_model("reference")
+    own = patch_geometry(model)
+    ids = load_tokenizer("reference")(stdlib_held_out()[0].text[:8000], add_special_tokens=False).input_ids
+    trained = spectra(model, torch.tensor(ids[: own.context_length]))
+    over_own = {label(method.to_dict()): method for method in expand(["linear", "ntk", "yarn"], [8.0], own)}
+    for name, draw in {
+        "angles": lambda file: draw_angles(file, rotary),
+        "similarity": lambda file: draw_similarity(file, rotary, methods, extended),
+        "bound": lambda file: draw_bound(file, rotary, methods, extended),
+        "scores": lambda file: draw_scores(file, own, over_own, 8 * own.context_length, trained=trained),
+        "rotated": lambda file: draw_rotated(file, rotary),
+    }.items():
+        draw(file := PICTURES / f"rope-{name}.png")
+        _shrink(file)
+
+
+def _shrink(file: Path) -> None:
+    """A quarter of the bytes, and no difference to the eye."""
+    from PIL import Image
+
+    with Image.open(file) as picture:
+        picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(file, optimize=True)
+
+
+# --- serving --------------------------------------------------------------------------------------------------------
+
+SERVED = ("vllm", "sglang", "mlx", "llama.cpp", "ollama")
+"""The engines of the table; transformers serves every static method, and gguf is what ollama runs."""
+
+
+@figure
+def serving_table() -> str:
+    sys.path.insert(0, str(ROOT))  # the families are those that the tests serve
+    from rope_ext_hf.engines.base import Target, find_engine
+    from rope_ext_hf.errors import ServingError
+    from tests.serving_models import SERVED as FAMILIES
+    from tests.serving_models import targets
+
+    def served(engine: str, target: Target) -> str:
+        try:
+            form = find_engine(engine).config_for(target).form
+        except ServingError:
+            return "-"
+        return "longrope" if form.startswith("longrope") else form.split()[0] if "divisors" in form else form
+
+    rows = []
+    for family in FAMILIES:
+        for over in ("own", "original"):
+            known: dict[tuple[str, ...], list[str]] = {}
+            for method, target in targets(family, over):
+                if isinstance(target, Target):
+                    known.setdefault(tuple(served(engine, target) for engine in SERVED), []).append(method.name)
+            rows += [(family, over, ", ".join(names), *cells) for cells, names in known.items()]
+    return _table(["model", "over", "methods", *SERVED], rows)
+
+
+@figure
+def serving_traps() -> str:
+    from rope_ext_hf.engines.base import list_engines
+
+    rows = [
+        (name, trap.versions, f"`{trap.key}`" if " " not in trap.key else trap.key, trap.effect, trap.source)
+        for name, engine in list_engines().items()
+        if name not in ("gguf", "ollama")
+        for trap in engine.traps
+    ]
+    return _table(["engine", "versions", "key", "what happens", "source"], rows)
+
+
+@figure
+def engine_classes() -> str:
+    results = _older("engine-classes")["engines"]
+    rows = [
+        (
+            result["engine"],
+            result["version"],
+            str(len(result["rows"])),
+            f"{max(row['frequencies'] for row in result['rows']):.1e}",
+            f"{max(row['magnitude'] for row in result['rows']):.1e}",
+            ", ".join(result["skipped"]) or "none",
+        )
+        for result in results
+    ]
+    head = ["engine", "version", "configurations", "frequencies, largest relative difference (float32 tables)"]
+    return _table([*head, "magnitude", "families not built by its factory"], rows)
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
