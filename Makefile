@@ -59,15 +59,15 @@ lint: .venv/ready
 
 # The site, into build/site.
 docs: .venv/docs-ready
-	$(RUN)/python docs/make_figures.py --check
+	$(RUN)/python -m docs.make_figures --check
 	$(RUN)/mkdocs build --strict
 
 # Every number of README.md and the pages, from $(RESULTS) and docs/results.
 figures: .venv/ready
-	$(RUN)/python docs/make_figures.py
+	$(RUN)/python -m docs.make_figures
 
 pictures: .venv/ready
-	$(RUN)/python docs/make_figures.py --pictures
+	$(RUN)/python -m docs.make_figures --pictures
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready

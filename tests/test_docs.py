@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,22 +9,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from docs import links, make_figures
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 OTHERS = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md"]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def read(page: str) -> str:
@@ -141,13 +132,13 @@ def test_methods_protocols_and_commands_have_their_place() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_figures_are_current(page: str) -> None:
-    assert script("make_figures").fill(read(page)) == read(page), "run `make figures`"
+    assert make_figures.fill(read(page)) == read(page), "run `make figures`"
 
 
 def test_every_figure_is_shown_and_every_marker_closed() -> None:
     text = "".join(map(read, PAGES))
     named = re.findall(r"<!-- figure: (\S+) -->", text)
-    assert set(named) == set(script("make_figures").FIGURES)
+    assert set(named) == set(make_figures.FIGURES)
     assert len(named) == text.count("<!-- /figure -->")
 
 
@@ -189,7 +180,6 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 
 
 def test_relative_links_become_absolute() -> None:
-    links = script("links")
     text = "![a](docs/a.png) [b](docs/b.md#c) [d](https://e.org/f) [g](#h)"
     assert links.absolute_links(text, "https://p.org/q") == (
         "![a](https://p.org/q/raw/main/docs/a.png) [b](https://p.org/q/blob/main/docs/b.md#c) "
@@ -200,7 +190,7 @@ def test_relative_links_become_absolute() -> None:
 
 
 def test_the_address_stands_in_one_place() -> None:
-    address = script("links").repository_url(ROOT)
+    address = links.repository_url(ROOT)
     for page in [*PAGES, *OTHERS, "mkdocs.yml", "setup.py"]:
         assert address not in read(page), page
     assert f'"{address}"' in read("CITATION.cff")  # a format that has no other way

@@ -1,0 +1,70 @@
+"""Angles, other programs that read a patched folder, detection of the pairing."""
+
+from __future__ import annotations
+
+from .registry import figure, lines_of, markdown_table, read_result, stamp
+
+
+@figure
+def float32_angle_error() -> str:
+    row = next(row for row in lines_of("angles")[-1]["rows"] if row["position"] == 2**17)
+    return f"{row['transformers, float32']:.0e} at position 131,072".replace("e-0", "e-")
+
+
+@figure
+def angles() -> str:
+    line = lines_of("angles")[-1]
+    keys = [key for key in line["rows"][0] if key != "position"]
+    rows = ([f"{row['position']:,}", *(f"{row[key]:.1e}" for key in keys)] for row in line["rows"])
+    return markdown_table(["below position", *keys], rows, stamp(line, "benchmarks/angles.py"))
+
+
+@figure
+def readers() -> str:
+    result = read_result("readers")
+    programs = list(dict.fromkeys(row["reader"] for row in result["rows"]))
+    forms = list(dict.fromkeys(row["form"] for row in result["rows"]))
+    worst = {
+        (form, program): max(
+            row["difference"] for row in result["rows"] if (row["form"], row["reader"]) == (form, program)
+        )
+        for form in forms
+        for program in programs
+    }
+    cells = {key: f"{value:.0e}" if value <= result["agree"] else f"**{value:.2f}**" for key, value in worst.items()}
+    families = sorted({row["model"] for row in result["rows"]} - {"reference"})
+    least = min(row["without"] for row in result["rows"])
+    note = (
+        f"*The largest difference of a logit there and here over {result['lengths']['long']} tokens, or "
+        f"{result['lengths']['short']} inside the original length, in standard deviations of the logits; bold: another "
+        f"model. Of the bundled model and of small random {', '.join(families)} models, "
+        f"whichever differs most. A program that passes over the method is off by {least:.1f} or more. Measured by "
+        f"`{result['command']}` with transformers {result['versions']['transformers']} here.*"
+    )
+    return markdown_table(
+        ["form", *programs], ([form, *(cells[form, each] for each in programs)] for form in forms), note
+    )
+
+
+def _detection() -> tuple[list[list[str]], int, str]:
+    """Rows, the number of random initialisations, and where both come from."""
+    if lines := lines_of("detection"):
+        rows: dict[str, dict[str, str]] = {}
+        for row in lines[-1]["rows"]:
+            rows.setdefault(row["model"], {})[row["weights"]] = f"{row['score']:.3f} ± {row['error']:.3f}"
+        models = [[name, row["half"], row["interleaved"]] for name, row in rows.items()]
+        return models, lines[-1]["random"]["models"], stamp(lines[-1], "benchmarks/detection.py")
+    older = read_result("detection")
+    models = [[row["model"], row["half"], row["interleaved"]] for row in older["rows"]]
+    return models, older["random_initialisations"], f"*{older['note']}*"
+
+
+@figure
+def detection() -> str:
+    rows, _, note = _detection()
+    return markdown_table(["model", "half paired", "interleaved"], rows, note)
+
+
+@figure
+def random_initialisations() -> str:
+    return str(_detection()[1])

@@ -1,0 +1,164 @@
+"""Time and memory, as ratios to what transformers, or a copy of the files, takes."""
+
+from __future__ import annotations
+
+from .registry import (
+    PROCESSORS,
+    figure,
+    lines_of,
+    markdown_table,
+    ratio_with_interval,
+    read_lines,
+    read_result,
+    rows_of,
+    stamp,
+)
+
+
+@figure
+def patch_milliseconds() -> str:
+    return f"{lines_of('overhead')[-1]['patch_32_layers_ms']:.0f}"
+
+
+@figure
+def flash_attention_by_counting() -> str:
+    older = read_result("flash-attention-by-counting")
+    low, high = older["memory"]
+    return (
+        f"{low:.2f} to {high:.2f} times the memory of one call of flash attention, the same number of products, and "
+        f"about {older['launches']} launches in a model's first layer"
+    )
+
+
+@figure
+def overhead() -> str:
+    line = lines_of("overhead")[-1]
+    rows = (
+        [
+            f"{row['model']}, {row['parameters'] / 1e6:.1f}M",
+            row["what"],
+            f"{1000 * row['stock_seconds']:.1f} ms",
+            ratio_with_interval(row),
+        ]
+        for row in line["rows"]
+    )
+    head = ["model", "forward", "stock", "patched / stock"]
+    return markdown_table(head, rows, stamp(line, "benchmarks/overhead.py"))
+
+
+@figure
+def dynamic_cost() -> str:
+    measured = rows_of("dynamic", "rule", "key heads", "tokens", dtype="float32")
+    settings = sorted({key[1:] for key in measured})
+    rules = list(dict.fromkeys(key[0] for key in measured))
+    rows = ([f"`{rule}`", *(f"{measured[rule, *setting]['ratio']:.2f}" for setting in settings)] for rule in rules)
+    head = ["`growth`", *(f"{heads} key heads, {tokens:,} cached" for heads, tokens in settings)]
+    return markdown_table(head, rows, stamp(lines_of("dynamic")[-1], "benchmarks/dynamic.py"))
+
+
+@figure
+def dynamic_memory() -> str:
+    measured = rows_of("dynamic", "rule", "key heads", "tokens", "dtype")
+    most = {
+        even: max(row["memory"] for key, row in measured.items() if (key[0] == "even") is even)
+        for even in (True, False)
+    }
+    return f"{most[True]:.2f} times under `even` and {most[False]:.2f} times under the others"
+
+
+@figure
+def dynamic_text() -> str:
+    line = lines_of("dynamic text")[-1]
+    rows = (
+        [
+            f"{row['factor']:g}",
+            row["positions"],
+            f"{row['stock']:.2f}",
+            f"{row['ours']:.2f}",
+            "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["interval"]),
+        ]
+        for row in line["rows"]
+    )
+    head = ["factor", "positions", "transformers", "this package", "difference"]
+    return markdown_table(head, rows, stamp(line, "benchmarks/dynamic.py --text"))
+
+
+@figure
+def attention() -> str:
+    line = lines_of("attention")[-1]
+    measured = {(row["what"], row["way"], row["tokens"]): row for row in line["rows"]}
+    ways = list(dict.fromkeys(row["way"] for row in line["rows"] if row["way"] not in ("plain", "eager")))
+    lengths = [length for length in sorted({row["tokens"] for row in line["rows"]}) if length >= 4096]
+    rows = [
+        [f"{title}, `{way}`", *(f"{measured[what, way, length][key]:.2f}" for length in lengths)]
+        for title, what, key in (
+            ("prefill, time", "prefill", "time"),
+            ("prefill, memory", "prefill", "memory"),
+            ("decode step, time", "decode", "time"),
+        )
+        for way in ways
+    ]
+    head = ["times plain attention", *(f"{length:,}" for length in lengths)]
+    return markdown_table(head, rows, stamp(line, "benchmarks/attention.py"))
+
+
+@figure
+def attention_eager() -> str:
+    rows = [row for row in lines_of("attention")[-1]["rows"] if row["way"] == "eager"]
+    longest = max(rows, key=lambda row: row["tokens"])
+    return (
+        f"{longest['time']:.1f} times as long at {longest['tokens']:,} tokens, and {longest['memory']:.0f} times the "
+        "memory"
+    )
+
+
+@figure
+def reading() -> str:
+    lines = lines_of("reading")
+    rows = []
+    for (lengths,), row in sorted(
+        {(tuple(row["lengths"]),): row for line in lines for row in line["rows"] if "chunks" in row}.items()
+    ):
+        ordinary, fits = row["ordinary"], row["ratio"] is not None
+        rows.append(
+            [
+                f"{lengths[0]:,}",
+                f"{row['chunks']['seconds']:.0f} s, {row['chunks']['megabytes']:,} MB",
+                f"{ordinary['seconds']:.0f} s, {ordinary['megabytes']:,} MB" if fits else "does not fit in 24 GB",
+                f"{row['ratio']:.2f}" if fits else "–",
+            ]
+        )
+    head = ["tokens", "in chunks", "`model(ids, labels=ids)`", "time, chunks / ordinary"]
+    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/reading.py"))
+
+
+@figure
+def position_ratio() -> str:
+    row = [row for line in lines_of("reading") for row in line["rows"] if "position" in row][-1]
+    *shorter, longest = (f"{length:,}" for length in row["lengths"])
+    return f"{row['ratio']:.2f} times the time of one pass for each of {', '.join(shorter)} and {longest}"
+
+
+@figure
+def conversion() -> str:
+    line = lines_of("conversion")[-1]
+    return (
+        f"{line['gigabytes']:.1f} GB in {line['parts']} files took {line['ratio']:.2f} times as long as `cp -r` and "
+        f"`sync` (median of {len(line['ratios'])} pairs, {min(line['ratios']):.2f} to {max(line['ratios']):.2f}, "
+        f"imports aside), and {line['convert_megabytes']} MB of memory, where loading the model takes "
+        f"{line['load_megabytes'] / 1000:.1f} GB"
+    )
+
+
+@figure
+def gpu() -> str:
+    lines = [line for line in read_lines() if line["device"] not in PROCESSORS and "rows" in line]
+    if not lines:
+        return "\nNo figure here was measured on a GPU. `make bench DEVICE=cuda` measures one.\n"
+    last = {(line["benchmark"], line["device"]): line for line in lines}
+    text = []
+    for (benchmark, _), line in last.items():
+        keys = [key for key, value in line["rows"][0].items() if not isinstance(value, (dict, list))]
+        rows = ([str(row.get(key, "")) for key in keys] for row in line["rows"])
+        text.append(f"\n**{benchmark}**\n{markdown_table(keys, rows, stamp(line, 'make bench DEVICE=cuda'))}")
+    return "".join(text)

@@ -1,0 +1,195 @@
+"""Perplexity and retrieval of the bundled model, and of models trained beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .registry import Row, figure, lines_of, markdown_table, read_result, stamp
+
+IN_SHORT = ("as loaded", "linear", "ntk", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
+"""The methods of the table in README.md."""
+
+
+def _named(row: Row) -> str:
+    """The method of a row, with its temperature."""
+    temperature = row["temperature"]
+    return str(
+        row["method"] if temperature is None or temperature in row["method"] else f"{row['method']} {temperature}"
+    )
+
+
+def _reference(wanted: Sequence[str] = ()) -> str:
+    result = lines_of("reference")[-1]
+    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
+    trained = result["context_length"]
+    methods: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        methods.setdefault(_named(row), []).append(row)
+    best = {
+        length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths
+    }
+    shown = {
+        name: [
+            f"**{row['bits_per_byte']:.2f}**"
+            if round(row["bits_per_byte"], 2) == round(best[row["length"]], 2)
+            else f"{row['bits_per_byte']:.2f}"
+            for row in rows
+        ]
+        for name, rows in methods.items()
+        if not wanted or name in wanted or name.split()[0] in wanted
+    }
+    head = ["bits per byte at", *(f"{length:,} ({length // trained}x)" for length in lengths)]
+    return markdown_table(head, ([name, *cells] for name, cells in shown.items()))
+
+
+@figure
+def reference_short() -> str:
+    return _reference(IN_SHORT)
+
+
+@figure
+def reference() -> str:
+    result = lines_of("reference")[-1]
+    command = f"benchmarks/reference.py --spans {result['spans']}"
+    return _reference() + f"{stamp(result, command)}\n\n"
+
+
+@figure
+def reference_setting() -> str:
+    result = lines_of("reference")[-1]
+    return (
+        f"{result['parameters'] / 1e6:.1f} million parameters, trained at {result['context_length']} bytes; the same "
+        f"{result['scored_tokens']:,} bytes of held-out Python scored at every length"
+    )
+
+
+@figure
+def reference_increase() -> str:
+    """The difference to the model as loaded at its context length, with intervals."""
+    result = lines_of("reference")[-1]
+    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
+    names = list(dict.fromkeys(map(_named, result["rows"])))
+    cell = {
+        (_named(r), r["length"]): f"{r['increase']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]" for r in result["rows"]
+    }
+    rows = ([name, *(cell[name, length] for length in lengths)] for name in names)
+    return markdown_table(["increase at", *(f"{length:,}" for length in lengths)], rows)
+
+
+@figure
+def remapping() -> str:
+    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    line = [line for line in lines_of("remapping") if not line.get("temperatures")][-1]
+    loaded, *rows = line["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    cell = {(row["method"], row["length"]): row for row in rows}
+    text = {
+        key: f"{row['bits_per_byte']:.3f} ({row['increase']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}])"
+        for key, row in cell.items()
+    }
+    table = (
+        [f"`{method}`", *(text[method, length] for length in lengths)] for method in dict.fromkeys(m for m, _ in cell)
+    )
+    head = ["bits per byte at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    note = (
+        f"The bundled model over {line['spans']} windows of {line['targets']} bytes in {line['documents']} documents, "
+        f"the same bytes at every length; in brackets the difference to the model as loaded at "
+        f"{line['context_length']} ({loaded['bits_per_byte']:.3f}), with its 95% interval over the documents. "
+    )
+    return markdown_table(head, table, note + stamp(line, f"benchmarks/remapping.py --spans {line['spans']}"))
+
+
+@figure
+def temperature_choice() -> str:
+    return _temperatures("temperature-choice")
+
+
+@figure
+def temperature_confirmation() -> str:
+    return _temperatures("temperature-confirmation")
+
+
+def _temperatures(name: str) -> str:
+    older = read_result(name)
+    rows = (
+        [f"`{row['method']}`", row["temperature"], *("–" if x is None else f"{x:.3f}" for x in row["bits_per_byte"])]
+        for row in older["rows"]
+    )
+    head = ["method", "temperature", *(f"{scale}x" for scale in older["scales"])]
+    return markdown_table(head, rows, f"*{older['note']}*")
+
+
+@figure
+def novels() -> str:
+    older = read_result("novels")
+    rows = ([f"`{row['method']}`", *(f"{x:.3f}" for x in row["bits_per_byte"])] for row in older["rows"])
+    return markdown_table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
+
+
+@figure
+def retrieval() -> str:
+    lines = lines_of("retrieval")
+    if not lines:
+        return "\n\n`benchmarks/retrieval.py` measures it; its figures are not among the results yet.\n\n"
+    cells = {(row["name"], row["task"], row["keys"], row["length"]): row for row in lines[-1]["rows"]}
+    lengths = sorted({key[-1] for key in cells})
+    rows = (
+        [f"`{name}`, {task}, {keys} stated"]
+        + [
+            "{:.2f} [{:.2f}, {:.2f}]".format(cell["exact"], *cell["interval"]) if cell else "–"
+            for cell in (cells.get((name, task, keys, length)) for length in lengths)
+        ]
+        for name, task, keys in dict.fromkeys(key[:-1] for key in cells)
+    )
+    head = ["answered exactly at", *(f"{length:,}" for length in lengths)]
+    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/retrieval.py"))
+
+
+@figure
+def linear_attention() -> str:
+    lines = lines_of("linear attention")
+    if not lines:
+        return "\n\n`benchmarks/linear_attention.py` measures it; its figures are not among the results yet.\n\n"
+    measured = {(row["what"], row["kernel"], row["tokens"]): row for row in lines[-1]["rows"]}
+    lengths = sorted({row["tokens"] for row in lines[-1]["rows"]})
+    rows = [
+        [f"{what}, {key}, `{kernel}`", *(f"{cell[key]:.2f}" if cell else "–" for cell in cells)]
+        for what, key in dict.fromkeys((what, key) for what, _, _ in measured for key in ("time", "memory"))
+        for kernel in dict.fromkeys(row["kernel"] for row in lines[-1]["rows"])
+        for cells in [[measured.get((what, kernel, length)) for length in lengths]]
+    ]
+    head = ["times softmax attention", *(f"{length:,}" for length in lengths)]
+    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/linear_attention.py"))
+
+
+@figure
+def linear_attention_text() -> str:
+    lines = lines_of("linear attention text")
+    if not lines:
+        return "\n\n`benchmarks/linear_attention.py --text` measures it; its figures are not among the results yet.\n\n"
+    line = lines[-1]
+    lengths = [key for key in line["rows"][0] if key.isdigit()]
+    rows = ([row["attention"], *(f"{row[length]:.2f}" for length in lengths)] for row in line["rows"])
+    head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['trained_length']}x)" for n in lengths)]
+    setting = (
+        f"*{line['parameters'] / 1e6:.1f} million parameters, {line['steps']} steps of {line['batch']} x "
+        f"{line['trained_length']} bytes; {line['scored_bytes']:,} bytes scored.* "
+    )
+    return markdown_table(
+        head, rows, setting + stamp(line, f"benchmarks/linear_attention.py --text --steps {line['steps']}")
+    )
+
+
+@figure
+def trained_scaling() -> str:
+    lines = lines_of("trained_scaling")
+    if not lines:
+        return "\n\n`benchmarks/trained_scaling.py` compares the two; its figures are not among the results yet.\n\n"
+    measured = lines[-1]["bits_per_byte"]
+    lengths = list(dict.fromkeys(length for row in measured.values() for length in row))
+    rows = (
+        [name, *(f"{row[length]:.3f}" if length in row else "–" for length in lengths)]
+        for name, row in measured.items()
+    )
+    head = ["bits per byte at", *(f"{int(length):,}" for length in lengths)]
+    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/trained_scaling.py"))

@@ -1,0 +1,73 @@
+"""What every figure is made with: the register, the files of measurements, Markdown tables.
+
+A figure is a function without arguments that returns Markdown, decorated with `figure`; its name, with dashes, is
+the name that a page calls. A measurement is a line of benchmarks/results.jsonl: `make bench` appends to it, and the
+last line of a kind counts. docs/results/*.json holds measurements that `make bench` does not repeat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+PROCESSORS = ("x86_64", "aarch64", "arm64", "AMD64")
+"""What `device` is in a line that was measured on a CPU."""
+
+FIGURES: dict[str, Callable[[], str]] = {}
+"""Every figure by name."""
+
+Row = dict[str, Any]
+
+
+def figure(make: Callable[[], str]) -> Callable[[], str]:
+    """Register a function as the figure of its name, with dashes."""
+    FIGURES[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@cache
+def read_lines() -> tuple[Row, ...]:
+    text = (ROOT / "benchmarks" / "results.jsonl").read_text(encoding="utf-8")
+    return tuple(json.loads(line) for line in text.splitlines())
+
+
+@cache
+def read_result(name: str) -> Row:
+    """A measurement that `make bench` does not repeat."""
+    result: Row = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def lines_of(benchmark: str) -> list[Row]:
+    """The lines of a benchmark on a CPU, oldest first."""
+    return [line for line in read_lines() if line["benchmark"] == benchmark and line["device"] in PROCESSORS]
+
+
+def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], Row]:
+    """All rows of a benchmark with these values, by their keys; the row measured last counts."""
+    return {
+        tuple(row[key] for key in keys): row
+        for line in lines_of(benchmark)
+        for row in line["rows"]
+        if all(row.get(key) == value for key, value in values.items())
+    }
+
+
+def stamp(line: Row, command: str) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
+    count = line.get("threads")
+    threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
+    return f"*Measured by `{command}` with {versions}, on {line['device']}{threads}.*"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return "\n\n" + "\n".join(lines) + "\n\n" + (f"{after}\n\n" if after else "")
+
+
+def ratio_with_interval(row: Row) -> str:
+    return f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
