@@ -174,20 +174,27 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Floating-point operations per second to expect on a device: half the speed of a large matrix product."""
-    size = 1024 if device.type == "cpu" else 4096
-    one = torch.ones(size, size, device=device, dtype=dtype)
+    """Floating-point operations per second to expect on a device: half the speed of a large matrix product.
 
-    def run(count: int) -> float:
+    The matrices grow as long as a product takes little of `seconds`: a CPU may multiply float16 a thousand times more
+    slowly than float32.
+    """
+    largest = 1024 if device.type == "cpu" else 4096
+
+    def run(size: int, count: int) -> float:
+        one = torch.ones(size, size, device=device, dtype=dtype)
         started = time.perf_counter()
         for _ in range(count):
             product = one @ one
         float(product[0, 0])  # waits for the device
         return time.perf_counter() - started
 
-    once = min(run(1) for _ in range(3))
+    size, once = 64, 0.0
+    while size < largest and once < seconds / 32:
+        size *= 2
+        once = min(run(size, 1) for _ in range(3))
     count = max(1, round(seconds / max(once, 1e-6)))
-    return EFFICIENCY * count * 2 * size**3 / run(count)
+    return EFFICIENCY * count * 2 * size**3 / run(size, count)
 
 
 def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity, preflight
 from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.preflight import (
+    EFFICIENCY,
     MemoryEstimate,
     budgets,
     check_memory,
@@ -82,6 +84,24 @@ def test_of_the_experts_only_those_chosen_count() -> None:
 
 def test_speed_is_measured() -> None:
     assert 1e7 < measure_flops(CPU, torch.float32, seconds=0.01) < 1e16
+
+
+@pytest.mark.parametrize("speed", [1e8, 1e11])
+def test_a_slow_device_is_not_measured_for_long(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that matrix products alone move on: float16 on a CPU may run at 1e8 operations per second."""
+    now = 0.0
+
+    class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal now
+            if function is torch.ops.aten.mm.default:
+                now += 2 * len(args[0]) ** 3 / speed
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("rope_ext_hf.eval.preflight.time.perf_counter", lambda: now)
+    with Products():  # type: ignore[no-untyped-call]
+        assert measure_flops(CPU, torch.float32) == pytest.approx(EFFICIENCY * speed)
+    assert now < 1.0
 
 
 def test_what_does_not_fit_is_refused_with_what_would(memory: dict[str, int]) -> None:
