@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from rope_ext_hf.hub import (
     model_source,
 )
 from rope_ext_hf.reference import path
+from tests.forks import run_command, run_forked
 
 
 @pytest.fixture
@@ -132,6 +134,12 @@ MEASURED = {
     "passkey": ["--lengths", "128", "--trials", "1"],
 }
 ALL = {"describe": [], "patch": ["--method", "yarn", "--factor", "2"], **MEASURED}
+
+
+def test_what_transformers_logs_and_raises_is_one_line(folder: Path, tmp_path: Path) -> None:
+    _edit(folder, model_type="falcon", head_dim=16)  # a property there, which transformers logs with the whole config
+    said = run_forked(run_command, ["describe", str(folder)], folder=tmp_path, status=2)
+    assert re.fullmatch("rope-ext: .* property 'head_dim' of 'FalconConfig' object has no setter\n", said)
 
 
 @pytest.mark.slow

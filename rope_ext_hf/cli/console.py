@@ -79,11 +79,11 @@ def short_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Switch off transformers' own progress bars and advice, which would bury the results."""
+    """Switch off transformers' progress bars, advice and its log of errors, which it also raises: one line says it."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
 
 
 def duration(seconds: float) -> str:
