@@ -1,7 +1,7 @@
 """What all test modules share: settings of hypothesis, the slow tier, fixtures.
 
 Slow tests are those marked `slow` and, of tests over model families, those of families outside FAST_FAMILIES.
-`make test-fast` leaves them out.
+`make test-fast` leaves them out. tests/tiers.py says what `make test` leaves to `make test-all`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.tiers import FAST_FAMILIES
+from tests.tiers import ALL, FAST_FAMILIES, in_turn
 
 if TYPE_CHECKING:
     from tests.saved_models import Lookup
@@ -24,7 +24,7 @@ hypothesis.settings.register_profile("tests", deadline=None, database=None, dera
 hypothesis.settings.load_profile("tests")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     models = sys.modules.get("tests.models")  # which imports transformers; tests of pure modules need not wait for it
     slow = set() if models is None else {*models.FAMILIES, *models.ROTATING} - FAST_FAMILIES
     for item in items:
@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         family = params.get("name", params.get("model_type"))
         if isinstance(family, str) and family in slow:
             item.add_marker(pytest.mark.slow)
+            if not in_turn(item.nodeid):
+                item.add_marker(pytest.mark.thorough)
+    left = [item for item in items if item.get_closest_marker("thorough")]
+    if left and not ALL:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.fixture

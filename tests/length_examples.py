@@ -28,6 +28,10 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
+each_kind_of_rule = pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=[pytest.mark.thorough] * (rule in ("hf", "pow2"))) for rule in RULES]
+)
+"""For dear tests: rules in which the base grows with every token, in steps, or is one of two."""
 LONG = 4 * TRAINED
 
 

@@ -376,7 +376,7 @@ def test_peft() -> None:
     assert all(p.grad is not None for key, p in adapted.named_parameters() if "lora_B" in key)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_copied_and_in_half_precision() -> None:
     model, ids = rope.patch(build("llama"), "dca"), tokens(150)
     wanted = logits(model, ids)

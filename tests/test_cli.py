@@ -81,8 +81,8 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 # What makes an example quick: the last of two values of an option counts.
 QUICK = {
     "demo": ["--spans", "1"],
-    "ppl": ["--max-spans", "1"],
-    "sweep": ["--max-spans", "1"],
+    "ppl": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
+    "sweep": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "passkey": ["--trials", "1"],
     "lm-eval": ["--limit", "1"],
 }
@@ -99,7 +99,11 @@ def example(command: str) -> list[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(c.name, marks=[pytest.mark.slow] * (c.name in {*QUICK, "report"}))
+        pytest.param(
+            c.name,
+            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
+            + [pytest.mark.thorough] * (c.name in ("passkey", "lm-eval", "report", "explain")),
+        )
         for c in app.registered_commands
         if c.name not in ("detect", "gguf")  # their examples need files that are not there
     ],
@@ -382,7 +386,7 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(hub, "from_pretrained", read)
-    options = ["--trials", "2"] if command == "passkey" else ["--max-spans", "4"]
+    options = ["--trials", "2"] if command == "passkey" else ["--max-spans", "4", "--data", "stdlib?max_documents=2"]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
     needs, reads, last = err.strip().splitlines()

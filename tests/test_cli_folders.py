@@ -20,11 +20,12 @@ pytestmark = [
 ]
 
 KINDS = ("plain", "native", "restored", "converted", "adapter")
+QUICK = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
 COMMANDS: dict[str, list[str]] = {
     "describe": [],
     "patch": ["--method", "yarn", "--target-length", "1k"],
-    "ppl": ["--lengths", "64", "--max-spans", "1"],
-    "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "yarn,dca", "--factor", "2"],
+    "ppl": ["--lengths", "64", *QUICK],
+    "sweep": ["--lengths", "64", *QUICK, "--method", "yarn,dca", "--factor", "2"],
     "passkey": ["--task", "key-value", "--lengths", "128", "--trials", "1", "--depths", "0.5"],
     "lm-eval": ["--tasks", "short", "--limit", "1"],
     "convert": ["--to", "interleaved"],
@@ -58,9 +59,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
+    if command in ("describe", "patch", "convert"):
+        return []
+    other = (command == "lm-eval" and kind != "adapter") or (command in ("sweep", "passkey") and kind == "converted")
+    return [pytest.mark.thorough if other else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    "command", [pytest.param(name, marks=[pytest.mark.slow] * (name == "lm-eval")) for name in COMMANDS]
+    ("command", "kind"),
+    [pytest.param(command, kind, marks=cost(command, kind)) for command in COMMANDS for kind in KINDS],
 )
 def test_a_command_runs_on_every_kind_of_folder(
     command: str, kind: str, folders: dict[str, Path], tmp_path: Path

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from docs import links, make_figures
+from tests.forks import run_blocks, run_commands, run_forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -47,53 +45,31 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 # --- what pages show runs -------------------------------------------------------------------------------------------
 
-RUN_BLOCKS = """
-import json, sys
-for block in json.load(sys.stdin):
-    exec(compile(block, block, "exec"), {"__name__": "__main__"})
-"""
-RUN_COMMANDS = """
-import json, sys
-from rope_ext_hf.cli.app import main
-for command in json.load(sys.stdin):
-    sys.argv = ["rope-ext", *command]
-    try:
-        main()
-    except SystemExit as stop:
-        if stop.code:
-            raise RuntimeError(f"{command}: exit status {stop.code}") from None
-"""
-QUICK = {"ppl": ["--max-spans", "2"], "sweep": ["--max-spans", "2"], "passkey": ["--trials", "1", "--depths", "0.5"]}
-
-
-def run_in_one_process(code: str, pieces: object, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(pieces),
-        text=True,
-        capture_output=True,
-        cwd=folder,
-        timeout=900,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+FEW = ["--max-spans", "2", "--data", "stdlib?max_documents=2"]
+QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ["--trials", "1", "--depths", "0.5"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_runs(page: str, tmp_path: Path) -> None:
-    run_in_one_process(RUN_BLOCKS, blocks(page, "python"), tmp_path)
+    run_forked(run_blocks, blocks(page, "python"), folder=tmp_path)
 
 
 def runnable(page: str) -> list[list[str]]:
     return [words[1:] for words in commands(page) if words[0] == "rope-ext" and "MODEL" not in words]
 
 
+THOROUGH = ("docs/evaluation.md", "docs/rope.md")  # two minutes of measuring
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.thorough] * (page in THOROUGH)) for page in PAGES if runnable(page)],
+)
 def test_commands_run(page: str, tmp_path: Path) -> None:
     """Every `rope-ext` line, with few spans so that it is quick."""
-    run_in_one_process(RUN_COMMANDS, [[*words, *QUICK.get(words[0], [])] for words in runnable(page)], tmp_path)
+    run_forked(run_commands, [[*words, *QUICK.get(words[0], [])] for words in runnable(page)], folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])

@@ -92,6 +92,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_the_page_holds_every_picture_and_fetches_nothing(tmp_path: Path) -> None:
     vectors = torch.randn(3, 8, dtype=torch.complex128)
     made = explain(

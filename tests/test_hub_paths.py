@@ -23,7 +23,9 @@ from tests.hub_client import Client, Outcome, client, logits
 from tests.hub_server import Fault, HubServer
 
 WEIGHTS = "model.safetensors"
-ONE_SPAN = ("--lengths", "64", "--max-spans", "1")
+ONE_SPAN = ("--lengths", "64", "--max-spans", "1", "--data", "stdlib?max_documents=1")
+SLOW = pytest.mark.slow
+THOROUGH = pytest.mark.thorough  # most wait for a silent Hub, or try again
 AT_MOST = 90.0  # seconds a command may take, whatever the Hub does; on a machine with other work
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of conversions that transformers does not run
 
@@ -148,7 +150,9 @@ def test_an_adapter_whose_model_is_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     [
         ("ppl", ["--method", "yarn", "--factor", "2", *ONE_SPAN]),
         pytest.param("sweep", ["--method", "yarn", "--factor", "2", *ONE_SPAN], marks=pytest.mark.slow),
-        pytest.param("passkey", ["--task", "key-value", "--lengths", "128", "--trials", "1"], marks=pytest.mark.slow),
+        pytest.param(
+            "passkey", ["--task", "key-value", "--lengths", "128", "--trials", "1"], marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_measuring_by_hub_id(command: str, options: list[str], hub: Hub, tmp_path: Path) -> None:
@@ -236,7 +240,6 @@ def damaged(files: dict[str, bytes], name: str, at: int) -> bytes:
     return bytes(data)
 
 
-SLOW = pytest.mark.slow
 FAILURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "damaged weights": (WEIGHTS, {"replace": "damaged"}, "'model.safetensors' of .* arrived damaged"),
     "damaged config": ("config.json", {"replace": "damaged"}, "'config.json' of .* arrived damaged"),
@@ -249,9 +252,13 @@ FAILURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a silent API": ("/api/*", {"stall": 30.0}, "the Hub cannot be reached or has a fault"),
 }
 QUICK = ("damaged weights", "damaged config", "short", "a broken API")
+WAITING = ("cut off", "silent", "a silent API")
 
 
-@pytest.mark.parametrize("what", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in FAILURES])
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(name, marks=[THOROUGH] * (name in WAITING) + [SLOW] * (name not in QUICK)) for name in FAILURES],
+)
 def test_a_transfer_that_fails_is_one_line_and_leaves_nothing(what: str, hub: Hub, tmp_path: Path) -> None:
     pattern, values, message = FAILURES[what]
     files = content(hub.folders["plain"])
@@ -408,9 +415,9 @@ def test_a_stream_that_is_interrupted_goes_on(file: str, hub: Hub) -> None:
     [
         ({"status": 404}, "404 Not Found"),
         ({"replace": b"{" * 400_000}, "Failed to read|JSON|parse"),
-        pytest.param({"status": 503}, "503 Service Unavailable", marks=SLOW),
-        pytest.param({"cut": 0}, "Server Disconnected|peer closed", marks=SLOW),
-        pytest.param({"stall": 20.0}, "Server Disconnected|timed out", marks=SLOW),
+        pytest.param({"status": 503}, "503 Service Unavailable", marks=THOROUGH),
+        pytest.param({"cut": 0}, "Server Disconnected|peer closed", marks=THOROUGH),
+        pytest.param({"stall": 20.0}, "Server Disconnected|timed out", marks=THOROUGH),
     ],
 )
 def test_a_stream_that_breaks_off_is_one_error(fault: dict[str, Any], message: str, hub: Hub) -> None:

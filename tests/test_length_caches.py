@@ -14,7 +14,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.forward_state import running
-from tests.length_examples import LONG, every_rule, in_parts, keys_that_stay, one_layer, patched
+from tests.length_examples import LONG, each_kind_of_rule, in_parts, keys_that_stay, one_layer, patched
 from tests.models import FAMILIES, TRAINED, build, logits, tokens
 
 # --- generate ------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "offloaded cache" or torch.cuda.is_available()])
 def test_generate_with_a_cache_equals_without(way: str, rule: str) -> None:
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(TRAINED - 5, batch=2)
@@ -50,7 +50,7 @@ def test_generate_with_a_cache_equals_without(way: str, rule: str) -> None:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_a_padded_batch_generates_what_each_row_does_alone(rule: str) -> None:
     model = patched("llama", rule)
     lengths = [TRAINED - 20, 10, TRAINED + 70]
@@ -64,7 +64,7 @@ def test_a_padded_batch_generates_what_each_row_does_alone(rule: str) -> None:
         assert torch.equal(together[i, max(lengths) :], alone[0, row.shape[1] :])
 
 
-@every_rule
+@each_kind_of_rule
 def test_a_cropped_cache_goes_on(rule: str) -> None:
     """What assisted decoding does: several tokens at once, some of them taken back, over every step of the rules."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(150)
@@ -83,7 +83,7 @@ def test_a_cropped_cache_goes_on(rule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
-@every_rule
+@each_kind_of_rule
 @pytest.mark.parametrize("way", ["greedy", "beams", "static cache"])
 def test_generate_with_windows_and_padding(way: str, rule: str) -> None:
     """Layers that keep only the last keys, in a batch of rows of two lengths."""
@@ -102,7 +102,7 @@ ASSISTANCE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @pytest.mark.parametrize("way", ASSISTANCE)
 def test_assisted_decoding(rule: str, way: str) -> None:
     """Between two steps of a rule the result is greedy search's; the cache is as good as one never cropped."""
@@ -135,7 +135,7 @@ def test_assisted_decoding_with_windows(rule: str) -> None:
     torch.testing.assert_close(found, logits(model, out.sequences)[:, -1], atol=1e-4, rtol=0)
 
 
-@every_rule
+@each_kind_of_rule
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_an_emptied_cache_starts_anew(kind: str, rule: str) -> None:
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(100)
@@ -151,7 +151,7 @@ def test_an_emptied_cache_starts_anew(kind: str, rule: str) -> None:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_a_prompt_is_used_again(rule: str) -> None:
     """One prefill, copied, and continued in several ways, alone and as one batch."""
     model, prompt = patched("llama", rule, num_hidden_layers=1), tokens(TRAINED - 3)
@@ -172,7 +172,7 @@ def test_a_prompt_is_used_again(rule: str) -> None:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_a_conversation_in_one_cache(rule: str) -> None:
     """What was generated, and a new question, onto the same cache; from below the trained length to far beyond."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(20)
@@ -197,7 +197,7 @@ def quantized(backend: str, config: Any) -> Any:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_quantized_caches(name: str, backend: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ class Roughly(transformers.cache_utils.QuantizedLayer):  # type: ignore[misc]
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_a_quantized_cache_with_beams(rule: str) -> None:
     model, ids = patched("llama", rule), tokens(TRAINED - 5, batch=2)
 
@@ -255,7 +255,7 @@ class Stream:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_offloaded_caches(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys are on their way somewhere between two forwards, so that none is turned in place."""
     monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: Stream())
@@ -287,7 +287,7 @@ def test_paged_caches_are_refused() -> None:
         logits(patched("llama", "even"), tokens(8), cache=object())
 
 
-@every_rule
+@each_kind_of_rule
 def test_an_error_inside_leaves_nothing_behind(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that turns keys; once what it has added is taken off again, the cache goes on."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(2 * TRAINED + 1)
@@ -323,7 +323,7 @@ def test_keys_turned_half_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
             model(ids[:, -1:], past_key_values=cache)
 
 
-@every_rule
+@each_kind_of_rule
 def test_a_cache_that_is_not_asked_for_is_followed_all_the_same(rule: str) -> None:
     """use_cache=False with a cache given: transformers fills it and does not return it."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(100)

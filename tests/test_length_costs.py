@@ -49,7 +49,13 @@ def graphs_of_stock(kind: str, method: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("rule", "kind"), [*((rule, "dynamic") for rule in RULES), ("even", "static")])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("even", "static"),
+        *(pytest.param(rule, "dynamic", marks=[pytest.mark.thorough] * (rule != "hf")) for rule in RULES),
+    ],
+)
 def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
     """A prefill and steps onto a cache, and no cache, in no more graphs than the model has unpatched."""
     from torch._dynamo.testing import CompileCounter
@@ -68,7 +74,9 @@ def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("rule", "kind"), [("even", "dynamic"), ("hf", "static")])
+@pytest.mark.parametrize(
+    ("rule", "kind"), [("even", "dynamic"), pytest.param("hf", "static", marks=pytest.mark.thorough)]
+)
 def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
     """Where the cache is looked at: in no more graphs than stock's dynamic, which cannot be compiled whole either."""
     model = patched("llama", rule, num_hidden_layers=1)

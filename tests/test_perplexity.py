@@ -110,7 +110,7 @@ def test_chunks_change_nothing_under_a_length_dependent_method(method: str) -> N
     assert losses.mean().item() == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_bfloat16_in_chunks_is_near_one_shot() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

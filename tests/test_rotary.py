@@ -402,6 +402,7 @@ class TestCompiled:
 
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+    @pytest.mark.thorough
     def test_inductor_keeps_the_bound(self) -> None:
         """Its integer arithmetic must wrap as eager's does; odd sizes reach its scalar tails."""
         torch._dynamo.reset()

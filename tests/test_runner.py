@@ -177,7 +177,8 @@ def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) ->
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
     command = ["sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
-    command += ["--lengths", "256,512", "--max-spans", "12", "--dtype", "float32", "--out"]
+    command += ["--lengths", "128,256", "--max-spans", "8", "--dtype", "float32"]
+    command += ["--data", "stdlib?max_documents=4", "--out"]
     whole = tmp_path / "whole"
     assert CliRunner().invoke(app, [*command, str(whole)]).exit_code == 0
     (expected,) = whole.iterdir()
@@ -204,7 +205,8 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:
     command = ["sweep", "reference", "--method", "ntk", "--factor", "4"]
-    command += ["--lengths", "256,512", "--max-spans", "8", "--dtype", "float32", "--out"]
+    command += ["--lengths", "256,512", "--max-spans", "8", "--dtype", "float32"]
+    command += ["--data", "stdlib?max_documents=4", "--out"]
     assert CliRunner().invoke(app, [*command, str(tmp_path / "one")]).exit_code == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["-m", "rope_ext_hf"]

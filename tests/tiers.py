@@ -1,12 +1,15 @@
-"""Which cases of a cross product are tested: families have much in common, and every pair with a method costs time.
+"""What `make test` leaves to `make test-all`: families have much in common, and some tests take half a minute.
 
-`make test` runs every case on a family of each structural kind, and every third case in turn on the others, so that
-every family meets several methods and every method most families. `make test-all` runs all.
+- Tests marked `thorough`.
+- Of a cross product of families and methods: `make test` runs every case on a family of each structural kind, and every
+  third case in turn on the others, so that every family meets several methods and every method most families.
+- Of all other tests over families, every second on families outside one of each kind.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable
 
 FAST_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
@@ -23,3 +26,8 @@ def spread(families: Iterable[str], cases: Callable[[str], Iterable[str]]) -> li
         for number, case in enumerate(cases(name))
         if ALL or name in FAST_FAMILIES or (number + index) % 3 == 0
     ]
+
+
+def in_turn(test: str) -> bool:
+    """Whether `make test` runs this test of a family outside FAST_FAMILIES: half of them, the same ones every time."""
+    return zlib.crc32(test.encode()) % 2 == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,15 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
     ids = load_tokenizer("reference")(stdlib_held_out()[0].text[:8000], add_special_tokens=False).input_ids
     trained = spectra(model, torch.tensor(ids[: own.context_length]))
     over_own = {label(method.to_dict()): method for method in expand(["linear", "ntk", "yarn"], [8.0], own)}
-    for name, draw in {
+    drawings: dict[str, Callable[[Path], None]] = {
         "angles": lambda file: draw_angles(file, rotary),
         "similarity": lambda file: draw_similarity(file, rotary, methods, extended),
         "bound": lambda file: draw_bound(file, rotary, methods, extended),
         "scores": lambda file: draw_scores(file, own, over_own, 8 * own.context_length, trained=trained),
         "rotated": lambda file: draw_rotated(file, rotary),
-    }.items():
-        draw(file := PICTURES / f"rope-{name}.png")
+    }
+    for name, draw_into in drawings.items():
+        draw_into(file := PICTURES / f"rope-{name}.png")
         _shrink(file)
 
 
