@@ -20,7 +20,9 @@ from tests.tiers import ALL, FAST_FAMILIES, in_turn
 if TYPE_CHECKING:
     from tests.saved_models import Lookup
 
-hypothesis.settings.register_profile("tests", deadline=None, database=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "tests", deadline=None, database=None, derandomize=True, max_examples=100 if ALL else 40
+)
 hypothesis.settings.load_profile("tests")
 
 

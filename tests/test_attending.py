@@ -149,8 +149,10 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     assert seen == {request.param}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.name == "dca" else pytest.mark.thorough) for m in EACH],
+)
 def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> None:
     for tokens, pads in ((120, (0,)), (120, (0, 7, 90)), (1, (0, 0)), (70, (0,))):
         assert_close(*attend_and_definition(method, tokens, 150, pads=pads, dtype=torch.float16), atol=0.02)

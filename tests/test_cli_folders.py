@@ -20,13 +20,14 @@ pytestmark = [
 ]
 
 KINDS = ("plain", "native", "restored", "converted", "adapter")
+HAYSTACK = ["--haystack", "stdlib?max_documents=1"]
 QUICK = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
 COMMANDS: dict[str, list[str]] = {
     "describe": [],
     "patch": ["--method", "yarn", "--target-length", "1k"],
     "ppl": ["--lengths", "64", *QUICK],
     "sweep": ["--lengths", "64", *QUICK, "--method", "yarn,dca", "--factor", "2"],
-    "passkey": ["--task", "key-value", "--lengths", "128", "--trials", "1", "--depths", "0.5"],
+    "passkey": ["--task", "key-value", "--lengths", "128", "--trials", "1", "--depths", "0.5", *HAYSTACK],
     "lm-eval": ["--tasks", "short", "--limit", "1"],
     "convert": ["--to", "interleaved"],
 }

@@ -128,9 +128,10 @@ def _edit(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
+TEXT = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
 MEASURED = {
-    "ppl": ["--lengths", "64", "--max-spans", "1"],
-    "sweep": ["--lengths", "64", "--max-spans", "1", "--method", "ntk"],
+    "ppl": ["--lengths", "64", *TEXT],
+    "sweep": ["--lengths", "64", *TEXT, "--method", "ntk"],
     "passkey": ["--lengths", "128", "--trials", "1"],
 }
 ALL = {"describe": [], "patch": ["--method", "yarn", "--factor", "2"], **MEASURED}

@@ -26,6 +26,7 @@ WEIGHTS = "model.safetensors"
 ONE_SPAN = ("--lengths", "64", "--max-spans", "1", "--data", "stdlib?max_documents=1")
 SLOW = pytest.mark.slow
 THOROUGH = pytest.mark.thorough  # most wait for a silent Hub, or try again
+ONE_TRIAL = ("--lengths", "128", "--trials", "1", "--haystack", "stdlib?max_documents=1")
 AT_MOST = 90.0  # seconds a command may take, whatever the Hub does; on a machine with other work
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of conversions that transformers does not run
 
@@ -88,6 +89,7 @@ def no_faults(hub: Hub) -> None:
 # --- the same as from a folder --------------------------------------------------------------------------------------
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["plain", "sharded", "native", "restored", "legacy"])
 def test_a_model_by_hub_id_is_the_model_in_its_folder(name: str, hub: Hub) -> None:
     assert hub.client.call(logits, f"some/{name}") == logits(hub.folders[name])
@@ -114,6 +116,7 @@ def test_detecting_by_hub_id(hub: Hub) -> None:
     assert json.loads(outcome.out)["pairing"] == "half"
 
 
+@SLOW
 def test_an_adapter_whose_model_is_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     rows = {"q_proj": 256, "k_proj": 128}
     names = {f"base_model.model.model.layers.0.self_attn.{module}": size for module, size in rows.items()}
@@ -150,9 +153,7 @@ def test_an_adapter_whose_model_is_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     [
         ("ppl", ["--method", "yarn", "--factor", "2", *ONE_SPAN]),
         pytest.param("sweep", ["--method", "yarn", "--factor", "2", *ONE_SPAN], marks=pytest.mark.slow),
-        pytest.param(
-            "passkey", ["--task", "key-value", "--lengths", "128", "--trials", "1"], marks=pytest.mark.thorough
-        ),
+        pytest.param("passkey", ["--task", "key-value", *ONE_TRIAL], marks=THOROUGH),
     ],
 )
 def test_measuring_by_hub_id(command: str, options: list[str], hub: Hub, tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ FAILURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a broken API": ("/api/*", {"status": 500}, "the Hub cannot be reached or has a fault"),
     "a silent API": ("/api/*", {"stall": 30.0}, "the Hub cannot be reached or has a fault"),
 }
-QUICK = ("damaged weights", "damaged config", "short", "a broken API")
+QUICK = ("damaged weights", "damaged config")
 WAITING = ("cut off", "silent", "a silent API")
 
 
@@ -290,6 +291,7 @@ def assert_last_line(outcome: Outcome, message: str) -> None:
     assert len(last) < 600
 
 
+@SLOW
 @pytest.mark.parametrize(
     "fault", [{"cut": 1_000_000, "times": 2}, pytest.param({"stall": 3.0, "times": 1}, marks=SLOW)]
 )
@@ -317,6 +319,7 @@ def test_names_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
 # --- without a network ----------------------------------------------------------------------------------------------
 
 
+@SLOW
 def test_offline_the_cache_serves_what_it_has(hub: Hub, tmp_path: Path) -> None:
     ppl = ["ppl", "some/plain", *ONE_SPAN, "--json", "--out"]
     online = hub.run(*ppl, str(tmp_path / "online"))

@@ -16,7 +16,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
 from tests.dispatch import HostReads
-from tests.length_examples import LONG, RULES, every_rule, in_parts, patched, stock
+from tests.length_examples import LONG, RULES, each_kind_of_rule, in_parts, patched, stock
 from tests.models import TRAINED, build, logits, tokens
 
 # --- compiled ------------------------------------------------------------------------------------------------------
@@ -72,11 +72,9 @@ def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
         assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("rule", "kind"), [("even", "dynamic"), pytest.param("hf", "static", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("rule", "kind"), [("even", "dynamic"), ("hf", "static")])
 def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
     """Where the cache is looked at: in no more graphs than stock's dynamic, which cannot be compiled whole either."""
     model = patched("llama", rule, num_hidden_layers=1)
@@ -96,7 +94,7 @@ def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_a_step_does_not_wait_for_the_device(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that change with every token never do; rules in steps look once where a row may have come to the next."""
     model, ids = patched("llama", rule), tokens(LONG)

@@ -22,7 +22,16 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.families import families
-from tests.length_examples import LONG, RULES, every_rule, in_parts, keys_that_stay, one_layer, patched
+from tests.length_examples import (
+    LONG,
+    RULES,
+    each_kind_of_rule,
+    every_rule,
+    in_parts,
+    keys_that_stay,
+    one_layer,
+    patched,
+)
 from tests.models import FAMILIES, TRAINED, build, build_known, logits, tokens
 from tests.tiers import spread
 
@@ -55,7 +64,13 @@ def test_sliding_layers_too(rule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), spread(FAMILIES, lambda _: RULES))
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        pytest.param(*case, marks=[pytest.mark.thorough] * (case[0] != "llama"))
+        for case in spread(FAMILIES, lambda _: RULES)
+    ],
+)
 def test_a_cached_step_in_bfloat16(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near the same weights in float32 as bfloat16 is without a cache."""
     if rule == "longrope" and FAMILIES[name].rotated != 16:
@@ -235,7 +250,7 @@ def cache_gap(model: Any, rule: str, sizes: Sequence[int], steps: int) -> float:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4), steps=st.integers(1, 12))
 @settings(max_examples=15, deadline=None)
 def test_the_cache_equals_one_of_unrotated_keys(rule: str, sizes: list[int], steps: int) -> None:
@@ -303,7 +318,7 @@ def rows_gap(model: Any, lengths: Sequence[int], side: str, given_positions: boo
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @given(
     lengths=st.lists(st.integers(2, 150), min_size=2, max_size=4),
     side=st.sampled_from(["left", "right"]),
@@ -324,7 +339,7 @@ def history_gap(model: Any, short: int, long: int) -> float:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @given(short=st.integers(1, 200), long=st.integers(TRAINED, LONG))
 @settings(max_examples=15, deadline=None)
 def test_history_leaves_no_trace(rule: str, short: int, long: int) -> None:
@@ -344,7 +359,7 @@ def chunks_gap(model: Any, ids: Tensor, sizes: Sequence[int]) -> float:
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=4), steps=st.integers(0, 8), room=st.integers(0, 100))
 @settings(max_examples=15, deadline=None)
 def test_under_a_fixed_length_parts_do_not_matter(rule: str, sizes: list[int], steps: int, room: int) -> None:
@@ -358,7 +373,7 @@ def test_under_a_fixed_length_parts_do_not_matter(rule: str, sizes: list[int], s
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 @given(
     lengths=st.lists(st.integers(2, 150), min_size=2, max_size=3),
     cut=st.integers(1, 149),
@@ -386,7 +401,7 @@ def test_padded_rows_in_one_cache(rule: str, lengths: list[int], cut: int, steps
 
 
 @pytest.mark.slow
-@every_rule
+@each_kind_of_rule
 def test_a_mask_may_come_and_go(rule: str) -> None:
     """Rows without padding are the same with a mask and without, and in the same cache."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(140, batch=2)

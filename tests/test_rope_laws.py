@@ -60,7 +60,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1)
     torch.testing.assert_close(found.double(), expected.double(), atol=times * EPSILON[dtype], rtol=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_rotation_keeps_norms(case: Case) -> None:
     m, _, _ = case.positions
@@ -68,7 +68,7 @@ def test_rotation_keeps_norms(case: Case) -> None:
     close(rotated, case.factor * case.x.double().norm(dim=-1), case.x.dtype, 2 * case.factor)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_scores_depend_on_relative_positions_alone(case: Case) -> None:
     """(R_m q) . (R_n k) = (R_(m+s) q) . (R_(n+s) k)"""
@@ -81,7 +81,7 @@ def test_scores_depend_on_relative_positions_alone(case: Case) -> None:
     close(score(m + s, n + s), score(m, n), case.x.dtype, 6 * case.factor**2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_rotations_are_a_group(case: Case) -> None:
     """R_m R_n = R_(m+n), and R_0 = 1, each up to the attention factor that every rotation multiplies by."""

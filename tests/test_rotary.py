@@ -347,6 +347,9 @@ class TestLife:
 # --- compilation and synchronisation ------------------------------------------------------------------------------
 
 
+OTHER_LAYOUTS = ("interleaved", "bare", "complex")
+
+
 class TestCompiled:
     def test_the_guard_sees_a_synchronisation(self) -> None:
         numbers = torch.tensor([1.0, 2.0])
@@ -374,7 +377,9 @@ class TestCompiled:
 
     @pytest.mark.slow
     @static
-    @pytest.mark.parametrize("layout", ["half", "interleaved", "bare", "complex"])
+    @pytest.mark.parametrize(
+        "layout", ["half", *(pytest.param(other, marks=pytest.mark.thorough) for other in OTHER_LAYOUTS)]
+    )
     def test_static_methods_compile_to_one_graph(
         self, method: str, params: dict[str, Any], formula: Any, warmth: float, layout: Any
     ) -> None:

@@ -58,14 +58,14 @@ def accepted(data: bytes) -> bool:
 
 @pytest.mark.slow
 @given(data=st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes(data: bytes) -> None:
     accepted(data)
 
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_file_with_some_bytes_changed(data: st.DataObject) -> None:
     changed = bytearray(VALID)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -104,7 +104,7 @@ headers = st.dictionaries(
 
 
 @given(header=headers, body=st.binary(max_size=64), padding=st.sampled_from([b"", b" ", b"\n", b"x"]))
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_header(header: dict[str, Any], body: bytes, padding: bytes) -> None:
     text = json.dumps(header).encode() + padding
     accepted(len(text).to_bytes(8, "little") + text + body)
@@ -112,7 +112,7 @@ def test_any_header(header: dict[str, Any], body: bytes, padding: bytes) -> None
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_right_file_is_accepted(data: st.DataObject) -> None:
     """Tensors in any order of their bytes, of any dtype, empty ones among them."""
     names = data.draw(
