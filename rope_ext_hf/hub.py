@@ -19,6 +19,7 @@ import torch
 
 from rope_ext_hf.downloads import open_repository
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
+from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.geometry import check_pairing
@@ -336,11 +337,34 @@ def load_tokenizer(
             "model it was made from"
         )
     with loading(f"the tokenizer of {short(str(name))!r}"):
+        _check_token_settings(source, options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **options
         )
         tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
+
+
+def _check_token_settings(source: str, options: dict[str, Any]) -> None:
+    """Check the names of the settings of special tokens: tokenizers prints those it does not know, as they stand.
+
+    Raises:
+        CheckpointError: one with control characters, which would reach the terminal.
+    """
+    from transformers.utils import cached_file
+
+    def check(value: Any, file: str) -> None:
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            check(inner, file)
+        for key in value if isinstance(value, dict) and "content" in value else ():
+            if not key.isprintable():
+                raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
+
+    where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        found = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            check(read_json(Path(found)), file)
 
 
 def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

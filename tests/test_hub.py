@@ -137,6 +137,14 @@ MEASURED = {
 ALL = {"describe": [], "patch": ["--method", "yarn", "--factor", "2"], **MEASURED}
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_token_setting_that_would_reach_the_terminal(file: str, folder: Path) -> None:
+    tokens = {"bos_token": {"content": "<s>", "lstrip": False, "\x1b]0;title\x07": True}}
+    (folder / file).write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"} | tokens))
+    with pytest.raises(CheckpointError, match=rf"{file}: '\\x1b\]0;title\\x07' is no setting of a token"):
+        load_tokenizer(folder)
+
+
 def test_what_transformers_logs_and_raises_is_one_line(folder: Path, tmp_path: Path) -> None:
     _edit(folder, model_type="falcon", head_dim=16)  # a property there, which transformers logs with the whole config
     said = run_forked(run_command, ["describe", str(folder)], folder=tmp_path, status=2)
