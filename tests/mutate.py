@@ -31,11 +31,11 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - so that forks ha
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "rope_ext_hf/methods/base.py": ["methods_base", "methods_static", "methods_registry"],
+    "rope_ext_hf/methods/base.py": ["methods_base", "methods_static", "methods_registry", "composition"],
     "rope_ext_hf/methods/registry.py": ["methods_registry", "methods_base"],
-    "rope_ext_hf/methods/static.py": ["methods_static", "methods_registry", "methods_base"],
-    "rope_ext_hf/methods/dynamic.py": ["methods_dynamic", "methods_registry", "methods_base"],
-    "rope_ext_hf/methods/remapping.py": ["attending", "methods_base", "attention"],
+    "rope_ext_hf/methods/static.py": ["methods_static", "methods_registry", "methods_base", "composition"],
+    "rope_ext_hf/methods/dynamic.py": ["methods_dynamic", "methods_registry", "methods_base", "composition"],
+    "rope_ext_hf/methods/remapping.py": ["methods_base", "attending", "attention"],
     "rope_ext_hf/methods/tiles.py": ["attending"],
     "rope_ext_hf/attention/rules.py": ["attending", "attention"],
     "rope_ext_hf/attention/blockwise.py": ["attending", "attention"],

@@ -108,6 +108,8 @@ ON_TOP: list[tuple[str, dict[str, Any]]] = [
     ("ntk", {"factor": 4.0}),
     ("by-parts", {"factor": 2.0}),
     ("by-parts", {"factor": 2.0, "ramp": "turns"}),
+    ("by-parts", {"factor": 2.0, "beta_fast": 1e5, "beta_slow": 1e-6}),  # ends before the first and after the last pair
+    ("by-parts", {"factor": 2.0, "beta_fast": 1e-6, "beta_slow": 1e-9}),
     ("yarn", {"factor": 4.0}),
     ("yarn", {"factor": 4.0, "truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}),
     ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "ramp": "turns"}),

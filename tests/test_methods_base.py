@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -13,6 +14,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
+from rope_ext_hf.methods.remapping import ReRoPE, SelfExtend
 from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
 from tests.contracts import MethodContract
 from tests.method_checks import GEOMETRY, LLAMA2, assert_native, assert_same, with_factor
@@ -69,6 +71,51 @@ def test_within_the_trained_length_nothing_is_scaled(method: RopeMethod) -> None
 )  # fmt: skip
 def test_extended_length(method: RopeMethod, extended: int | None) -> None:
     assert method.extended_length(GEOMETRY) == extended
+
+
+@pytest.mark.parametrize(
+    ("method", "label"),
+    [
+        (Default(), "default"),
+        (Linear(factor=8), "linear x8"),
+        (NTK(factor=1.5), "ntk x1.5"),
+        (Theta(theta=1e6), "theta 1e+06"),
+        (Yarn(factor=8), "yarn x8"),
+        (Yarn(factor=8, beta_fast=16), "yarn x8 beta_fast=16"),
+        (Yarn(factor=8, ramp="turns", attention_factor=1.2), "yarn turns x8 attention_factor=1.2"),
+        (DynamicNTK(), "dynamic-ntk paper"),
+        (DynamicNTK(growth="hf", factor=2), "dynamic-ntk hf x2"),
+        (DynamicNTK(growth="even", sticky=True), "dynamic-ntk even sticky"),
+        (ReRoPE(window=48, frequency=Yarn(factor=2)), "rerope window=48 on yarn x2"),
+        (SelfExtend(group=4, window=64), "self-extend window=64 group=4"),
+    ],
+)
+def test_label(method: RopeMethod, label: str) -> None:
+    assert method.label() == label
+
+
+@pytest.mark.parametrize("cls", list_methods().values(), ids=list_methods())
+def test_parameters_are_given_by_name_and_stay(cls: type[RopeMethod]) -> None:
+    assert all(item.kw_only for item in dataclasses.fields(cls))
+    method = example_method(cls, GEOMETRY)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        method.factor = 3.0  # type: ignore[attr-defined]
+
+
+@over_methods
+def test_up_to_constant_until_the_frequencies_are_the_same(method: RopeMethod) -> None:
+    """By trying: lengths around every multiple of the trained length, and up to eight times it."""
+    trained = GEOMETRY.trained_length
+    tables = {n: method.frequencies(GEOMETRY, n) for n in range(1, 8 * trained, 61)}
+    for length, table in tables.items():
+        until = method.constant_until(GEOMETRY, length)
+        assert until >= length
+        same = method.frequencies(GEOMETRY, min(until, 10**6))
+        assert torch.equal(same.inv_freq, table.inv_freq)
+        assert same.attention_factor == table.attention_factor
+        if until < 10**6:
+            beyond = method.frequencies(GEOMETRY, until + 1)
+            assert not torch.equal(beyond.inv_freq, table.inv_freq)
 
 
 def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:

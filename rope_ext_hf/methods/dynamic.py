@@ -180,8 +180,6 @@ class LongRoPE(RopeMethod):
         if self.attention_factor is not None:
             return self.attention_factor
         assert self.factor is not None
-        if self.factor == 1:
-            return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(rotary.context_length))
 
     @property

@@ -460,6 +460,11 @@ def _replace(draw: random.Random, path: Path, elsewhere: Path) -> str:
     return f"{path.name} is a link to {target}"
 
 
+def _heavy_or_special(folder: str, names: list[str]) -> list[str]:
+    """Weights, and what cannot be copied: a FIFO that earlier damage has put there."""
+    return [name for name in names if name.endswith((".safetensors", ".bin")) or Path(folder, name).is_fifo()]
+
+
 def _add(draw: random.Random, folder: Path, elsewhere: Path) -> str:
     """Add something that does not belong there."""
     odd = os.fsdecode(b"\xff\xfe odd")
@@ -468,7 +473,7 @@ def _add(draw: random.Random, folder: Path, elsewhere: Path) -> str:
     kind = draw.randrange(5)
     if path.exists() or kind == 4:
         path = folder / "sub"
-        shutil.copytree(folder, path, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+        shutil.copytree(folder, path, symlinks=True, ignore=_heavy_or_special)
         return "a copy of itself inside"
     if kind == 0:
         path.symlink_to(elsewhere / "secret")
