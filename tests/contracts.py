@@ -148,6 +148,7 @@ def attend_and_definition(
     dtype: torch.dtype = torch.float32,
     sliding: int | None = None,
     gone: int = 0,
+    needs_grad: bool = False,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """Results of `attend` and of the definition, padding left out; pads: padding before the first token of each row."""
@@ -170,12 +171,15 @@ def attend_and_definition(
     )
     rule: Any = method if sliding is None else LocalAttention(sliding, method)
     inv_freq = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    extras = ScoreModifiers(softcap=more.get("cap"), sinks=more.get("sinks"))
+    mask = more.get("mask")
+    extras = ScoreModifiers(
+        softcap=more.get("cap"), sinks=more.get("sinks"), mask=None if mask is None else mask[None, None]
+    )
     found = attend(
         rule,
         Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
         call,
-        rotate_to(q, stored[..., count - tokens :], dim, THETA).to(dtype),
+        rotate_to(q, stored[..., count - tokens :], dim, THETA).to(dtype).requires_grad_(needs_grad),
         rotate_to(k, stored, dim, THETA).to(dtype)[:, :, gone:],
         v.to(dtype)[:, :, gone:],
         head_dim**-0.5,

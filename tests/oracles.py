@@ -285,6 +285,7 @@ def naive_attention(
     window: int | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of one row, pair by pair, every score at once; float64.
 
@@ -298,6 +299,7 @@ def naive_attention(
         window: of sliding attention: keys that a query sees, itself included.
         cap: softcap of the scores.
         sinks: one score a head (heads,).
+        mask: (tokens, keys) added to the scores; as bool: False where a key is not seen.
     """
     tokens, count = q.shape[-2], k.shape[-2]
     groups = q.shape[0] // k.shape[0]
@@ -313,6 +315,9 @@ def naive_attention(
             scores *= temperature_scale(method, m)
         if cap:
             scores = torch.tanh(scores / cap) * cap
+        if mask is not None:
+            row = mask[i, list(seen)]
+            scores = scores.masked_fill(~row, -math.inf) if row.dtype == torch.bool else scores + row
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], dim=-1)
         weights = scores.softmax(-1)[:, : len(seen)]

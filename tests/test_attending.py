@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention import kernels
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
@@ -245,6 +247,56 @@ def test_nothing_to_attend() -> None:
 def test_half_precision(method: RemappingMethod) -> None:
     assert_close(*attend_and_definition(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
     assert_close(*attend_and_definition(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
+
+
+def farthest(method: RemappingMethod, length: int) -> float:
+    """The largest distance at which the last of `length` queries sees a key, by trying all."""
+    return max(distance(method, length - 1, n) for n in range(length))
+
+
+@given(limit=st.integers(8, 40), window=st.integers(1, 30), length=st.integers(8, 300))
+@settings(max_examples=40, deadline=None)
+def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: int, length: int) -> None:
+    assume(window < limit)
+    asked = SelfExtend(window=window, max_distance=limit, temperature="none")
+    groups = (dataclasses.replace(asked, group=size) for size in range(1, length + 1))
+    smallest = next((method for method in groups if farthest(method, length) < limit), None)
+    if smallest is None:
+        with pytest.raises(MethodError, match="the farthest place"):
+            asked.with_defaults(limit, length)
+    else:
+        assert asked.with_defaults(limit, length) == smallest
+        reach = smallest.extended_length(Rotary(16, THETA, limit))
+        assert reach is not None
+        assert reach >= length
+        assert farthest(smallest, reach) < limit <= farthest(smallest, reach + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_the_callers_own(dtype: torch.dtype) -> None:
+    """Added to the scores, or False where nothing is seen; such a mask holds what is causal, too."""
+    generator = torch.Generator().manual_seed(0)
+    seen = (torch.rand(90, 150, generator=generator) < 0.7).tril(60) | torch.eye(90, 150, dtype=torch.bool)
+    added = torch.randn(90, 150, generator=generator).masked_fill(~seen, -1e30)
+    mask = seen if dtype == torch.bool else added
+    assert_close(*attend_and_definition(ReRoPE(window=40), 90, 150, mask=mask))
+
+
+@pytest.mark.parametrize(("tokens", "needs_grad"), [(200, True), (200, False), (5, True)])
+def test_scores_in_blocks_are_made_again_for_the_backward(
+    tokens: int, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are several blocks, and a backward: else they are kept, or made twice for nothing."""
+    made = []
+
+    def checkpoint(function: Callable[..., Tensor], *args: Any, **_: Any) -> Tensor:
+        made.append(args)
+        return function(*args)
+
+    monkeypatch.setitem(attending.SCORE_BYTES, "cpu", 50 * 200 * 4 * 4)
+    monkeypatch.setattr(attending, "checkpoint", checkpoint)
+    attend_and_definition(ReRoPE(window=40), tokens, 200, ordered=False, needs_grad=needs_grad)
+    assert bool(made) is (needs_grad and tokens > 50)
 
 
 @pytest.mark.slow
