@@ -289,6 +289,8 @@ class _Maker:
             arguments += ["--data", self.text()]
         arguments += ["--method", "yarn", "--factor", "2"] if command == "sweep" else []
         out = self.new_folder(model) if self.odd_options and draw.random() < 0.2 else self.out
+        if Path(model) in out.parents:  # results may lie in a model's folder, but this one other cases have, too
+            out = self.out
         self.new = None
         return [*arguments, "--out", str(out), *self.options(command)]
 
