@@ -55,6 +55,12 @@ WITHOUT_A_TEST = re.compile(
     r"|ReplaceComparisonOperator_\w+_(Is|IsNot))"
 )
 TIERS = ("not slow", "slow")  # a mutation that the first notices does not meet the second
+NO_DIFFERENCE = (
+    (r"ReplaceUnaryOperator_.*", r"shape\[-\d"),  # of tensors with four dimensions, counted from the other end
+    (r"ReplaceComparisonOperator_(Eq|NotEq)_(Lt|LtE|Gt|GtE)", r"[=!]= \""),  # an order among names
+    (r".*", r"(MAX_QUERY_BLOCK|MAX_BLOCKS|MIN_FUSED_QUERIES|SCORE_BYTES) = "),  # how much at a time: speed alone
+)
+"""Operators and lines whose mutations change no result: no test could tell."""
 NOTICED = 0.9
 LIMIT = 600  # seconds for the tests of a module; a mutation that makes them slower counts as noticed
 
@@ -67,7 +73,13 @@ def mutations(paths: list[str]) -> list[Any]:
     with use_db("mutations.sqlite", WorkDB.Mode.create) as database:
         init([Path(path) for path in paths], database, {})
         items = [mutation for item in database.work_items for mutation in item.mutations]
-    return [item for item in items if not WITHOUT_A_TEST.fullmatch(item.operator_name)]
+    return [item for item in items if not WITHOUT_A_TEST.fullmatch(item.operator_name) and makes_a_difference(item)]
+
+
+def makes_a_difference(mutation: Any) -> bool:
+    line = Path(mutation.module_path).read_text(encoding="utf-8").splitlines()[mutation.start_pos[0] - 1]
+    operator = mutation.operator_name.removeprefix("core/")
+    return not any(re.fullmatch(name, operator) and re.search(text, line) for name, text in NO_DIFFERENCE)
 
 
 def module_passes(module: str, tier: str) -> bool:

@@ -9,7 +9,14 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import HeadBlock, RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import (
+    HeadBlock,
+    RotaryTensors,
+    RowLayout,
+    ScaleBlocks,
+    evenly_spaced,
+    rotary_tensors,
+)
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import class_pairing, config_pairing, stated_rotary
 from tests.models import known_config
@@ -269,3 +276,11 @@ def test_a_pairing_comes_with_what_rotates(model_type: str) -> None:
         assert class_pairing(other) == (
             "half" if known.remote_attention is None else None
         )  # not all of that code heeds it
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "picked"),
+    [(3, 5, [0, 1, 2]), (5, 5, [0, 1, 2, 3, 4]), (9, 5, [0, 2, 4, 6, 8]), (10, 4, [0, 3, 6, 9]), (32, 2, [0, 31])],
+)
+def test_evenly_spaced(count: int, most: int, picked: list[int]) -> None:
+    assert evenly_spaced(range(count), most) == picked
