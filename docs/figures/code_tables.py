@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from .registry import figure, markdown_table
+
+if TYPE_CHECKING:
+    from rope_ext_hf.methods.base import RopeMethod
+    from rope_ext_hf.methods.guidance import Guidance
 
 
 @figure
@@ -41,6 +46,54 @@ def _parameters(cls: type) -> str:
         return f"`{field.name}`" if required or field.default is None else f"`{field.name}={field.default!r}`"
 
     return ", ".join(map(text, dataclasses.fields(cls))) or "–"
+
+
+def _guided() -> Iterator[tuple[str, Guidance, list[RopeMethod]]]:
+    """Every method that states when to use it, and instances of it with different parameters."""
+    from rope_ext_hf import Rotary, list_methods
+    from tests.method_examples import example_methods
+
+    examples = example_methods(Rotary(dim=128, theta=10000.0, trained_length=4096))
+    for name, cls in list_methods().items():
+        if cls.guidance is not None:
+            yield name, cls.guidance, [method for known, method in examples if known == name]
+
+
+@figure
+def choosing() -> str:
+    from rope_ext_hf import Rotary
+
+    rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
+
+    def answer(values: Iterable[bool]) -> str:
+        return {(True,): "yes", (False,): "no"}.get(tuple(set(values)), "by its parameters")
+
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, guidance, methods in _guided():
+        static = answer(not method.length_dependent for method in methods)
+        plain = answer(method.rope_parameters(rotary) is not None for method in methods)
+        cells = (static, plain, guidance.untrained, guidance.reach_text, guidance.short_inputs)
+        groups.setdefault(cells, []).append(f"`{name}`")
+    head = ["method", "static", "loads plainly", "without training", "reach", "short inputs"]
+    return markdown_table(head, ((", ".join(names), *cells) for cells, names in groups.items()))
+
+
+@figure
+def choosing_purposes() -> str:
+    from rope_ext_hf.methods.guidance import PURPOSES
+
+    guided = [(name, guidance) for name, guidance, _ in _guided()]
+    rows = (
+        (purpose, ", ".join(f"`{name}`" for name, each in guided if purpose in each.purposes)) for purpose in PURPOSES
+    )
+    return markdown_table(["what you want", "first choice"], rows)
+
+
+@figure
+def choosing_among() -> str:
+    return markdown_table(
+        ["method", "take it when"], ((f"`{name}`", guidance.when) for name, guidance, _ in _guided() if guidance.when)
+    )
 
 
 @figure

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.constants import device_constant
+from rope_ext_hf.methods.guidance import Guidance
 
 __all__ = [
     "TWO_PI",
@@ -219,6 +220,9 @@ class RopeMethod(ABC):
 
     trainable: ClassVar[str] = ""
     """The parameter with one number for each pair that is trained in a rotary module; empty: none is."""
+
+    guidance: ClassVar[Guidance | None] = None
+    """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant
+from rope_ext_hf.methods.guidance import ROTATED_AGAIN, SEARCHED, SHORT_INPUTS, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import (
     RampedMethod,
@@ -40,6 +41,8 @@ class DynamicNTK(RopeMethod):
 
     `sticky` keeps the largest k of "even" ever met by the module until it is reset: an explicit choice against purity.
     """
+
+    guidance = Guidance("fair", 4.0, "the same", decode=ROTATED_AGAIN)
 
     growth: Growth = "paper"
     factor: float | None = None
@@ -120,6 +123,8 @@ class DynamicNTK(RopeMethod):
 class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
+    guidance = Guidance("fair", 8.0, "the same", purposes=(SHORT_INPUTS,), decode=ROTATED_AGAIN)
+
     @property
     def length_dependent(self) -> bool:
         return True
@@ -139,6 +144,8 @@ class LongRoPE(RopeMethod):
     cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln C) with s = `factor`, at every
     length. C is the context length of what is underneath; for a plain model the trained length L0.
     """
+
+    guidance = Guidance("as good as the lists", math.inf, "by its lists", purposes=(SEARCHED,))
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]

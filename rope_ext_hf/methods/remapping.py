@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
 from rope_ext_hf.methods.registry import method_from_dict, register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, local_window_tiles
@@ -279,6 +280,15 @@ class ReRoPE(_WindowedRemapping):
     `window`: default half the limit.
     """
 
+    guidance = Guidance(
+        "best",
+        math.inf,
+        "the same, within its window",
+        purposes=(PYTHON,),
+        when="the length is open-ended, or far beyond 8 times; the order of distant keys is lost",
+        decode=ZONES,
+    )
+
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = replace(self, window=self.window or limit // 2)
         method.check_reach(limit, "window", method.last_zone_start)
@@ -298,6 +308,14 @@ class LeakyReRoPE(_WindowedRemapping):
 
     `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
     """
+
+    guidance = Guidance(
+        "best",
+        math.inf,
+        "the same, within its window",
+        when="the extended length is known and the exact order of distant keys matters",
+        decode=ZONES,
+    )
 
     k: float | None = None
 
@@ -348,6 +366,15 @@ class SelfExtend(_WindowedRemapping):
     of the limit; `group`: default as small as the target length allows, 16 where there is none.
     """
 
+    guidance = Guidance(
+        "best",
+        math.inf,
+        "the same, within its window",
+        purposes=(PYTHON,),
+        when="the extended length is known; positions stay whole numbers, as in training",
+        decode=ZONES,
+    )
+
     group: int | None = None
 
     def _farthest(self, length: int, window: int, group: int) -> int:
@@ -394,6 +421,15 @@ class DualChunk(RemappingMethod):
     they are, and at s + w - 1 for all older ones. (The paper's ceiling c is s + w.) `chunk`: default three quarters of
     the limit; `window`: default what is left of the limit.
     """
+
+    guidance = Guidance(
+        "best",
+        math.inf,
+        "the same, within its chunk",
+        purposes=(PYTHON,),
+        when="prompts are long and speed matters: cached keys are never rotated again",
+        decode=ZONES,
+    )
 
     chunk: int | None = None
     window: int | None = None

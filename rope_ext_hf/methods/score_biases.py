@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, is_number
+from rope_ext_hf.methods.guidance import Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile
@@ -124,6 +125,14 @@ class ALiBi(_ScoreBias):
     `strength`: what the slopes of the paper are multiplied by.
     """
 
+    guidance = Guidance(
+        "far keys fade, they are not read",
+        math.inf,
+        "the same",
+        when="far keys are to fade out, or the model was trained with the bias",
+        decode="slower scores beyond the context length",
+    )
+
     strength: float = 1.0
 
     def __post_init__(self) -> None:
@@ -144,6 +153,14 @@ class Kerple(_ScoreBias):
     With d tokens beyond `start`: -r1 ln(1 + r2 d) for `kernel="log"`, -r1 d^r2 for `kernel="power"`, where
     0 < r2 <= 2. `r1`, `r2`: one number for all heads, or one for each.
     """
+
+    guidance = Guidance(
+        "far keys fade, they are not read",
+        math.inf,
+        "the same",
+        when="far keys are to fade out, or the model was trained with the bias",
+        decode="slower scores beyond the context length",
+    )
 
     kernel: str = "log"
     r1: tuple[float, ...] = (1.0,)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
+from rope_ext_hf.methods.guidance import FINE_TUNING, SEARCHED, SERVING, Guidance
 from rope_ext_hf.methods.registry import register_method
 
 __all__ = [
@@ -56,6 +57,8 @@ class Default(RopeMethod):
 class Linear(RopeMethod):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
 
+    guidance = Guidance("poor", 1.0, "change", when="the model will be fine-tuned, or was trained under it")
+
     factor: float
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -75,6 +78,8 @@ class Linear(RopeMethod):
 @dataclass(frozen=True, kw_only=True)
 class Theta(RopeMethod):
     """Adjusted base frequency (Code Llama, Roziere et al. 2023, arXiv 2308.12950, sec. 2.4): another base, given."""
+
+    guidance = Guidance("poor", 1.0, "change", when="the model will be fine-tuned for long")
 
     theta: float
 
@@ -124,6 +129,8 @@ def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
 @dataclass(frozen=True, kw_only=True)
 class NTK(RopeMethod):
     """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
+
+    guidance = Guidance("fair, up to about a quarter of the factor", 4.0, "change little", share=0.25)
 
     factor: float
 
@@ -220,6 +227,8 @@ class RampedMethod(RopeMethod):
 class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
+    guidance = Guidance("fair, up to the factor", 8.0, "change", when="yarn is wanted without its attention factor")
+
     factor: float
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -240,6 +249,14 @@ class Yarn(RampedMethod):
     `attention_factor` if given; else g(s, mscale) / g(s, mscale_all_dim) if both are set (DeepSeek); else g(s, 1),
     where g(s, m) = 0.1 m ln s + 1. Over a scaling the model was trained with, its attention factor is multiplied in.
     """
+
+    guidance = Guidance(
+        "fair, up to the factor",
+        8.0,
+        "change",
+        purposes=(SERVING, FINE_TUNING),
+        when="the model must load in other software, or will be fine-tuned",
+    )
 
     factor: float
     mscale: float | None = None
@@ -305,6 +322,13 @@ def _llama3_parameters(rotary: Rotary, factor: float, low: float, high: float) -
 class Llama3(RopeMethod):
     """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
 
+    guidance = Guidance(
+        "fair, up to the factor",
+        8.0,
+        "change",
+        when="the model belongs to a family that was trained with it",
+    )
+
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -347,6 +371,8 @@ def check_attention_factor(name: str, attention_factor: float | None) -> None:
 class Factors(RopeMethod):
     """Any static scaling, spelled out: the inverse frequency of pair i divided by factors[i]."""
 
+    guidance = Guidance("as good as the list", math.inf, "by its list", purposes=(SEARCHED,))
+
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
@@ -370,6 +396,13 @@ class Learnable(RopeMethod):
     In a rotary module the a_i are a `torch.nn.Parameter`, one number for each pair. `log_scales`: where they begin;
     none: all at 0, where nothing changes.
     """
+
+    guidance = Guidance(
+        "no change",
+        1.0,
+        "the same until trained",
+        when="the frequencies themselves are to be trained",
+    )
 
     trainable = "log_scales"
     log_scales: tuple[float, ...] = ()
