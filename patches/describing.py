@@ -13,19 +13,37 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
-from rope_ext_hf.patches.config import RECORD, SLIDING, read_rope, rotating_layers, saved_steps, sliding_layers
+from rope_ext_hf.patches.config import (
+    RECORD,
+    SLIDING,
+    ConfigRope,
+    NativeForm,
+    read_rope,
+    rotating_layers,
+    saved_steps,
+    sliding_layers,
+)
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
 from rope_ext_hf.patches.patch_record import Record
-from rope_ext_hf.patches.readers import readers_right
+from rope_ext_hf.patches.readers import former_keys, readers_right
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_steps
 
-__all__ = ["Description", "describe", "sliding_notes"]
+__all__ = ["Description", "describe", "scalings_underneath", "sliding_note", "sliding_notes"]
 
 
 def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
     """What a patch does to sliding-window layers, in words, and whether every layer is one."""
-    config = slot.config
+    apart = next((native for name, native in slot.native.items() if name in SLIDING), None)
+    return sliding_note(slot.config, apart, extended_length)
+
+
+def sliding_note(config: Any, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
+    """`sliding_notes`, of a config alone.
+
+    Args:
+        apart: the rotary embedding of the sliding-window layers, where it is one of their own.
+    """
     window, sliding = sliding_layers(config)
     if not window or not sliding or window >= extended_length:
         return None, False
@@ -33,7 +51,6 @@ def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
         reach = f"Every layer attends to the last {window} tokens only"
         return f"{reach}: a longer RoPE does not make the model look further back.", True
     share = f"{sliding} of {config.num_hidden_layers} layers attend to the last {window} tokens only"
-    apart = next((native for name, native in slot.native.items() if name in SLIDING), None)
     if apart is not None:
         own = f"{apart.method.name}, theta {apart.plain.theta:g}"
         return f"{share} and keep their own rotary embedding ({own}).", False
@@ -178,7 +195,7 @@ def _describe_patched(slot: Slot, record: Record, method: RopeMethod, save_route
     notes = record.notes
     if isinstance(method, RemappingMethod):
         notes = (*notes, method.note)
-    others = readers_right(slot.config.model_type, form.parameters, form.saved_length)
+    others = readers_right(_saved_config(slot, form))
     route = f"transformers' own {form.rope_type!r}; known to be read right by {', '.join(['transformers 5', *others])}"
     if not form.loads_plainly:
         route = f"{form.rope_type!r}; plain loading stops with that name"
@@ -197,13 +214,21 @@ def _describe_patched(slot: Slot, record: Record, method: RopeMethod, save_route
     )
 
 
+def _saved_config(slot: Slot, form: NativeForm) -> dict[str, Any]:
+    """The config.json that saving would write, where one set of rope settings is for all layers."""
+    written: dict[str, Any] = slot.config.to_dict()
+    written["rope_parameters"] = dict(form.parameters)
+    written |= former_keys(written["model_type"], form.parameters, [None])
+    return written | {"max_position_embeddings": form.saved_length}
+
+
 def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) -> Description:
     inv_freq, attention_factor = method.frequencies(rotary)
     return Description(
         model_type=slot.config.model_type,
         method=method.name,
         params=_params(method),
-        underneath=tuple(_underneath(rotary)),
+        underneath=tuple(scalings_underneath(rotary)),
         pairing=class_pairing(slot.config),
         trained_length=rotary.trained_length,
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
@@ -214,11 +239,12 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
     )
 
 
-def _underneath(rotary: Rotary) -> list[Scaling]:
+def scalings_underneath(rotary: Rotary) -> list[Scaling]:
+    """The scalings of a rotary embedding, bottom first; empty for a plain one."""
     if rotary.own is None:
         return []
     own = rotary.own
-    return [*_underneath(own.rotary), Scaling(own.method.name, _params(own.method), own.context_length)]
+    return [*scalings_underneath(own.rotary), Scaling(own.method.name, _params(own.method), own.context_length)]
 
 
 def _params(method: RopeMethod) -> dict[str, Any]:

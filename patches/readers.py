@@ -1,18 +1,22 @@
 """Other programs that read a patched folder: the keys they need beside transformers' own, and what they read right.
 
 transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling: top-level
-`rope_theta` and `rope_scaling`. Their rules for the attention factor differ as well, and are data here.
+`rope_theta` and `rope_scaling`. What each computes from them is in rope_ext_hf.engines.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rope_ext_hf.engines.base import Engine, runs_otherwise
+from rope_ext_hf.engines.hf_transformers import FormerTransformers, Transformers, yarn_magnitude_by_config
+from rope_ext_hf.engines.mlx import MLX
+from rope_ext_hf.engines.sglang import SGLang
+from rope_ext_hf.engines.vllm import VLLM
+from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.families import Family, family
 
 __all__ = ["READER_KEYS", "attention_factor_keys", "former_keys", "former_spelling", "readers_right", "readers_wrong"]
@@ -37,19 +41,7 @@ def attention_factor_keys(settings: Settings, known: Family) -> dict[str, Any]:
     if factor == 1 and not known.softmax_mscale:  # there the attention scales its softmax by mscale_all_dim
         return dict.fromkeys(("mscale", "mscale_all_dim"), 1.0)
     without = {key: value for key, value in settings.items() if key != "attention_factor"}
-    return {"attn_factor": factor / _yarn_attention_factor(without)}
-
-
-def _yarn_attention_factor(settings: Settings) -> float:
-    """The attention factor of a yarn by the rule of transformers; 0 means "not set" there."""
-
-    def g(mscale: float) -> float:
-        return 0.1 * mscale * math.log(settings["factor"]) + 1
-
-    if settings.get("attention_factor") is not None:
-        return float(settings["attention_factor"])
-    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    return g(mscale) / g(all_dim) if mscale and all_dim else g(1)
+    return {"attn_factor": factor / yarn_magnitude_by_config(without, settings["factor"])}
 
 
 # --- the former spelling --------------------------------------------------------------------------------------------
@@ -115,69 +107,30 @@ def _plain(value: Any) -> Any:
 
 # --- who reads what -------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Reader:
-    """A program that reads a patched folder, in the version that was tried.
-
-    Attributes:
-        name: the program and its version.
-        right: by rope type, whether it runs such settings as transformers 5 does; from the settings and
-            max_position_embeddings. A rope type that is missing is refused by that program.
-    """
-
-    name: str
-    right: Mapping[str, Callable[[Settings, int], bool]]
-
-
-def _always(settings: Settings, length: int) -> bool:
-    return True
-
-
-def _one_list(settings: Settings, length: int) -> bool:
-    return bool(settings["short_factor"] == settings["long_factor"])
-
-
-def _mlx_yarn(settings: Settings, length: int) -> bool:
-    read = {"mscale": 1.0, "mscale_all_dim": 0.0} | dict(settings)
-    low, high = (0.1 * read[key] * math.log(read["factor"]) + 1 for key in ("mscale_all_dim", "mscale"))
-    return bool(read.get("truncate", True)) and math.isclose(high / low, _yarn_attention_factor(settings))
-
-
-def _mlx_longrope(settings: Settings, length: int) -> bool:
-    original = settings["original_max_position_embeddings"]
-    factor = math.sqrt(1 + max(0.0, math.log(length / original)) / math.log(original))
-    return _one_list(settings, length) and math.isclose(factor, settings["attention_factor"], rel_tol=1e-6)
-
-
-_EVERYWHERE = dict.fromkeys(("default", "linear", "llama3", "yarn"), _always)
-
-READERS = (
-    Reader("transformers 4.57", _EVERYWHERE | {"longrope": _one_list}),
-    Reader("vLLM 0.33", _EVERYWHERE | {"longrope": _one_list}),
-    Reader("SGLang 0.5.23", _EVERYWHERE | {"longrope": _one_list}),
-    Reader("mlx-lm 0.32.2", _EVERYWHERE | {"yarn": _mlx_yarn, "longrope": _mlx_longrope}),
-)
+READERS: tuple[Engine, ...] = (FormerTransformers(), VLLM(), SGLang(), MLX())
+"""The programs that are spoken of; what each computes is stated in rope_ext_hf.engines."""
 TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose classes in all these programs hand the rope settings on unchanged."""
 
 
-def _judged(model_type: str, settings: Settings, length: int) -> dict[str, bool]:
-    if model_type not in TRIED_FAMILIES:
+def _judged(config: Settings) -> dict[str, bool]:
+    """Whether each program that takes a config.json runs it as transformers 5 does."""
+    if config["model_type"] not in TRIED_FAMILIES:
         return {}
-    rope_type = settings["rope_type"]
-    return {each.name: each.right[rope_type](settings, length) for each in READERS if rope_type in each.right}
+    judged = {}
+    for program in READERS:
+        try:
+            judged[program.label] = runs_otherwise(program, Transformers(), config) is None
+        except ServingError:  # the program refuses it
+            continue
+    return judged
 
 
-def readers_right(model_type: str, settings: Settings, length: int) -> list[str]:
-    """The programs known to run a saved form as transformers 5 does.
-
-    Args:
-        length: max_position_embeddings as saved.
-    """
-    return [name for name, right in _judged(model_type, settings, length).items() if right]
+def readers_right(config: Settings) -> list[str]:
+    """The programs known to run a saved config.json as transformers 5 does."""
+    return [name for name, right in _judged(config).items() if right]
 
 
-def readers_wrong(model_type: str, settings: Settings, length: int) -> list[str]:
-    """The programs known to load a saved form without an error and run another model."""
-    return [name for name, right in _judged(model_type, settings, length).items() if not right]
+def readers_wrong(config: Settings) -> list[str]:
+    """The programs known to load a saved config.json without an error and run another model."""
+    return [name for name, right in _judged(config).items() if not right]

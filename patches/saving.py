@@ -105,7 +105,7 @@ def rewrite_config(folder: Path) -> None:
             former = former_spelling(part, record["layer_types"])
             part |= former
             record["former"] = sorted(former)
-            if wrong := readers_wrong(part["model_type"], part["rope_parameters"], record["max_position_embeddings"]):
+            if wrong := readers_wrong(part):
                 warnings.warn(
                     f"{', '.join(wrong)} would load {str(folder)!r} without an error and run another model: of these "
                     "rope settings such programs read a part only",

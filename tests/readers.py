@@ -97,7 +97,6 @@ def save_all() -> dict[str, dict[str, Any]]:
                 warnings.simplefilter("ignore", UserWarning)
                 model.save_pretrained(folder)
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            judged = config["model_type"], config["rope_parameters"], config["max_position_embeddings"]
             spread = float(ours.std())
             saved[folder.name] = {
                 "model": name,
@@ -105,8 +104,8 @@ def save_all() -> dict[str, dict[str, Any]]:
                 "ours": ours,
                 "spread": spread,
                 "plain": float(np.abs(ours - plain).max()) / spread,
-                "right": readers_right(*judged),
-                "wrong": readers_wrong(*judged),
+                "right": readers_right(config),
+                "wrong": readers_wrong(config),
             }
             rope.unpatch(model)
     return saved
@@ -115,7 +114,7 @@ def save_all() -> dict[str, dict[str, Any]]:
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """One row for every folder, and what patches/readers.py has otherwise."""
     package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
-    reader = next(each.name for each in READERS if each.name.startswith(package))
+    reader = next(each.label for each in READERS if each.label.startswith(package))
     rows, contradictions = [], []
     for folder, expected in saved.items():
         file = WORK / "models" / f"{folder}.{program}.npy"

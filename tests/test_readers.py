@@ -121,9 +121,10 @@ def test_mlx_lm_is_called_right_where_it_is(name: str, which: str, saved: Lookup
     same = math.isclose(mlx_lm(settings, length), attention_factor(name, which), rel_tol=1e-6)
     one_list = settings.get("short_factor") == settings.get("long_factor")
     right = same and one_list and settings.get("truncate", True)  # its yarn always rounds the ends of the ramp
-    assert ("mlx-lm 0.32.2" in readers_right(name, settings, length)) == right
-    assert ("mlx-lm 0.32.2" in readers_wrong(name, settings, length)) != right
-    assert "vLLM 0.33" in readers_right(name, settings, length)
+    config = saved_config(folder)
+    assert ("mlx-lm 0.32.2" in readers_right(config)) == right
+    assert ("mlx-lm 0.32.2" in readers_wrong(config)) != right
+    assert "vLLM 0.33" in readers_right(config)
 
 
 # --- both spellings -----------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_saving_warns_of_programs_that_run_another_model(
     build("llama").save_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match=f"^{', '.join(wrong)} would load"):
         save_patched_folder(model, tmp_path / "plain", tmp_path / "folder")
-    right = [each.name for each in READERS if each.name not in wrong]
+    right = [each.label for each in READERS if each.label not in wrong]
     assert rope.describe(model).save_route.endswith(
         f"known to be read right by {', '.join(['transformers 5', *right])}"
     )
@@ -250,7 +251,7 @@ def test_saving_warns_of_programs_that_run_another_model(
 def test_forms_that_all_of_them_read(method: str, tmp_path: Path) -> None:
     model = rope.patch(build("llama"), method, factor=4)
     model.save_pretrained(tmp_path)
-    names = ", ".join(each.name for each in READERS)
+    names = ", ".join(each.label for each in READERS)
     assert rope.describe(model).save_route.endswith(f"known to be read right by transformers 5, {names}")
 
 
@@ -264,7 +265,7 @@ def test_of_other_families_only_transformers_is_known(tmp_path: Path) -> None:
 def test_what_is_said_was_measured() -> None:
     measured = json.loads((ROOT / "docs" / "results" / "readers.json").read_text(encoding="utf-8"))
     programs = {row["reader"] for row in measured["rows"]}
-    assert {next(each.name for each in READERS if name.startswith(each.name)) for name in programs} == {
+    assert {next(each.label for each in READERS if name.startswith(each.label)) for name in programs} == {
         "transformers 4.57",
         "mlx-lm 0.32.2",
     }

@@ -37,6 +37,7 @@ __all__ = [
     "rope_divisors",
     "rope_settings",
     "rotated_dims",
+    "runs_otherwise",
     "text_settings",
 ]
 
@@ -218,9 +219,18 @@ class Engine(ABC):
     name: ClassVar[str] = ""
     version: ClassVar[str]
     """The version whose source the rules were taken from."""
+    title: ClassVar[str] = ""
+    """The engine as its makers write it; empty: its name."""
+    follows_input: ClassVar[bool] = False
+    """Whether it chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
     traps: ClassVar[tuple[Trap, ...]] = ()
+
+    @property
+    def label(self) -> str:
+        """The engine with its version."""
+        return f"{self.title or self.name} {self.version.removesuffix('.0')}"
 
     @abstractmethod
     def computes(self, config: Config, length: int | None = None) -> Computed:
@@ -313,6 +323,26 @@ class ConfigEngine(Engine):
             f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model as measured "
             f"({'; '.join(dict.fromkeys(reasons))})"
         )
+
+
+def runs_otherwise(engine: Engine, reference: Engine, config: Config, length: int | None = None) -> str | None:
+    """How an engine runs short or long inputs otherwise than the reference, in words; None where both agree to 1e-6.
+
+    Args:
+        reference: an engine that follows every input.
+        length: tokens that the engine is started for; None: what the reference derives from the config.
+
+    Raises:
+        ServingError: one of them refuses the config.
+    """
+    longest = length or reference.computes(config).length
+    for name, tokens in (("", longest), ("for short inputs ", 1)):
+        theirs = reference.computes(config, tokens)
+        ours = engine.computes(config, tokens if engine.follows_input else longest)
+        reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
+        if reason is not None:
+            return name + reason
+    return None
 
 
 def _numbers(version: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""transformers: huggingface/transformers 5.23.0, src/transformers/modeling_rope_utils.py."""
+"""transformers: huggingface/transformers 5.23.0 and 4.57.6, src/transformers/modeling_rope_utils.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from rope_ext_hf.engines.base import (
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["MLA_FAMILIES", "Transformers", "config_changes", "yarn_by_config", "yarn_magnitude_by_config"]
+__all__ = [
+    "MLA_FAMILIES",
+    "FormerTransformers",
+    "Transformers",
+    "config_changes",
+    "yarn_by_config",
+    "yarn_magnitude_by_config",
+]
 
 MLA_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"})
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
@@ -66,6 +73,7 @@ class Transformers(ConfigEngine):
     """Plain transformers."""
 
     version = "5.23.0"
+    follows_input = True
     traps: ClassVar[tuple[Trap, ...]] = (
         Trap(
             "5.0 to 5.23",
@@ -144,3 +152,19 @@ class Transformers(ConfigEngine):
             raise ServingError(f"transformers {self.version} has no rope type {kind!r}")
         scale = mla_softmax_scale(text, settings)
         return Computed(tuple(inv_freq), magnitude, served, softmax_scale=scale, notes=tuple(notes))
+
+
+class FormerTransformers(Transformers):
+    """transformers 4, which reads top-level `rope_theta` and `rope_scaling`; not an engine of its own."""
+
+    version = "4.57"
+
+    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+        text = text_settings(config)
+        scaling = dict(text.get("rope_scaling") or {})
+        if scaling.get("rope_type", scaling.get("type")) in (
+            "longrope",
+            "su",
+        ):  # its class knows the config's key alone
+            scaling.pop("original_max_position_embeddings", None)
+        return super().computes({**text, "rope_scaling": scaling, "rope_parameters": None}, length)

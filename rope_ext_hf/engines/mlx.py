@@ -31,7 +31,7 @@ from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magni
 from rope_ext_hf.engines.hf_transformers import yarn_by_config
 from rope_ext_hf.errors import ServingError
 
-__all__: list[str] = []
+__all__ = ["MLX"]
 
 _FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_vl_text", "qwen3_vl"}
@@ -43,6 +43,7 @@ _FAMILIES = frozenset(
 class MLX(ConfigEngine):
     """mlx-lm, started with `mlx_lm.server`; it takes no overrides, so the keys go into a copy of the folder."""
 
+    title = "mlx-lm"
     version = "0.32.2"
     traps: ClassVar[tuple[Trap, ...]] = (
         Trap(

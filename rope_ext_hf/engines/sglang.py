@@ -33,13 +33,14 @@ from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers, conf
 from rope_ext_hf.engines.vllm import INTERLEAVED_FAMILIES, deepseek_yarn
 from rope_ext_hf.errors import ServingError
 
-__all__: list[str] = []
+__all__ = ["SGLang"]
 
 
 @register_engine("sglang")
 class SGLang(ConfigEngine):
     """SGLang, started with `python -m sglang.launch_server`."""
 
+    title = "SGLang"
     version = "0.5.23"
     traps: ClassVar[tuple[Trap, ...]] = (
         Trap(

@@ -33,7 +33,7 @@ from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magni
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["INTERLEAVED_FAMILIES", "deepseek_yarn"]
+__all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
 
 INTERLEAVED_FAMILIES = MLA_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
@@ -66,6 +66,7 @@ def deepseek_yarn(settings: Mapping[str, Any], dim: int) -> tuple[list[float], f
 class VLLM(ConfigEngine):
     """vLLM, started with `vllm serve`."""
 
+    title = "vLLM"
     version = "0.33.0"
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
     traps: ClassVar[tuple[Trap, ...]] = (

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.engines.base import Computed, NotCheckedError, list_engines, rope_settings, text_settings
+from rope_ext_hf.engines.base import (
+    Computed,
+    Engine,
+    NotCheckedError,
+    list_engines,
+    rope_settings,
+    runs_otherwise,
+    text_settings,
+)
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line
 from rope_ext_hf.files import read_json
@@ -108,22 +116,20 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     """`audit` of a config that has been read."""
     problems = _problems(config)
     engines = {key: cls() for key, cls in list_engines().items() if key not in _BY_FILE}
-    reference = _computes(engines.pop("transformers"), config, None)
-    length = reference.computed.length if reference.computed else None
-    reports = [reference]
-    for engine in engines.values():
-        report = _computes(engine, config, length)
-        if report.computed is not None and reference.computed is not None:
-            theirs = reference.computed
-            differs = report.computed.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
-            report = EngineReport(report.engine, report.version, report.computed, differs)
-        reports.append(report)
+    transformers = engines.pop("transformers")
+    reference = _report(transformers, config)
+    against = transformers if reference.computed is not None else None
+    reports = [reference, *(_report(engine, config, against) for engine in engines.values())]
     return Audit(name, tuple(reports), tuple(problems))
 
 
-def _computes(engine: Any, config: Mapping[str, Any], length: int | None) -> EngineReport:
+def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> EngineReport:
+    """What an engine computes, and how it differs from the reference."""
     try:
-        return EngineReport(engine.name, engine.version, engine.computes(config, length))
+        length = None if reference is None else reference.computes(config).length
+        computed = engine.computes(config, length)
+        differs = None if reference is None else runs_otherwise(engine, reference, config, length)
+        return EngineReport(engine.name, engine.version, computed, differs)
     except NotCheckedError as error:
         return EngineReport(engine.name, engine.version, None, unknown=one_line(error))
     except ServingError as error:
