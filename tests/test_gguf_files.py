@@ -76,8 +76,24 @@ def test_audit_of_a_file(source: Path, tmp_path: Path) -> None:
     assert "yarn_ext_factor is 4" in rope.audit(out).problems[0]
 
 
+def field(name: str, kind: int, value: bytes) -> bytes:
+    """A key of the header with its value; the count of keys stays what it was."""
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def changed(whole: bytes, old: bytes, new: bytes) -> bytes:
+    """A file with a part of the entry of its tensor replaced."""
+    begin = whole.index(b"blk.0.weight")
+    where = whole.index(old, begin)
+    return whole[:where] + new + whole[where + len(old) :]
+
+
 def test_damaged_files_are_errors_of_one_line(source: Path, tmp_path: Path) -> None:
     whole = source.read_bytes()
+
+    def keys(more: int) -> bytes:
+        return struct.pack("<Q", struct.unpack_from("<Q", whole, 16)[0] + more)
+
     config = find_engine("gguf").config_for(make_target(served_model("Mistral"), "yarn", factor=4.0))
     damaged = {
         "empty": b"",
@@ -86,6 +102,16 @@ def test_damaged_files_are_errors_of_one_line(source: Path, tmp_path: Path) -> N
         "tensors": whole[:8] + struct.pack("<Q", 2**60) + whole[16:],
         "some more keys": whole[:16] + struct.pack("<Q", 900_000) + whole[24:],
         "string": whole[:24] + struct.pack("<Q", 2**62) + whole[32:],
+        "array": whole[:24] + field("a", 9, struct.pack("<IQ", 4, 2**60)) + whole[24:],
+        "array of strings": whole[:24] + field("a", 9, struct.pack("<IQ", 8, 2**60)) + whole[24:],
+        "arrays in arrays": whole[:24] + field("a", 9, struct.pack("<IQ", 9, 1) * 5000) + whole[24:],
+        "type": whole[:24] + field("a", 77, b"") + whole[24:],
+        "alignment": whole[:16] + keys(1) + field("general.alignment", 4, struct.pack("<I", 0)) + whole[24:],
+        "twice": whole[:16] + keys(1) + field("llama.context_length", 4, struct.pack("<I", 1)) + whole[24:],
+        "offset": changed(whole, struct.pack("<IQ", 0, 0), struct.pack("<IQ", 0, 2**62)),
+        "dims": changed(whole, struct.pack("<IQQ", 2, 16, 4), struct.pack("<IQQ", 2, 2**40, 2**40)),
+        "number of dims": changed(whole, struct.pack("<IQQ", 2, 16, 4), struct.pack("<IQQ", 2**31, 16, 4)),
+        "dtype": changed(whole, struct.pack("<QQIQ", 16, 4, 0, 0), struct.pack("<QQIQ", 16, 4, 9999, 0)),
         "cut": whole[: len(whole) // 2],
         "short": whole[:-8],
     }

@@ -21,6 +21,7 @@ __all__ = ["read_file_rope", "rewrite"]
 
 _HEADER = struct.Struct("<4sIQQ")
 _MAX_ENTRIES = 1_000_000  # keys, tensors and dims of a header; the largest published files have some thousands
+_MAX_READS = 20_000_000  # numbers and strings of a header; a vocabulary of 256,000 tokens takes some 2 million
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -39,12 +40,29 @@ def _opened(path: Path) -> Iterator[Any]:
             raise CheckpointError(f"{failure}: no GGUF file of version 2 or 3, little-endian")
         if tensors > _MAX_ENTRIES or keys > _MAX_ENTRIES:
             raise CheckpointError(f"{failure}: its header counts {keys:,} keys and {tensors:,} tensors")
-        reader = gguf.GGUFReader(path)
+        reader = _bounded_reader(gguf.GGUFReader)(path)
         end = path.stat().st_size
         for tensor in reader.tensors:
             if tensor.data_offset + tensor.n_bytes > end or tensor.n_bytes != tensor.data.nbytes:
                 raise CheckpointError(f"{failure}: the tensor {short(tensor.name)!r} lies beyond its end")
         yield reader
+
+
+def _bounded_reader(base: Any) -> Any:
+    """gguf's reader, which by itself takes what lies beyond the end of a file for empty, and goes on."""
+
+    class BoundedReader(base):  # type: ignore[misc]
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
+            self.reads += 1
+            if self.reads > _MAX_READS:
+                raise ValueError("its header holds more metadata than that of any model")
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
+                raise ValueError("it ends before what its header states")
+            return super()._get(offset, dtype, count, *args, **kwargs)
+
+    return BoundedReader
 
 
 def _architecture(reader: Any, path: Path) -> str:
