@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MemoryEstimate",
     "budgets",
+    "cached_per_token",
     "check_memory",
     "estimate_flops",
     "estimate_memory",
@@ -95,7 +96,7 @@ def estimate_memory(
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
-    cache = config.num_hidden_layers * _cached(config) * longest * width
+    cache = config.num_hidden_layers * cached_per_token(config) * longest * width
     working = sum(budgets(device or torch.device("cpu")))
     weights = model.num_parameters() * width
     if offload_cache:
@@ -209,7 +210,7 @@ def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
     )
 
 
-def _cached(config: Any) -> int:
+def cached_per_token(config: Any) -> int:
     """Numbers that a layer caches per token: keys and values, or what latent attention makes them from."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.kv_lora_rank + config.qk_rope_head_dim)

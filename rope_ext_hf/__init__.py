@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.rotary.axial import AxialRotaryEmbedding
     from rope_ext_hf.rotary.embedding import RotaryEmbedding
     from rope_ext_hf.rotary.standalone import NTKAwareRoPE, apply_rotary_pos_emb
+    from rope_ext_hf.serving.advice import Advice, advise
     from rope_ext_hf.serving.audit import Audit, audit
     from rope_ext_hf.serving.configs import serving_config
 
@@ -68,6 +69,7 @@ _HOMES = {
     "rope_ext_hf.attention.linear": ("LinearAttentionState", "linear_attention"),
     "rope_ext_hf.attention.rotary_attention": ("KeyValueCache", "RotaryAttention"),
     "rope_ext_hf.engines.base": ("ServingConfig",),
+    "rope_ext_hf.serving.advice": ("Advice", "advise"),
     "rope_ext_hf.serving.audit": ("Audit", "audit"),
     "rope_ext_hf.serving.configs": ("serving_config",),
     "rope_ext_hf.methods.base": ("Frequencies", "RopeMethod", "Rotary"),
@@ -76,6 +78,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Advice",
     "Audit",
     "AxialRotaryEmbedding",
     "CheckpointError",
@@ -99,6 +102,7 @@ __all__ = [
     "ServingError",
     "UnsupportedModelError",
     "__version__",
+    "advise",
     "apply_rotary_pos_emb",
     "audit",
     "convert",

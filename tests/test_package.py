@@ -18,6 +18,7 @@ import rope_ext_hf as rope
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [
+    "Advice",
     "Audit",
     "AxialRotaryEmbedding",
     "CheckpointError",
@@ -41,6 +42,7 @@ PUBLIC = [
     "ServingError",
     "UnsupportedModelError",
     "__version__",
+    "advise",
     "apply_rotary_pos_emb",
     "audit",
     "convert",

@@ -31,7 +31,7 @@ _COMMANDS = {
         lm_eval.lm_eval,
     ),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),
-    "Serving": (serving.serve_config, serving.audit, serving.gguf),
+    "Serving": (serving.advise, serving.serve_config, serving.audit, serving.gguf),
 }
 _CONTINUE = {
     "convert": "the same command with --resume continues",

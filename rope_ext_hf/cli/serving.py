@@ -1,4 +1,4 @@
-"""Commands about serving: `serve-config`, `audit`, `gguf`."""
+"""Commands about serving: `advise`, `serve-config`, `audit`, `gguf`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,58 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rope_ext_hf.cli.console import print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, Model, PatchOptions, SourceOptions
+from rope_ext_hf.cli.options import Json, Model, PatchOptions, SourceOptions, parse_length, parse_numbers
+from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
     from rope_ext_hf.engines.base import ServingConfig
 
-__all__ = ["audit", "gguf", "serve_config"]
+__all__ = ["advise", "audit", "gguf", "serve_config"]
 
 Version = Annotated[
     str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
 ]
+
+
+def advise(
+    model: Model,
+    source: SourceOptions,
+    target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
+    batch: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Inputs at a time that memory is computed for, e.g. 1,8.")
+    ] = "1,8",
+    over: Annotated[
+        str, typer.Option(metavar="WHAT", help="What is extended: own or original, see `rope-ext describe --help`.")
+    ] = "own",
+    context_length: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="The length that the model is for, instead of what its config states."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how a model gets to a length: methods, their cost, memory, engines, and the commands; reads no weights.
+
+    Example: `rope-ext advise reference --target-length 1k`
+    """
+    from rope_ext_hf.serving.advice import advise as advise_on
+
+    wanted = parse_length(target_length)
+    batches = parse_numbers("--batch", batch, "1,8")
+    if any(number != int(number) for number in batches):
+        raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
+    stated = parse_length(context_length) if context_length else None
+    quiet_transformers()
+    advice = advise_on(
+        model,
+        wanted,
+        over=over,
+        context_length=stated,
+        batches=[int(number) for number in batches],
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+    )
+    print_text(json_text(advice.to_dict()) if as_json else str(advice))
 
 
 def serve_config(

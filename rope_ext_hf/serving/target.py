@@ -31,7 +31,7 @@ from rope_ext_hf.patches.geometry import bind_to, stated_length, under_config, u
 from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.patches.slots import find_slots, present_steps
 
-__all__ = ["make_target", "open_model"]
+__all__ = ["Model", "describe_config", "make_target", "open_model"]
 
 
 class Model:
