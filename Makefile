@@ -1,11 +1,11 @@
-# make demo | test | test-fast | test-all | test-readers | test-engines | mutate | fuzz | lint | docs | figures | pictures | bench:
+# make demo | test | test-fast | test-all | test-readers | test-engines | test-llama-cpp | mutate | fuzz | lint | docs | figures | pictures | bench:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-readers test-engines mutate fuzz lint docs figures pictures bench clean
+.PHONY: demo test test-fast test-all test-readers test-engines test-llama-cpp mutate fuzz lint docs figures pictures bench clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -42,6 +42,16 @@ test-engines: .venv/ready
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines
+
+# llama.cpp on GGUF files of small models, some minutes. The result goes to docs/results/llama-cpp.json.
+test-llama-cpp: .venv/ready build/llama-cpp/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.llama_cpp_engine --python build/llama-cpp/bin/python
+
+build/llama-cpp/ready: Makefile
+	$(PYTHON) -m venv build/llama-cpp
+	build/llama-cpp/bin/pip install -q numpy cffi
+	build/llama-cpp/bin/pip install -q --no-deps xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 # b11549
+	touch $@
 
 # An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 eval/protocols.py" for less.
 mutate: .venv/ready

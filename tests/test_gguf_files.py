@@ -72,8 +72,11 @@ def test_audit_of_a_file(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     config = find_engine("gguf").config_for(make_target(served_model("Mistral"), "yarn", factor=4.0))
     config.gguf_keys["llama.rope.scaling.yarn_ext_factor"] = 4.0  # the factor in the wrong key
+    config.gguf_keys["llama.rope.scaling.yarn_beta_fast"] = 8.0
     rewrite(source, out, config)
-    assert "yarn_ext_factor is 4" in rope.audit(out).problems[0]
+    betas, ext = sorted(rope.audit(out).problems)
+    assert betas == "rope.scaling.yarn_beta_fast is 8, and not read for 'llama'."
+    assert ext == "rope.scaling.yarn_ext_factor is 4, and not read for 'llama'."
 
 
 def field(name: str, kind: int, value: bytes) -> bytes:

@@ -170,11 +170,22 @@ def test_a_live_patched_model_and_a_folder(tmp_path: Path) -> None:
     assert live.length == 4 * plain.length
 
 
+def test_llama_cpp_reads_the_betas_of_yarn_from_flags_alone() -> None:
+    target = make_target(served_model("Mistral"), "yarn", factor=4.0, beta_fast=8.0)
+    flags = find_engine("llama.cpp").config_for(target)
+    assert flags.form == "native"
+    assert flags.command[flags.command.index("--yarn-beta-fast") + 1] == "8.0"
+    assert find_engine("gguf").config_for(target).form == "divisors in rope_freqs.weight"
+    with pytest.raises(ServingError, match="reads no tensor of divisors"):
+        find_engine("ollama").config_for(make_target(served_model("Qwen3"), "yarn", factor=4.0, beta_fast=8.0))
+
+
 def test_versions() -> None:
     with pytest.raises(ServingError, match="--rope-scaling"):
         find_engine("vllm").check_version("0.10.2")
     assert not find_engine("vllm").check_version("0.33.0")
     assert find_engine("vllm").check_version("0.40.0")
+    assert find_engine("llama.cpp").check_version("b12000")
     with pytest.raises(UnknownMethodError, match="Did you mean 'vllm'"):
         find_engine("vlm")
 
@@ -187,6 +198,40 @@ def test_an_engine_is_one_class() -> None:
 
 def test_the_label_of_a_method_with_a_list_of_its_own_name() -> None:
     assert list_methods()["factors"](factors=(1.0, 2.0)).label() == "factors"  # type: ignore[call-arg]
+
+
+# --- what was measured -----------------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def measured(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def test_the_rules_are_those_of_the_versions_that_were_compared() -> None:
+    for engine in measured("engine-classes")["engines"]:
+        assert engine["version"] == find_engine(engine["engine"]).version
+        assert {row["family"] for row in engine["rows"]} | set(engine["skipped"]) >= {"Llama", "Qwen3-VL", "DeepSeek"}
+        for row in engine["rows"]:
+            assert row["frequencies"] <= 2e-5, row
+            assert row["magnitude"] <= 1e-6, row
+            assert row.get("positions", 0.0) <= 2e-5, row
+    files = measured("llama-cpp")
+    assert files["versions"]["llama.cpp"] == find_engine("llama.cpp").version
+    methods: dict[str, set[str]] = {}
+    for row in files["rows"]:
+        if "difference" not in row:
+            assert row["refused"], row
+            continue
+        assert max(row["difference"].values()) <= files["agree"], row
+        if row["name"] not in ("default", "type none beside a factor"):
+            assert row["without"] > 100 * files["agree"], row
+        methods.setdefault(row["by"], set()).add(row["name"])
+    assert {"linear", "ntk", "yarn", "by-parts", "llama3", "factors"} <= methods["file"]
+    assert {"linear", "ntk", "yarn"} <= methods["flags"]
+    assert "yarn with other betas" in methods["rules"]
 
 
 # --- audit -----------------------------------------------------------------------------------------------------------

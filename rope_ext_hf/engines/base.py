@@ -260,7 +260,7 @@ class Engine(ABC):
         """
         if version is None or version == self.version:
             return ()
-        if not re.fullmatch(r"v?[0-9]+(\.[0-9]+)*[a-z0-9.+-]*", version):
+        if not re.fullmatch(r"[vb]?[0-9]+(\.[0-9]+)*[a-z0-9.+-]*", version):
             raise ServingError(f"{version!r} is no version; give one such as {self.version}")
         if self.oldest is not None and _numbers(version) < _numbers(self.oldest[0]):
             raise ServingError(f"{self.name} before {self.oldest[0]}: {self.oldest[1]}")

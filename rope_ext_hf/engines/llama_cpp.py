@@ -1,8 +1,8 @@
-"""llama.cpp, and the programs that run its GGUF files: ggml-org/llama.cpp, read in September 2026.
+"""llama.cpp, and the programs that run its GGUF files: ggml-org/llama.cpp, b11549.
 
-Read: src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams), src/models/llama.cpp,
-phi3.cpp, gemma3.cpp, deepseek2.cpp, and `ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py writes
-the keys. Nothing of this was compared with a build.
+Read: src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams, get_rope_factors),
+src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, and `ggml_rope_yarn_corr_dims` and `rope_yarn` of
+ggml; conversion/base.py writes the keys. Llama, Phi-3 and Qwen3 were compared with a build: tests/llama_cpp_engine.py.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v3": ("deepseek2", ()),
 }
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
-_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_SCALING_KEYS = ("type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+_FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
+_BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
+_UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
+"""Keys that are read from files of Grok, some from those of Mistral 3, and from no others; flags set the betas."""
 
 
 @dataclass(frozen=True)
@@ -119,64 +121,72 @@ def converted(config: Mapping[str, Any]) -> FileRope:
     return FileRope(architecture, dim, keys, divisors)
 
 
-def file_computes(file: FileRope, length: int | None = None) -> Computed:
+def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool = False) -> Computed:
     """What llama.cpp computes from a GGUF file.
 
     Args:
         length: tokens of context that are allocated (`-c`); None: the file's context length.
+        by_flags: whether the keys stand for flags of `llama-server`, which reaches more than a file's keys do.
 
     Raises:
-        ServingError: keys that llama.cpp would refuse, or a graph whose rules are not in this package.
+        ServingError: keys or tensors that llama.cpp refuses, or a graph whose rules are not in this package.
     """
-    if file.architecture == "deepseek2" and file.keys.get("rope.scaling.type", "none") != "none":
+    keys = file.keys
+    kind = keys.get("rope.scaling.type", "linear")
+    if file.architecture not in {architecture for architecture, _ in ARCHITECTURES.values()}:
+        raise NotCheckedError(f"the graph of {file.architecture!r} was not checked")
+    if file.architecture == "deepseek2" and keys.get("rope.scaling.type", "none") != "none":
         raise NotCheckedError(
             "the graph of deepseek2 mixes its YaRN into the softmax scale, by rules that changed often"
         )
-    keys = file.keys
     trained = int(needed(keys, "context_length"))
     theta = needed(keys, "rope.freq_base", 10000.0)
-    kind = keys.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ServingError(f"{kind!r} is no type of rope scaling in llama.cpp")
     factor = 1.0 if kind == "none" else needed(keys, "rope.scaling.factor", 1.0)
     original = needed(keys, "rope.scaling.original_context_length", trained)
-    names = next((tensors for arch, tensors in ARCHITECTURES.values() if arch == file.architecture), ())
-    notes = [f"{name} is not read by the graph of {file.architecture!r}." for name in file.tensors if name not in names]
-    allocated = length or trained
-    wanted = "rope_factors_long.weight" if allocated > original else "rope_factors_short.weight"
+    read = _tensors_read(file.architecture, kind)
+    if stray := [name for name in file.tensors if name not in read]:
+        raise ServingError(f"{stray[0]} is no tensor of {file.architecture!r} under {kind!r}; the file is not loaded")
+    notes = [] if by_flags else [f"{key} is {keys[key]:g}, and not read for {file.architecture!r}." for key in _UNREAD
+                                 if key in keys and keys[key] != _BETAS.get(key)]  # fmt: skip
+    wanted = _FACTOR_LISTS[0] if (length or trained) > original else _FACTOR_LISTS[1]
     divisors: Sequence[float] = [1.0] * (file.dim // 2)
     for name in ("rope_freqs.weight", wanted):
-        if name in names and name in file.tensors:
+        if name in file.tensors:
             divisors = file.tensors[name]
             break
     if len(divisors) != file.dim // 2:
         raise ServingError(f"a tensor of {len(divisors)} divisors does not fit {file.dim // 2} rotated pairs")
-    ext = needed(keys, "rope.scaling.yarn_ext_factor", 1.0 if kind == "yarn" else 0.0, above=-1.0)
     magnitude = needed(keys, "rope.scaling.attn_factor", 1.0)
-    if ext:
-        beta_fast = needed(keys, "rope.scaling.yarn_beta_fast", 32.0)
-        beta_slow = needed(keys, "rope.scaling.yarn_beta_slow", 1.0)
-        kept = plain(theta, file.dim)
-        ramped = yarn(theta, file.dim, factor, original, beta_fast, beta_slow)
-        slow = [value / factor for value in kept]
-        inv_freq = [b + (r - b) * ext for r, b in zip(ramped, slow, strict=True)]
+    if kind == "yarn":
+        fast, slow = (needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items())
+        inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
         magnitude *= yarn_magnitude(factor)
-        if "rope.scaling.yarn_attn_factor" in keys:
-            notes.append("rope.scaling.yarn_attn_factor is overwritten; rope.scaling.attn_factor multiplies.")
-        if ext != 1.0:
-            notes.append(f"rope.scaling.yarn_ext_factor is {ext:g}; it is a mix between 0 and 1, and 1 is YaRN.")
     else:
         inv_freq = [value / factor for value in plain(theta, file.dim)]
     inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
     return Computed(tuple(inv_freq), magnitude, trained, notes=tuple(notes))
 
 
+def _tensors_read(architecture: str, kind: str) -> tuple[str, ...]:
+    """The tensors of divisors that an architecture's loader takes; it stops at others."""
+    names = next(tensors for known, tensors in ARCHITECTURES.values() if known == architecture)
+    return _FACTOR_LISTS if names and kind == "longrope" else names
+
+
 _TRAPS = (
     Trap(
         "since #17945",
-        "--yarn-attn-factor, and yarn_attn_factor in the file",
+        "--yarn-attn-factor",
         "overwritten under yarn; the magnitude is 0.1 ln s + 1 times rope.scaling.attn_factor",
         "src/llama-context.cpp",
+    ),
+    Trap(
+        "b11549",
+        "yarn_beta_fast, yarn_beta_slow, yarn_ext_factor and yarn_attn_factor in the file",
+        "not read but for Grok (Mistral 3: the betas): the ramp is that of 32 and 1 unless flags set it",
+        "src/models/grok.cpp, mistral3.cpp",
     ),
     Trap("all", "truncate: false of yarn (gpt-oss)", "the ramp begins and ends at whole pairs", "ggml, corr_dims"),
     Trap("before #28030", "-c above the file's context_length", "capped, although YaRN is given", "llama.cpp #28030"),
@@ -185,8 +195,8 @@ _TRAPS = (
     Trap(
         "all",
         "rope_freqs.weight in files of Qwen, Gemma 3, gpt-oss",
-        "not read: their graphs pass no divisors",
-        "src/models/qwen3.cpp, gemma3.cpp",
+        "the file is not loaded: wrong number of tensors",
+        "src/models/qwen3.cpp, gemma3.cpp; src/llama-model-loader.cpp",
     ),
 )
 
@@ -194,7 +204,7 @@ _TRAPS = (
 class _GGUFEngine(Engine):
     """What the programs that run a GGUF file have in common."""
 
-    version = "of September 2026"
+    version = "b11549"
     traps: ClassVar[tuple[Trap, ...]] = _TRAPS
 
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
@@ -204,7 +214,7 @@ class _GGUFEngine(Engine):
         reasons: list[str] = []
         for name, file, removed in _files(target):
             try:
-                computed = file_computes(file, target.length)
+                computed = self.computed(target, file, removed)
             except ServingError as error:
                 reasons.append(f"{name}: {error}")
                 continue
@@ -224,6 +234,10 @@ class _GGUFEngine(Engine):
             f"{self.name} cannot serve {target.method} on this {target.model_type!r} model as measured "
             f"({'; '.join(dict.fromkeys(reasons))})"
         )
+
+    def computed(self, target: Target, file: FileRope, removed: tuple[str, ...]) -> Computed:
+        """What the program computes when it is started in this way."""
+        return file_computes(file, target.length)
 
     def from_file(
         self, target: Target, name: str, file: FileRope, removed: tuple[str, ...], computed: Computed
@@ -316,6 +330,9 @@ def _ratio(own: FileRope, target: Target) -> float | None:
 class LlamaCpp(_GGUFEngine):
     """llama.cpp, by the flags of llama-server where they do, else by rewriting the GGUF file."""
 
+    def computed(self, target: Target, file: FileRope, removed: tuple[str, ...]) -> Computed:
+        return file_computes(file, target.length, by_flags=_flags(target, file, removed) is not None)
+
     def from_file(
         self, target: Target, name: str, file: FileRope, removed: tuple[str, ...], computed: Computed
     ) -> ServingConfig:
@@ -337,7 +354,7 @@ def _flags(target: Target, file: FileRope, removed: tuple[str, ...]) -> tuple[st
         return None
     if file.tensors != own.tensors or any(name in own.tensors for name in removed):
         return None
-    keys, arch = file.keys, file.architecture
+    keys, arch, before = file.keys, file.architecture, own.keys | _BETAS  # those of the file are not read
     flags: list[str] = []
     names = {
         "rope.freq_base": "--rope-freq-base",
@@ -350,7 +367,7 @@ def _flags(target: Target, file: FileRope, removed: tuple[str, ...]) -> tuple[st
     if kind != own.keys.get("rope.scaling.type", "linear") and not (kind == "none" and len(own.keys) == 2):
         flags += ["--rope-scaling", kind]
     for key, flag in names.items():
-        if key in keys and keys[key] != own.keys.get(key):
+        if key in keys and keys[key] != before.get(key):
             flags += [flag, repr(keys[key])]
     if keys.get("rope.scaling.attn_factor") != own.keys.get("rope.scaling.attn_factor"):
         value = keys.get("rope.scaling.attn_factor", 1.0)

@@ -166,6 +166,9 @@ def _audit_gguf(path: Path) -> Audit:
     engine = list_engines()["llama.cpp"]
     try:
         computed = file_computes(file)
+    except NotCheckedError as error:
+        report = EngineReport(engine.name, engine.version, None, unknown=one_line(error))
+        return Audit(str(path), (report,))
     except RopeExtError as error:
         report = EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
         return Audit(str(path), (report,))
