@@ -5,9 +5,10 @@ print(rope.audit("my-model/"))
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from rope_ext_hf.engines.base import (
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line
 from rope_ext_hf.files import read_json
-from rope_ext_hf.hub import model_folder
+from rope_ext_hf.hub import foreign_errors, model_folder
+from rope_ext_hf.patches.config import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
+from rope_ext_hf.serving.target import describe_config
 
 __all__ = ["Audit", "audit"]
 
@@ -119,8 +122,33 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     transformers = engines.pop("transformers")
     reference = _report(transformers, config)
     against = transformers if reference.computed is not None else None
-    reports = [reference, *(_report(engine, config, against) for engine in engines.values())]
+    most = _context_length(config)
+    reports = [reference, *(_too_long(_report(engine, config, against), most) for engine in engines.values())]
     return Audit(name, tuple(reports), tuple(problems))
+
+
+def _context_length(config: Mapping[str, Any]) -> int | None:
+    """The length in tokens that the model is for; None where transformers or this package cannot read its config."""
+    from transformers import AutoConfig
+
+    values = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}
+    try:
+        with foreign_errors("this config cannot be read"):
+            text = AutoConfig.for_model(str(config.get("model_type")), **values).get_text_config()
+            nested = [key for key, value in text.rope_parameters.items() if isinstance(value, Mapping)]
+            layer_type = next((key for key in nested if key not in SLIDING), None)
+            return describe_config(text, layer_type).context_length
+    except RopeExtError:
+        return None
+
+
+def _too_long(report: EngineReport, most: int | None) -> EngineReport:
+    """The report, with an engine that would serve more tokens than the model is for as one that differs."""
+    length = None if report.computed is None else report.computed.length
+    if report.differs or length is None or most is None or length <= most:
+        return report
+    reason = f"it would serve {length:,} tokens, and the model is for {most:,}: the factor is applied twice"
+    return replace(report, differs=reason)
 
 
 def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> EngineReport:
