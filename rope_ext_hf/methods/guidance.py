@@ -20,7 +20,7 @@ __all__ = [
     "Guidance",
 ]
 
-SERVING = "to serve it without training, in any engine"
+SERVING = "to serve it without training"
 PYTHON = "no training, in your own Python process"
 SHORT_INPUTS = "most inputs are short, and their output must not change"
 FINE_TUNING = "to fine-tune it at the longer length"

@@ -122,17 +122,21 @@ class Advice:
             fitting = [each for each in self.methods if each.engines and each.fits]
             rows = [(each.method, *(_form(each.engines[name]) for name in engines)) for each in fitting]
             lines += ["", *_columns([("served by", *engines), *rows])]
-            lines += [f"  {name} refuses: {reason}" for name, reason in self._refusals()]
+            lines += [f"  {names}: {reason}" for names, reason in self._refusals()]
         lines += ["", *_memory_table(self.memory)]
         for purpose, commands in self.commands.items():
             lines += ["", f"# {purpose}", *(_shown(each) for each in commands)]
         return "\n".join(lines)
 
     def _refusals(self) -> list[tuple[str, str]]:
-        """Why the engines that get no command refuse the method that was chosen first."""
+        """Why engines refuse the method that was chosen first, and which."""
         chosen = next((name for name in self.served.values() if name), None)
         each = next((m for m in self.methods if m.method == chosen), None)
-        return [] if each is None else [item for item in each.refusals.items() if item[0] not in self.served]
+        grouped: dict[str, list[str]] = {}
+        for name, reason in each.refusals.items() if each else ():
+            if name not in self.served:
+                grouped.setdefault(reason[max(0, reason.find("cannot")) :], []).append(name)
+        return [(", ".join(names), reason) for reason, names in grouped.items()]
 
 
 def _shown(command: str) -> str:
