@@ -5,8 +5,9 @@
 
 Saves the bundled model, and small random models of the families in patches/readers.py, under every form; has both
 programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
-and compares them with ours. The result goes to docs/results/readers.json; the exit status is 1 where patches/readers.py
-says otherwise than what was measured.
+and compares them with ours. mlx-lm also runs the unpatched folders with the keys that serving_config prints for it. The
+result goes to docs/results/readers.json; the exit status is 1 where patches/readers.py, or serving_config, says
+otherwise than what was measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rope_ext_hf as rope
+from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.readers import READERS, TRIED_FAMILIES, readers_right, readers_wrong
 from rope_ext_hf.reference import path as reference_folder
@@ -81,15 +83,18 @@ def models() -> Iterator[tuple[str, Any, float]]:
 
 def save_all() -> dict[str, dict[str, Any]]:
     """Every model under every form, and what is expected of each, by the name of its folder."""
-    shutil.rmtree(WORK / "models", ignore_errors=True)
-    (WORK / "models").mkdir(parents=True)
+    for part in ("models", "plain", "served"):  # beside the environments of both programs
+        shutil.rmtree(WORK / part, ignore_errors=True)
+        (WORK / part).mkdir(parents=True)
     draws = torch.Generator().manual_seed(0)
     inputs = [torch.randint(3, 255, (1, length), generator=draws) for length in LENGTHS.values()]
     for name, ids in zip(LENGTHS, inputs, strict=True):
         np.save(WORK / "models" / f"{name}.npy", ids.numpy())
+        np.save(WORK / "served" / f"{name}.npy", ids.numpy())
     saved: dict[str, dict[str, Any]] = {}
     for name, model, factor in models():
         plain = all_logits(model, inputs)
+        model.save_pretrained(WORK / "plain" / name)
         for form in FORMS:
             patched(model, form, factor)
             ours, folder = all_logits(model, inputs), WORK / "models" / f"{name}, {form}"
@@ -106,9 +111,26 @@ def save_all() -> dict[str, dict[str, Any]]:
                 "plain": float(np.abs(ours - plain).max()) / spread,
                 "right": readers_right(config),
                 "wrong": readers_wrong(config),
+                "served": write_served(model, WORK / "plain" / name, WORK / "served" / folder.name),
             }
             rope.unpatch(model)
     return saved
+
+
+def write_served(model: Any, plain: Path, folder: Path) -> str:
+    """Write a copy of an unpatched folder with the keys that serving_config prints for a patched model.
+
+    Returns:
+        The form, or "refused".
+    """
+    try:
+        config = rope.serving_config(model, "mlx")
+    except ServingError:
+        return "refused"
+    shutil.copytree(plain, folder)
+    read = json.loads((plain / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(read | config.config_keys), encoding="utf-8")
+    return config.form
 
 
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -127,6 +149,21 @@ def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[s
             stated = "refused"
         if stated == "refused" or reader not in expected[stated]:
             contradictions.append(f"{reader}: {folder} is {stated}: {row}")
+        rows.append(row)
+    return rows, contradictions
+
+
+def served_rows(saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """One row for every folder with the keys of serving_config, and those that mlx-lm runs otherwise."""
+    rows, contradictions = [], []
+    for folder, expected in saved.items():
+        row = {"model": expected["model"], "form": expected["form"], "by": expected["served"]}
+        file = WORK / "served" / f"{folder}.mlx_lm.npy"
+        if expected["served"] != "refused":
+            there = np.load(file) if file.exists() else np.full_like(expected["ours"], np.inf)
+            row["difference"] = float(np.abs(there - expected["ours"]).max()) / expected["spread"]
+            if not row["difference"] <= AGREE:
+                contradictions.append(f"mlx-lm with the keys of serving_config: {row}")
         rows.append(row)
     return rows, contradictions
 
@@ -150,13 +187,15 @@ def main() -> None:
             more.append(f"{name} was run; patches/readers.py names {more_rows[0]['reader']}")
         rows += [row | {"reader": name} for row in more_rows]
         contradictions += more
+    subprocess.run([given.mlx_lm, worker[1], "mlx_lm", str(WORK / "served")], capture_output=True, check=True)
+    served, more = served_rows(saved)
+    contradictions += more
     command = "make test-readers"
-    result = {"command": command, "versions": versions, "lengths": LENGTHS, "agree": AGREE, "rows": rows}
-    text = ",\n  ".join(map(json.dumps, rows))
-    head = json.dumps({**result, "rows": []}, indent=1)
-    (ROOT / "docs" / "results" / "readers.json").write_text(
-        head.replace('"rows": []', f'"rows": [\n  {text}\n ]') + "\n", encoding="utf-8"
-    )
+    result = {"command": command, "versions": versions, "lengths": LENGTHS, "agree": AGREE, "rows": [], "served": []}
+    text = json.dumps(result, indent=1)
+    for key, lines in (("rows", rows), ("served", served)):
+        text = text.replace(f'"{key}": []', f'"{key}": [\n  ' + ",\n  ".join(map(json.dumps, lines)) + "\n ]")
+    (ROOT / "docs" / "results" / "readers.json").write_text(text + "\n", encoding="utf-8")
     print("\n".join(contradictions) or f"{len(rows)} folders read as patches/readers.py says")
     sys.exit(bool(contradictions))
 

@@ -276,6 +276,14 @@ def test_what_is_said_was_measured() -> None:
             assert row["difference"] <= measured["agree"], row
 
 
+def test_mlx_lm_ran_what_serving_config_prints() -> None:
+    result = json.loads((ROOT / "docs" / "results" / "readers.json").read_text(encoding="utf-8"))
+    for row in result["served"]:
+        assert row["by"] == "refused" or row["difference"] <= result["agree"], row
+    served = {row["form"] for row in result["served"] if row["by"] != "refused"}
+    assert served == {row["form"] for row in result["rows"]} - {"longrope, two lists"}
+
+
 def test_keys_for_other_readers_are_no_settings_of_a_family(saved: Lookup, tmp_path: Path) -> None:
     """A new patch of a plainly loaded model, its record deleted, leaves none of them behind."""
     config = saved_config(saved("static", "llama", "factors").folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .registry import figure, markdown_table, read_result
+from .registry import Row, figure, markdown_table, read_result
 
 SERVED = ("vllm", "sglang", "mlx", "llama.cpp", "ollama")
 """The engines of the table; transformers serves every static method, and gguf is what ollama runs."""
@@ -56,9 +56,59 @@ def engine_classes() -> str:
             str(len(result["rows"])),
             f"{max(row['frequencies'] for row in result['rows']):.1e}",
             f"{max(row['magnitude'] for row in result['rows']):.1e}",
+            f"{max(row.get('positions', 0.0) for row in result['rows']):.1e}",
             ", ".join(result["skipped"]) or "none",
         )
         for result in results
     ]
     head = ["engine", "version", "configurations", "frequencies, largest relative difference (float32 tables)"]
-    return markdown_table([*head, "magnitude", "families not built by its factory"], rows)
+    return markdown_table([*head, "magnitude", "queries rotated by M-RoPE", "families not built by its factory"], rows)
+
+
+@figure
+def mlx_lm() -> str:
+    result = read_result("readers")
+    forms: dict[str, list[Row]] = {}
+    for row in result["served"]:
+        forms.setdefault(row["form"], []).append(row)
+
+    def cells(rows: list[Row]) -> tuple[str, str]:
+        measured = [row["difference"] for row in rows if "difference" in row]
+        ways = ", ".join(dict.fromkeys(row["by"] for row in rows))
+        return ways, f"{max(measured):.0e}" if measured else "–"
+
+    reader = next(row["reader"] for row in result["rows"] if row["reader"].startswith("mlx"))
+    return markdown_table(
+        ["form", "by", f"{reader}, largest difference of a logit"],
+        ((form, *cells(rows)) for form, rows in forms.items()),
+        f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. Measured by "
+        f"`{result['command']}` with transformers {result['versions']['transformers']} here.*",
+    )
+
+
+@figure
+def llama_cpp() -> str:
+    result = read_result("llama-cpp")
+    by_name: dict[str, dict[str, list[Row]]] = {}
+    for row in result["rows"]:
+        by_name.setdefault(row["name"], {}).setdefault(row["model"], []).append(row)
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+
+    def cell(rows: list[Row]) -> str:
+        measured = [row for row in rows if "difference" in row]
+        if not measured:
+            return "–" if not rows else "not loaded" if "error" in rows[0] else "refused"
+        worst = max(value for row in measured for value in row["difference"].values())
+        text = f"{worst:.0e}" if worst <= result["agree"] else f"**{worst:.2g}**"
+        ways = dict.fromkeys(row["form"].split()[0].replace("as", "as published") for row in measured if "form" in row)
+        return " ".join([*ways, text])
+
+    least = min(row["without"] for row in result["rows"] if row.get("without", 0) > 0.01)
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        "*The largest difference of a logit over both lengths, by file and by flags, in standard deviations of the "
+        f"logits; passing over what is written makes {least:.1f} or more. Measured by `{result['command']}` with "
+        f"{versions}.*"
+    )
+    table = ((name, *(cell(rows.get(model, [])) for model in models)) for name, rows in by_name.items())
+    return markdown_table(["method or metadata", *models], table, note)
