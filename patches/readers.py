@@ -121,7 +121,7 @@ def _judged(config: Settings) -> dict[str, bool]:
     for program in READERS:
         try:
             judged[program.label] = runs_otherwise(program, Transformers(), config) is None
-        except ServingError:  # the program refuses it
+        except (ServingError, ArithmeticError):  # the program refuses it, or fails
             continue
     return judged
 

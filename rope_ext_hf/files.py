@@ -169,9 +169,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        FileError: missing, too large, invalid JSON, not an object, or a key that occurs twice.
+        FileError: missing, no regular file, too large, invalid JSON, not an object, or a key that occurs twice.
     """
     try:
+        if path.exists() and not path.is_file():  # a device may have no end, a pipe may never begin
+            raise ValueError("it is no regular file")
         if path.stat().st_size > (most := limit("json_bytes")):
             raise ValueError(f"more than {most:,} bytes; {advice('json_bytes')}")
         return parse_json_object(path.read_bytes())

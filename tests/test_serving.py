@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.engines.base import Computed, Engine, ServingConfig, Target, find_engine, list_engines, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
-from rope_ext_hf.errors import MethodError, ServingError, UnknownMethodError
+from rope_ext_hf.errors import CheckpointError, FileError, MethodError, ServingError, UnknownMethodError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.target import make_target
@@ -286,6 +287,19 @@ def test_audit_finds_problems_of_the_file() -> None:
     for changed in hostile:
         assert not audit_config(BASE | changed).agrees
     assert not audit_config({"text_config": 3}).agrees
+
+
+def test_pipes_and_numbers_beyond_all_bounds(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(FileError, match="no regular file"):
+        rope.audit(tmp_path)
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="no such file"):
+        rope.audit(tmp_path / "model.gguf")
+    target = make_target(served_model("Mistral"), "yarn", factor=4.0)
+    settings = {**target.patched["rope_parameters"], "original_max_position_embeddings": 1e308}
+    broken = dataclasses.replace(target, patched={**target.patched, "rope_parameters": settings}, original=10**308)
+    assert find_engine("vllm").config_for(broken).form == "longrope with equal lists"  # its own yarn overflows
 
 
 @every_family

@@ -310,7 +310,7 @@ class ConfigEngine(Engine):
         for form in self.forms(target):
             try:
                 computed = self.computes(self.config(target, form), target.length)
-            except ServingError as error:
+            except (ServingError, ArithmeticError) as error:
                 reasons.append(f"{form.name}: {error}")
                 continue
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)

@@ -215,7 +215,7 @@ class _GGUFEngine(Engine):
         for name, file, removed in _files(target):
             try:
                 computed = self.computed(target, file, removed)
-            except ServingError as error:
+            except (ServingError, ArithmeticError) as error:
                 reasons.append(f"{name}: {error}")
                 continue
             reason = computed.difference(target.inv_freq, target.attention_factor, 1.0)

@@ -33,6 +33,8 @@ def _opened(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise MethodError("GGUF files need the gguf package: pip install 'rope-ext-hf[gguf]'") from error
     failure = f"the GGUF file {short(str(path))!r} cannot be read"
+    if not path.is_file():
+        raise CheckpointError(f"{failure}: there is no regular file")
     with foreign_errors(failure):
         with path.open("rb") as stream:
             magic, version, tensors, keys = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))

@@ -105,6 +105,9 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "--to": ("half", "interleaved", "meta"),
     "--from": ("half", "interleaved"),
     "--model-parallel": ("1", "2", "3", "64"),
+    "--batch": ("1", "1,8", "64"),
+    "--engine": ("transformers", "vllm", "sglang", "llama.cpp", "gguf", "mlx", "ollama"),
+    "--engine-version": ("0.10.2", "0.33.0", "b12000"),
     "--dim": ("2", "64", "128"),
     "--theta": ("100", "10000", "1e6"),
     "--trained-length": ("256", "4k"),
@@ -133,6 +136,9 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "convert": ("--to", "--from", "--force", "--resume", "--verify", "--model-parallel", "--revision"),
     "detect": ("--revision",),
+    "advise": ("--over", "--context-length", "--batch", "--revision"),
+    "serve-config": (*_METHOD_OPTIONS, "--engine", "--engine-version", "--revision"),
+    "audit": ("--revision",),
     "report": (),
     "methods": ("--dim", "--theta", "--trained-length", "--factor"),
     "lm-eval": (*_METHOD_OPTIONS, "--tasks", "--limit", "--num-fewshot", "--max-length"),
@@ -200,8 +206,8 @@ class _Maker:
         """Some options of a command, most of them right or all but one."""
         draw = self.draw
         names = list(_OPTIONS[command])
-        arguments = self.method() if "--over" in names and draw.random() < 0.6 else []
-        if not arguments and draw.random() < 0.9:
+        arguments = self.method() if "--factor" in names and draw.random() < 0.6 else []
+        if "--factor" in names and not arguments and draw.random() < 0.9:
             names = [name for name in names if name not in _METHOD_OPTIONS]
         chosen = draw.sample(names, min(len(names), draw.randint(0, most)))
         odd = draw.choice((*chosen, None)) if self.odd_options else None
@@ -270,6 +276,17 @@ class _Maker:
 
     def describe(self) -> list[str]:
         return [self.model(), *self.options("describe"), *self.picture()]
+
+    def advise(self) -> list[str]:
+        length = self.draw.choice(_VALUES["--target-length"])
+        return [self.model(), "--target-length", length, *self.options("advise")]
+
+    def serve_config(self) -> list[str]:
+        return [self.model(), "--engine", self.draw.choice(_VALUES["--engine"]), *self.options("serve-config")]
+
+    def audit(self) -> list[str]:
+        model = self.model()
+        return [self.draw.choice((model, f"{model}/config.json")), *self.options("audit")]
 
     def patch(self) -> list[str]:
         model = self.model()
@@ -361,6 +378,9 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "sweep": (4, _Maker.sweep),
     "passkey": (6, _Maker.passkey),
     "report": (8, _Maker.report),
+    "advise": (4, _Maker.advise),
+    "serve-config": (6, _Maker.serve_config),
+    "audit": (4, _Maker.audit),
     "resume": (3, _Maker.resume),
     "methods": (2, _Maker.methods),
     "lm-eval": (1, _Maker.lm_eval),
