@@ -37,8 +37,8 @@ build/readers/mlx-lm/ready: Makefile
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
-# The rotary classes of vLLM and SGLang, out of their wheels (400 MB), against rope_ext_hf/engines; without a GPU.
-test-engines: .venv/ready
+# The rotary classes of vLLM and SGLang, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
+test-engines: .venv/ready test-llama-cpp
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines
