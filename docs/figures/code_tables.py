@@ -66,7 +66,8 @@ def choosing() -> str:
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
 
     def answer(values: Iterable[bool]) -> str:
-        return {(True,): "yes", (False,): "no"}.get(tuple(set(values)), "by its parameters")
+        found = set(values)
+        return "by its parameters" if len(found) > 1 else "yes" if found.pop() else "no"
 
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, guidance, methods in _guided():

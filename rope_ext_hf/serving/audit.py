@@ -22,9 +22,9 @@ from rope_ext_hf.engines.base import (
     text_settings,
 )
 from rope_ext_hf.engines.llama_cpp import file_computes
-from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line
+from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
-from rope_ext_hf.hub import foreign_errors, model_folder
+from rope_ext_hf.hub import foreign_errors, is_adapter, model_folder
 from rope_ext_hf.patches.config import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
@@ -105,12 +105,17 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        CheckpointError, FileError: no such file, or a damaged one.
+        CheckpointError, FileError: no such file, a damaged one, or an adapter.
     """
     file = Path(path)
     if file.suffix == ".gguf":
         return _audit_gguf(file)
     if file.suffix != ".json":
+        if is_adapter(path, revision=revision):
+            raise CheckpointError(
+                f"{short(str(path))!r} is an adapter of PEFT, without a config of its own; audit its base model, or "
+                "merge it (merge_and_unload, save_pretrained) and audit the result"
+            )
         file = model_folder(path, revision=revision, weights=False) / "config.json"
     return audit_config(read_json(file), str(file))
 
