@@ -38,7 +38,7 @@ TESTS = {
     "rope_ext_hf/methods/remapping.py": ["methods_base", "attending", "attention"],
     "rope_ext_hf/methods/tiles.py": ["attending"],
     "rope_ext_hf/attention/rules.py": ["attending", "attention"],
-    "rope_ext_hf/attention/blockwise.py": ["attending", "attention"],
+    "rope_ext_hf/attention/blockwise.py": ["attending", "attention", "hybrids"],
     "rope_ext_hf/rotary/phase.py": ["rotary"],
     "rope_ext_hf/rotary/pairing.py": ["pairing"],
     "rope_ext_hf/checkpoints/row_layouts.py": ["layouts", "families"],

@@ -21,6 +21,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.tiles import Tile
 from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.contracts import THETA, assert_close, attend_and_definition
@@ -247,6 +248,37 @@ def test_nothing_to_attend() -> None:
 def test_half_precision(method: RemappingMethod) -> None:
     assert_close(*attend_and_definition(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
     assert_close(*attend_and_definition(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
+
+
+@given(
+    queries=st.tuples(st.integers(0, 12), st.integers(1, 8)),
+    keys=st.tuples(st.integers(0, 16), st.integers(1, 12)),
+    diagonal=st.integers(0, 10),
+    above=st.booleans(),
+    low=st.integers(0, 20),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
+    queries: tuple[int, int], keys: tuple[int, int], diagonal: int, above: bool, low: int
+) -> None:
+    (q0, q1), (k0, k1) = ((first, first + count) for first, count in (queries, keys))
+    found = []
+    for (first, last), (begin, end), kind in Tile(0, (q0, q1), (k0, k1), diagonal, above).rectangles(low):
+        assert kind == "full" or last - first == end - begin
+        inside = ((q, k, q - first, k - begin) for q in range(first, last) for k in range(begin, end))
+        if kind == "causal":
+            found += [(q, k) for q, k, row, column in inside if column <= row]
+        elif kind == "anticausal":
+            found += [(q, k) for q, k, row, column in inside if column >= row]
+        else:
+            found += [(q, k) for q, k, _, _ in inside]
+    wanted = [
+        (q, k)
+        for q in range(q0, q1)
+        for k in range(max(k0, low), k1)
+        if (k > q - diagonal if above else k <= q - diagonal)
+    ]
+    assert sorted(found) == wanted
 
 
 def farthest(method: RemappingMethod, length: int) -> float:
