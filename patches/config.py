@@ -18,6 +18,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError,
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.patches.families import Family, family
+from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.patches.readers import READER_KEYS, attention_factor_keys, former_keys
 
@@ -116,7 +117,7 @@ def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: there are none.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or _implied_settings(config)
     settings = parameters.get(layer_type) if layer_type is not None else parameters
     if not settings or settings.get("rope_theta") is None:
         raise UnsupportedModelError(
@@ -124,6 +125,13 @@ def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
             + (f" for its {layer_type!r} layers" if layer_type else "")
         )
     return dict(settings)
+
+
+def _implied_settings(config: Config) -> dict[str, Any]:
+    """The rope settings of a family whose table of angles its config does not mention."""
+    if family(config.model_type).angle_table is None:
+        return {}
+    return {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
 
 
 def read_rope(config: Config, dim: int, layer_type: str | None = None) -> ConfigRope:
@@ -345,7 +353,7 @@ def write_rope(
         config.original_max_position_embeddings = form.parameters["original_max_position_embeddings"]
     if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
         config.head_dim = config.hidden_size // config.num_attention_heads
-    parameters = dict(config.rope_parameters)
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
     for layer_type in layer_types:
         written = _unrelated_settings(rope_dict(config, layer_type)) | dict(form.parameters)
         if layer_type is None:

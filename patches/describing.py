@@ -166,7 +166,9 @@ def describe(model: nn.Module) -> Description:
         return _describe_patched(slot, record, present_steps(model)[-1].method, route)
     layer_type = (slot.scaled_layers or list(slot.native))[0]
     config = copy.deepcopy(slot.config)
-    rope_type = slot.config.rope_parameters.get("rope_type", "per layer type")
+    rope_type = (getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}).get(
+        "rope_type", "per layer type"
+    )
     steps = []
     if (saved := vars(config).get(RECORD)) is not None:  # loaded plainly from a folder that was saved patched
         undo_saved_patch(config)
@@ -197,7 +199,9 @@ def _describe_patched(slot: Slot, record: Record, method: RopeMethod, save_route
         notes = (*notes, method.note)
     others = readers_right(_saved_config(slot, form))
     route = f"transformers' own {form.rope_type!r}; known to be read right by {', '.join(['transformers 5', *others])}"
-    if not form.loads_plainly:
+    if slot.is_table:
+        route = f"a table of {form.saved_length:,} positions in the weights, which every version of transformers reads"
+    elif not form.loads_plainly:
         route = f"{form.rope_type!r}; plain loading stops with that name"
     elif not form.exact:
         route = f"transformers' own {form.rope_type!r}, as asked for: it depends on earlier calls and on other rows"

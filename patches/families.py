@@ -90,6 +90,8 @@ class Family:
     rope_types: tuple[str, ...] | None = None
     former_keys: Mapping[str, str] = field(default_factory=dict)
     original_in_config: bool = False
+    angle_table: str | None = None
+    rotates_values: str | None = None
     softmax_mscale: bool = False
     static_alpha: bool = False
     short_list_only: bool = False
@@ -166,6 +168,8 @@ def _check(known: Family) -> None:
     """Check what several fields say together."""
     if known.remote_attention is not None and "rotary_dim" not in known.config_keys:
         raise ValueError("remote_attention needs config_keys.rotary_dim: there is no model that could be asked")
+    if known.angle_table is not None and "rope_theta" not in known.config_keys:
+        raise ValueError("angle_table needs config_keys.rope_theta: its configs have no rope_parameters")
 
 
 def _pairing(key: str, value: object) -> str:
@@ -304,6 +308,8 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "rope_types": _names,
     "former_keys": _former_keys,
     "original_in_config": _flag,
+    "angle_table": _config_key,
+    "rotates_values": _config_key,
     "softmax_mscale": _flag,
     "static_alpha": _flag,
     "short_list_only": _flag,

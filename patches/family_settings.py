@@ -88,7 +88,7 @@ def supported_family(text: Any) -> Family:
     """Return the family of a text config.
 
     Raises:
-        UnsupportedModelError: the config marks another architecture of the same model_type.
+        UnsupportedModelError: the config marks another architecture of the same model_type, or rotated values.
     """
     known = family(text.model_type)
     for key, other in known.reject_if.items():
@@ -96,6 +96,11 @@ def supported_family(text: Any) -> Family:
             raise UnsupportedModelError(
                 f"by {key!r} in its config this {text.model_type!r} is {other}; that one is not in the family table"
             )
+    if known.rotates_values and look_up(text, known.rotates_values):
+        raise UnsupportedModelError(
+            f"by {known.rotates_values!r} in its config this {text.model_type!r} rotates its values as well; which "
+            "columns of the weights after them move with them is not in the family table"
+        )
     return known
 
 

@@ -15,6 +15,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import (
     PAIRING_KEY,
     RECORD,
+    SAVED_KEYS,
     ConfigRope,
     former_in,
     original_settings,
@@ -178,8 +179,11 @@ def undo_saved_patch(config: Any) -> None:
     """Turn the config of a model loaded from a patched folder back into what it was before that patch."""
     before = original_settings(config.to_dict())
     if before is not None:
-        for key, value in before.items():
-            setattr(config, key, value)
+        for key in SAVED_KEYS:
+            if key in before:
+                setattr(config, key, before[key])
+            else:  # a class without it keeps what was written as any other key
+                vars(config).pop(key, None)
         for key in former_in(getattr(config, RECORD)):  # transformers keeps those that its class has no use for
             vars(config).pop(key, None)
         delattr(config, RECORD)

@@ -14,6 +14,7 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
+from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
 from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, former_in, original_settings, saved_steps
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.patching import replay
@@ -123,7 +124,20 @@ def _load_patched(
         if key in SAVED_KEYS:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))
+    if keeps_angles_in_weights(config):
+        return restore_patch(_load_with_table(loader, path, config, record, auto_class, kwargs), record)
     return restore_patch(_load_whole(loader, path, auto_class, {"config": config, **kwargs}), record)
+
+
+def _load_with_table(
+    loader: Any, path: str | Path, config: Any, record: dict[str, Any], auto_class: str | None, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """Load weights with the table of a patch among them, and put the table of plain RoPE in its place."""
+    positions = config.max_position_embeddings
+    config.max_position_embeddings = record["max_position_embeddings"]
+    model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
+    restore_table(model, positions)
+    return model
 
 
 def _class_to_load(config: Any, auto_class: str | None) -> Any:

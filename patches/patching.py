@@ -23,6 +23,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import attach_recording, detach_recording
+from rope_ext_hf.patches.angle_tables import check_method, fill_slot
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.attention_probe import probe_layers
@@ -141,6 +142,7 @@ def _install(
     step = PatchStep(bound, step.rotary, target_length, step.native)
     method, rotary = step.method, step.rotary
 
+    check_method(slots, method, rotary)
     if method.trainable and (sets := sum(len(slot.scaled_layers) for slot in slots)) > 1:
         raise UnsupportedModelError(
             f"{method.name} trains one set of frequencies, and {type(model).__name__} has {sets}, for different layers"
@@ -154,7 +156,7 @@ def _install(
     note, every_layer = sliding_notes(first, form.extended_length or rotary.context_length)
     notes = tuple(text for text in (note, first.native[first.scaled_layers[0]].note) if text)
     record = Record(step, form, under.rule, notes, note if every_layer else None, configs, live)
-    fillings = [PatchedSlot(slot, method, rotary, record) for slot in slots]
+    fillings = [fill_slot(slot, method, rotary, record) for slot in slots]
 
     _strip(model)
     _swap_configs(model, {id(swap.original): swap.patched for swap in configs})

@@ -75,6 +75,8 @@ def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict
 
     transformers 5 lets `rope_scaling` win over `rope_parameters`, and some of its classes read it otherwise.
     """
+    if family(config["model_type"]).angle_table is not None:  # every program reads the table, and no setting
+        return {}
     former = former_keys(config["model_type"], config["rope_parameters"], layer_types)
     former = {key: value for key, value in former.items() if key not in config}
     alone, both = (_settings_read_from({**config, **extra}) for extra in ({}, former))

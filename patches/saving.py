@@ -14,6 +14,7 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_record
+from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import RECORD
 from rope_ext_hf.patches.readers import former_spelling, readers_wrong
 from rope_ext_hf.patches.trained_values import record_trained_values, trained_keys
@@ -127,9 +128,16 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         name: what the card calls the source; default: the name of its folder.
 
     Raises:
+        CheckpointError: a family that keeps its angles in the weights.
         FileError: `out` exists or lies inside the source, a file of the source leads out of it or changed while it was
             copied, or the disk refuses; nothing is left of `out` then.
     """
+    config = model.config.get_text_config()
+    if keeps_angles_in_weights(config):
+        raise CheckpointError(
+            f"{config.model_type!r} keeps its angles in its weights, which are only copied here; load the model, "
+            "patch it with rope_ext_hf.patch, and save it with save_pretrained"
+        )
     adapter = find_adapter(source)
     names = [file for file in list_files(source) if not _left_out(Path(file))]
     inputs = file_stamps(source / file for file in names)

@@ -1,7 +1,8 @@
 """Where a model's rotary modules are, and how each wants its angles: found by looking, not by class names.
 
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
-text config. Its layout is what its own forward does with a few made-up frequencies.
+text config. Its layout is what its own forward does with a few made-up frequencies. A family that keeps a table of
+angles in its weights instead (RoFormer) names that module in families.toml; see `angle_tables`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import SLIDING, ConfigRope, read_rope
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 
@@ -35,6 +38,7 @@ class Slot:
         config: the config it was built from.
         native: per layer type (None: all layers) the rotary embedding that its config describes.
         layout, cast, axis_of_pair: how its angles come out, see `RotaryEmbedding`.
+        is_table: whether the module is a table of angles instead of computing them.
     """
 
     parent: nn.Module
@@ -45,6 +49,7 @@ class Slot:
     layout: Layout
     cast: bool
     axis_of_pair: tuple[int, ...] | None = None
+    is_table: bool = False
 
     @property
     def axes(self) -> int:
@@ -98,9 +103,9 @@ class PatchedSlot(nn.Module):
         self.replaced = slot.module
         self.record = record
         self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
-        buffer = next(slot.module.buffers())
-        if buffer.device.type != "meta":  # a table of a few numbers needs no offloading
-            self.tables.to(buffer.device)
+        device = next(chain(slot.module.buffers(), slot.module.parameters())).device
+        if device.type != "meta":  # a table of a few numbers needs no offloading
+            self.tables.to(device)
 
     def __getattr__(self, name: str) -> Any:
         """What else a model asks its rotary module for (its config, its layer types)."""
@@ -170,7 +175,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, A
         for attribute, child in parent.named_children():
             module = child.replaced if isinstance(child, PatchedSlot) else child
             config = getattr(module, "config", None) or getattr(parent, "config", None)
-            if config is not None and _frequency_names(module) and _takes_positions(module):
+            if isinstance(child, PatchedSlot) and child.record is not None:  # the one that the module was built from
+                config = next((swap.original for swap in child.record.configs if swap.patched is config), config)
+            if config is None:
+                continue
+            if _is_table(attribute, config) or (_frequency_names(module) and _takes_positions(module)):
                 yield parent, attribute, module, config
 
 
@@ -183,11 +192,17 @@ def _frequency_names(module: nn.Module) -> list[str]:
     ]
 
 
+def _is_table(attribute: str, config: Any) -> bool:
+    return attribute == family(config.model_type).angle_table
+
+
 def _takes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
+    if _is_table(attribute, config):
+        return _inspect_table(parent, attribute, module, config)
     native: dict[str | None, ConfigRope] = {}
     layout: Layout = "half"
     cast, axis_of_pair = True, None
@@ -200,6 +215,23 @@ def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) 
     return Slot(parent, attribute, module, config, native, layout, cast, axis_of_pair)
 
 
+def _inspect_table(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
+    """A table whose rows are [sin | cos] of every position, which the config must describe."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    native = read_rope(config, weight.shape[-1])
+    if weight.device.type != "meta":
+        inv_freq, attention_factor = native.method.frequencies(native.plain, native.plain.trained_length)
+        shown = weight[:_ROWS_CHECKED].detach().double().cpu()
+        angles = torch.arange(len(shown), dtype=torch.float64)[:, None] * inv_freq
+        if not torch.allclose(shown, torch.cat((angles.sin(), angles.cos()), -1) * attention_factor, atol=2e-2):
+            raise _another_geometry(config, native)
+    return Slot(parent, attribute, module, config, {None: native}, layout="bare", cast=True, is_table=True)
+
+
+_ROWS_CHECKED = 512
+
+
 def _check_against_config(config: Any, inv_freq: Tensor, native: ConfigRope) -> None:
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
@@ -208,10 +240,16 @@ def _check_against_config(config: Any, inv_freq: Tensor, native: ConfigRope) -> 
     expected = method.frequencies(rotary, rotary.trained_length).inv_freq
     # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
     if not torch.allclose(inv_freq.double().cpu(), expected, rtol=1e-2, atol=6e-8):
-        raise UnsupportedModelError(
-            f"the inverse frequencies of this {config.model_type!r} model are not what its config describes "
-            f"({method.name}, theta {rotary.theta:g}, {rotary.dim} dims); its rotary module cannot be replaced safely"
-        )
+        raise _another_geometry(config, native)
+
+
+def _another_geometry(config: Any, native: ConfigRope) -> UnsupportedModelError:
+    rotary = native.plain
+    return UnsupportedModelError(
+        f"the inverse frequencies of this {config.model_type!r} model are not what its config describes "
+        f"({native.method.name}, theta {rotary.theta:g}, {rotary.dim} dims); its rotary module cannot be replaced "
+        "safely"
+    )
 
 
 def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint
     from rope_ext_hf.checkpoints.detection import PairingReport, detect_pairing
     from rope_ext_hf.checkpoints.live_model import convert
+    from rope_ext_hf.checkpoints.migration import migrate_to_rope
     from rope_ext_hf.checkpoints.report import ConversionReport
     from rope_ext_hf.engines.base import ServingConfig
     from rope_ext_hf.errors import (
@@ -60,6 +61,7 @@ _HOMES = {
     "rope_ext_hf.checkpoints.report": ("ConversionReport",),
     "rope_ext_hf.checkpoints.detection": ("PairingReport", "detect_pairing"),
     "rope_ext_hf.checkpoints.live_model": ("convert",),
+    "rope_ext_hf.checkpoints.migration": ("migrate_to_rope",),
     "rope_ext_hf.patches.describing": ("Description", "describe"),
     "rope_ext_hf.patches.patching": ("fixed_length", "patch", "patched", "reset", "unpatch"),
     "rope_ext_hf.patches.loading": ("from_pretrained",),
@@ -115,6 +117,7 @@ __all__ = [
     "limits",
     "linear_attention",
     "list_methods",
+    "migrate_to_rope",
     "patch",
     "patched",
     "register_method",

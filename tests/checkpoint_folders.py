@@ -195,6 +195,14 @@ def rotate_otherwise(monkeypatch: pytest.MonkeyPatch, model_type: str, to: Pairi
     def turn_by_pair(tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:  # (batch, length, heads, dims), once a pair
         return rotate(tensor, torch.atan2(sin, cos).unsqueeze(2), to)
 
+    def turn_by_row(row: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:  # [sin | cos] of each position
+        sin, cos = row.chunk(2, dim=-1)
+        return rotate(q, torch.atan2(sin, cos), to), rotate(k, torch.atan2(sin, cos), to)
+
+    if model_type == "roformer":
+        attention = module.RoFormerSelfAttention
+        monkeypatch.setattr(attention, "apply_rotary_position_embeddings", staticmethod(turn_by_row))
+        return
     names = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb", "apply_rotary_emb")
     name = next(name for name in names if hasattr(module, name))
     first, *_, last = inspect.signature(getattr(module, name)).parameters

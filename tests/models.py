@@ -339,6 +339,7 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
     "cohere": {"use_qk_norm": True},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
     "gptj": {"rotary_dim": 8},
+    "roformer": {"is_decoder": True},
     "codegen": {"rotary_dim": 4, "num_attention_heads": 8},
     "modernbert-decoder": {"attention_bias": True, "cls_token_id": 3, "sep_token_id": 4},
     "dbrx": {

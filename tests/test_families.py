@@ -140,6 +140,9 @@ def test_reads_rows_and_numbers() -> None:
         ('remote_attention = "layers.0.attn"', "remote_attention must be like"),
         ('remote_attention = "layers.{}.attn"', "remote_attention needs config_keys.rotary_dim"),
         ("reject_if = 3", "reject_if must be a table of config keys"),
+        ("angle_table = 3", "angle_table must be the name of a config key, got 3"),
+        ('angle_table = "a"', "angle_table needs config_keys.rope_theta"),
+        ("rotates_values = 3", "rotates_values must be the name of a config key, got 3"),
         ("reject_if = { a = 3 }", "reject_if must be a table of config keys"),
     ],
 )
@@ -180,6 +183,10 @@ def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
     """
     module = modeling(model_type)
     angle = torch.linspace(0.3, 1.2, DIM // 2).view(1, 1, -1)
+
+    if model_type == "roformer":  # a method of its attention, which takes a row of its table
+        attention, row = module.RoFormerSelfAttention, torch.cat((angle.sin(), angle.cos()), -1)
+        return lambda x: attention.apply_rotary_position_embeddings(row, x, x)[0]
 
     if hasattr(module, "apply_rotary_emb") and not hasattr(module, "apply_rotary_pos_emb"):
         turn = torch.polar(torch.ones_like(angle), angle)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
@@ -312,6 +314,68 @@ def test_rotation_and_scale_together_are_the_formula_of_xpos(pairing: Any) -> No
     terms = qc[:, None] * kc.conj() * z ** (distance / 50) * torch.exp(1j * distance * theta)
     wanted = terms.real.sum(-1).masked_fill(~mask[0, 0], -math.inf).softmax(-1)
     torch.testing.assert_close(found[0, 0].double(), wanted, atol=1e-5, rtol=0)
+
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(["t5", "kerple", "xpos", "none"]),
+    heads=st.sampled_from([2, 4, 6]),
+    pairs=st.integers(2, 12),
+    length=st.integers(1, 30),
+    shift=st.integers(0, 2000),
+    method=st.sampled_from(["default", "linear", "ntk", "yarn"]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 999),
+)
+def test_scores_of_a_hybrid_depend_on_differences_of_positions_alone(
+    kind: str, heads: int, pairs: int, length: int, shift: int, method: str, dtype: torch.dtype, seed: int
+) -> None:
+    """The output is the same wherever the input stands."""
+    factor = {} if method == "default" else {"factor": 4.0}
+    rotary = rope.RotaryEmbedding(method, rope.Rotary(2 * pairs, 1e4, 64), **factor)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, length, heads, 2 * pairs, generator=generator) for _ in range(3))
+    biases = {"t5": lambda: T5Bias(heads, buckets=8, max_distance=20), "kerple": lambda: KerpleBias(heads)}
+    bias = filled(biases[kind]()) if kind in biases else None
+    hybrid = HybridAttention(bias=bias, scales=XPos(2 * pairs, scale_base=9) if kind == "xpos" else None)
+
+    def run(first: int) -> Tensor:
+        cos, sin = rotary(q, torch.arange(first, first + length)[None])
+        turned = [rope.apply_rotary_pos_emb(x, cos, sin).transpose(1, 2).to(dtype) for x in (q, k)]
+        with torch.no_grad():
+            out: Tensor = hybrid(nn.Module(), *turned, v.transpose(1, 2).to(dtype))[0]
+        return out.double()
+
+    tolerance = 0.2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(run(shift), run(0), atol=tolerance, rtol=0)
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(["alibi", "kerple", "kerple power"]),
+    heads=st.integers(1, 12),
+    start=st.integers(0, 50),
+    m=st.integers(0, 10**6),
+    distance=st.integers(0, 10**4),
+    shift=st.integers(0, 10**6),
+)
+def test_biases_of_methods_depend_on_the_distance_and_never_rise_with_it(
+    name: str, heads: int, start: int, m: int, distance: int, shift: int
+) -> None:
+    kernel = {"kernel": "power", "r2": 0.5} if name.endswith("power") else {}
+    method: Any = ALiBi(start=start) if name == "alibi" else Kerple(start=start, **kernel)
+    bias = method.score_bias(heads, 10**7)
+
+    def of(query: int, key: int) -> Tensor:
+        number: Tensor = bias(torch.tensor([[query]]), torch.tensor([[key]])).expand(1, heads, 1, 1)
+        return number
+
+    assert torch.equal(of(m + distance, m), of(m + distance + shift, m + shift))
+    assert (of(m + distance + 1, m) <= of(m + distance, m)).all()
+    assert torch.equal(of(m + min(distance, start), m), torch.zeros(1, heads, 1, 1))
 
 
 @contextmanager

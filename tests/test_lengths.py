@@ -99,6 +99,7 @@ NOT_HERE = {
     *("mistral4", "mistral_large4"),  # no causal language model of their own
     "bamba",  # unpatched, a step onto its cache is not the recomputation either
     *("beam", "chatglm", "codegen", "cohere_compass_text", "gptj", "qwen3_5_moe_text", "qwen3_5_text"),  # not patched
+    "roformer",  # static methods only
 }
 ROTATES_WHERE_IT_SLIDES = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"}
 MINISTRAL: dict[str, Any] = {  # what is not a method's is to stay

@@ -106,6 +106,19 @@ def test_the_matrix_and_the_complex_form(case: Case, pairing: str) -> None:
         assert (found[one], found[other]) == pytest.approx((number.real, number.imag), abs=1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_polar_and_both_pairings_are_one(case: Case) -> None:
+    """torch.polar times the complex vector, and half pairing of rows in the order [0, 2, 4 ... 1, 3, 5 ...]."""
+    m, _, _ = case.positions
+    x, angles = case.x.double(), m * case.module.frequencies().inv_freq
+    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    polar = torch.view_as_real(numbers * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    torch.testing.assert_close(rotate(x, angles, "interleaved"), polar, atol=1e-12, rtol=0)
+    order = [*range(0, x.shape[-1], 2), *range(1, x.shape[-1], 2)]
+    torch.testing.assert_close(rotate(x[..., order], angles, "half"), polar[..., order], atol=1e-12, rtol=0)
+
+
 # --- long-range decay -------------------------------------------------------------------------------------------------
 
 

@@ -193,3 +193,80 @@ def trained_scaling() -> str:
     )
     head = ["bits per byte at", *(f"{int(length):,}" for length in lengths)]
     return markdown_table(head, rows, stamp(lines[-1], "benchmarks/trained_scaling.py"))
+
+
+def _missing(script: str) -> str:
+    return f"\n\n`benchmarks/{script}` measures it; its figures are not among the results yet.\n\n"
+
+
+@figure
+def hybrids() -> str:
+    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    lines = lines_of("hybrids")
+    if not lines:
+        return _missing("hybrids.py")
+    line = lines[-1]
+    lengths = list(dict.fromkeys(row["length"] for row in line["rows"]))
+    cells = {(row["method"], row["length"]): row for row in line["rows"]}
+    rows = (
+        [name, *("{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})".format(**cells[name, length]) for length in lengths)]
+        for name in dict.fromkeys(name for name, _ in cells)
+    )
+    head = ["bits per byte at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    note = (
+        f"The bundled model, {line['scored_tokens']:,} bytes in {line['documents']} documents, the same bytes at every "
+        "length; in brackets the 95% interval of the difference to the model as loaded at "
+        f"{line['context_length']}. "
+    )
+    return markdown_table(head, rows, note + stamp(line, f"benchmarks/hybrids.py --spans {line['spans']}"))
+
+
+@figure
+def learnable() -> str:
+    lines = lines_of("learnable")
+    if not lines:
+        return _missing("learnable.py")
+    line = lines[-1]
+    lengths = list(line["rows"][0]["after"])
+    rows = (
+        [row["model"], *(f"{row['before'][length]:.2f} → {row['after'][length]:.2f}" for length in lengths)]
+        for row in line["rows"]
+    )
+    head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['context_length']}x)" for n in lengths)]
+    setting = (
+        f"*Before and after {line['steps']} steps of {line['batch']} x {line['length']:,} bytes, the same windows for "
+        f"every model; {line['spans']} spans scored at each length.* "
+    )
+    return markdown_table(head, rows, setting + stamp(line, f"benchmarks/learnable.py --steps {line['steps']}"))
+
+
+def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) -> str:
+    lines = lines_of("encoders")
+    if not lines:
+        return _missing("encoders.py")
+    line = lines[-1]
+
+    def cell(value: float | str | None) -> str:
+        return "–" if value is None else f"{value:.1%}" if isinstance(value, float) else str(value)
+
+    rows = ([cell(row[key]) for key in keys] for row in line[part])
+    text = f"*{note.format(**line)}* " + stamp(line, f"benchmarks/encoders.py --steps {line['steps']}")
+    return markdown_table(head, rows, text)
+
+
+@figure
+def encoders_windows() -> str:
+    note = "{steps} steps each; {scored_windows} windows of {labels} modules are scored."
+    return _encoders("windows", ["bytes in a window", "modules found"], ["window", "accuracy"], note)
+
+
+@figure
+def encoders_lengths() -> str:
+    head = ["trained for", "masked bytes found at 32", "at 128", "at 512"]
+    return _encoders("lengths", head, ["trained", "32", "128", "512"], "The same masked bytes at every length.")
+
+
+@figure
+def encoders_migration() -> str:
+    head = ["model", "masked bytes found at 128", "at 512"]
+    return _encoders("migration", head, ["model", "128", "512"], "Trained at {trained_length} bytes throughout.")

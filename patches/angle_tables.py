@@ -1,0 +1,136 @@
+"""Models that keep the sine and cosine of every position as a table in their weights: RoFormer of transformers.
+
+    model = rope.patch(RoFormerForMaskedLM.from_pretrained(folder), "yarn", factor=4)
+    model.save_pretrained("longer")      # loads with plain transformers: the table is among the weights
+
+The table has one row [sin | cos] for each position up to max_position_embeddings (RoFormer, Su et al. 2021, arXiv
+2104.09864). While a model is patched, a rotary module that knows no largest position stands in its place, and a
+state_dict holds the method's own table, for as many positions as the extended length. The rows of a batch share the
+rows of the table, so a method cannot follow the length of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.slots import PatchedSlot, Slot
+
+__all__ = ["check_method", "fill_slot", "keeps_angles_in_weights", "restore_table"]
+
+
+def keeps_angles_in_weights(config: Any) -> bool:
+    """Whether the class of a text config has a table of angles instead of a rotary module."""
+    return family(config.model_type).angle_table is not None
+
+
+def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, record: Any) -> PatchedSlot:
+    """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
+    return (TableSlot if slot.is_table else PatchedSlot)(slot, method, rotary, record)
+
+
+def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
+    """Check that a method can take the place of a table of angles.
+
+    Raises:
+        UnsupportedModelError: it cannot; slots of other kinds take every method.
+    """
+    for slot in slots:
+        if not slot.is_table:
+            continue
+        model_type = slot.config.model_type
+        if isinstance(method, RemappingMethod):
+            raise UnsupportedModelError(
+                f"the attention of {model_type!r} does not go through transformers' attention interface, so "
+                f"{method.name} cannot replace it; use a frequency method"
+            )
+        if method.depends_on_length(rotary):
+            raise UnsupportedModelError(
+                f"{model_type!r} rotates all rows of a batch by one table of angles, and the frequencies of "
+                f"{method.name} follow the length of each row; use a static method, such as yarn"
+            )
+        values = family(model_type).rotates_values
+        if values and getattr(slot.config, values, False) and method.frequencies(rotary).attention_factor != 1.0:
+            raise UnsupportedModelError(
+                f"by {values!r} in its config this {model_type!r} rotates its values as well, and the attention factor "
+                f"of {method.name} would scale them; use by-parts or ntk, or give attention_factor=1.0"
+            )
+
+
+class TableSlot(PatchedSlot):
+    """What stands in the place of a table of angles while a model is patched.
+
+    In a state_dict it is the table of the patched model, under the name that the class reads it from. A table that is
+    loaded is passed over: it follows from the method.
+    """
+
+    def forward(  # type: ignore[override]
+        self, input_ids_shape: torch.Size, past_key_values_length: int = 0, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Give rows [sin | cos], with the arguments of the module that is replaced.
+
+        Args:
+            input_ids_shape: (batch, length).
+            past_key_values_length: tokens in the cache.
+            position_ids: integers of any shape; default: the next `length` positions after the past.
+
+        Returns:
+            (length, head_dim), or the shape of position_ids with head_dim added.
+        """
+        like = self.replaced.weight
+        assert isinstance(like, Tensor)
+        if position_ids is None:
+            end = past_key_values_length + input_ids_shape[1]
+            position_ids = torch.arange(past_key_values_length, end, device=like.device)
+        cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
+        return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
+
+    @torch.no_grad()
+    def saved_table(self) -> Tensor:
+        """The rows of every position up to the extended length, (positions, head_dim), in the dtype of the weights."""
+        return self(torch.Size((1, self.record.form.saved_length)))
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """As any module's, with the table under `weight`."""
+        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        del state[f"{prefix}replaced.weight"]
+        state[f"{prefix}weight"] = self.saved_table()
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}weight", None)
+        state_dict[f"{prefix}replaced.weight"] = self.replaced.weight
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
+
+def restore_table(model: nn.Module, positions: int) -> None:
+    """Put the table of plain RoPE back into a model that was loaded with the table of a patch.
+
+    Args:
+        positions: max_position_embeddings before the patch.
+    """
+    for module, config in _tables(model):
+        table = module.weight
+        assert isinstance(table, Tensor)
+        plain: Any = type(module)(positions, table.shape[-1])
+        with torch.no_grad():
+            plain.weight.copy_(plain.create_weight())
+        module.weight = nn.Parameter(plain.weight.to(table.device, table.dtype), requires_grad=False)
+        module.num_embeddings = positions  # type: ignore[assignment]
+        config.max_position_embeddings = positions
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    for parent in model.modules():
+        config = getattr(parent, "config", None)
+        if hasattr(config, "model_type"):
+            name = family(config.model_type).angle_table
+            if name is not None and name in dict(parent.named_children()):
+                yield getattr(parent, name), config

@@ -1,0 +1,252 @@
+"""Move an encoder with added positions, learned or sinusoidal, to RoPE: into the RoFormer class of transformers.
+
+    model = BertForMaskedLM.from_pretrained("bert-base-uncased")
+    rotating = rope.migrate_to_rope(model, target_length=1024)      # a RoFormerForMaskedLM
+    ...                                                             # fine-tune it for some hundred steps
+    rotating.save_pretrained("bert-rope")                           # loads with plain transformers
+
+RoFormer (Su et al. 2021, arXiv 2104.09864) is BERT without its added positions and with rotated queries and keys, so
+every other weight has a place in it, and patching, extension and conversion work as for any RoPE model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["migrate_to_rope"]
+
+_HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """A family of encoders.
+
+    Attributes:
+        renames: parts of its tensor names and what RoFormer calls them, applied in this order.
+        heads: what may follow its name in the name of a class: with these heads RoFormer computes the same.
+    """
+
+    renames: tuple[tuple[str, str], ...]
+    heads: tuple[str, ...] = _HEADS
+
+
+_ROBERTA = _Encoder(
+    (
+        (r"^roberta\.", "roformer."),
+        (r"^lm_head\.dense\.", "cls.predictions.transform.dense."),
+        (r"^lm_head\.layer_norm\.", "cls.predictions.transform.LayerNorm."),
+        (r"^lm_head\.", "cls.predictions."),
+    )
+)
+_ENCODERS = {
+    "bert": _Encoder(((r"^bert\.", "roformer."),)),
+    "roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "electra": _Encoder(
+        (
+            (r"^electra\.", "roformer."),
+            (r"^generator_predictions\.", "cls.predictions.transform."),
+            (r"^generator_lm_head\.", "cls.predictions.decoder."),
+        ),
+        (*_HEADS, "ForSequenceClassification"),
+    ),
+    "distilbert": _Encoder(
+        (
+            (r"^distilbert\.", "roformer."),
+            (r"\btransformer\.layer\.", "encoder.layer."),
+            (r"\.attention\.q_lin\.", ".attention.self.query."),
+            (r"\.attention\.k_lin\.", ".attention.self.key."),
+            (r"\.attention\.v_lin\.", ".attention.self.value."),
+            (r"\.attention\.out_lin\.", ".attention.output.dense."),
+            (r"\.sa_layer_norm\.", ".attention.output.LayerNorm."),
+            (r"\.ffn\.lin1\.", ".intermediate.dense."),
+            (r"\.ffn\.lin2\.", ".output.dense."),
+            (r"\.output_layer_norm\.", ".output.LayerNorm."),
+            (r"^vocab_transform\.", "cls.predictions.transform.dense."),
+            (r"^vocab_layer_norm\.", "cls.predictions.transform.LayerNorm."),
+            (r"^vocab_projector\.", "cls.predictions.decoder."),
+        )
+    ),
+}
+
+_LEFT_BEHIND = re.compile(r"(^|\.)(embeddings\.(position_embeddings\.weight|position_ids|token_type_ids)|pooler\..*)")
+_SAME_SETTINGS = (
+    *("vocab_size", "embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "type_vocab_size"),
+    *("initializer_range", "layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
+    *("id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
+)
+_SETTINGS = {key: (key,) for key in _SAME_SETTINGS} | {
+    "intermediate_size": ("intermediate_size", "hidden_dim"),
+    "hidden_act": ("hidden_act", "activation"),
+    "hidden_dropout_prob": ("hidden_dropout_prob", "dropout"),
+    "attention_probs_dropout_prob": ("attention_probs_dropout_prob", "attention_dropout"),
+}
+"""The settings of RoFormer, and the names that they have in the configs of other encoders."""
+
+
+def migrate_to_rope(model: nn.Module, *, target_length: int | None = None) -> PreTrainedModel:
+    """Give an encoder rotary positions in place of those that it adds to its embeddings.
+
+    The new model has every weight of the old one but its positions, and the pooler of a model without a head. Until it
+    is trained again it reads worse than before: its weights have never met rotated queries and keys.
+
+    Args:
+        model: a BERT, RoBERTa, CamemBERT, XLM-RoBERTa, ELECTRA or DistilBERT of transformers, without a head or for
+            masked language modelling, token classification or question answering (ELECTRA: for sequence classification
+            as well). It is not changed.
+        target_length: tokens of the longest input that the table of angles is saved for; default: those of `model`.
+            `rope_ext_hf.patch` makes it longer.
+
+    Returns:
+        A RoFormer model of transformers with the same head, dtype, device and mode. It saves and loads without this
+        package.
+
+    Raises:
+        MethodError: a `target_length` below 1.
+        UnsupportedModelError: another model, a decoder, a head that RoFormer computes otherwise, or an encoder that,
+            its positions left out, RoFormer does not compute.
+        CheckpointError: weights that are not in memory.
+    """
+    import transformers
+
+    family, head = _family_and_head(model)
+    if target_length is not None and (not isinstance(target_length, int) or target_length < 1):
+        raise MethodError(f"target_length must be a whole number of at least 1 token, got {target_length!r}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CheckpointError(f"the weights of this {type(model).__name__} are not in memory; load the whole model")
+    positions = _positions(model)
+    rows, padding = positions.num_embeddings, positions.padding_idx
+    length = target_length or rows - (0 if padding is None else padding + 1)  # RoBERTa counts from there
+    config = transformers.RoFormerConfig(**_settings(model.config), max_position_embeddings=length)
+    migrated = getattr(transformers, f"RoFormer{head}")(config)
+    like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    migrated.to(device=like.device, dtype=like.dtype)
+    _load(migrated, _renamed(model, family))
+    _check_without_positions(model, positions, migrated)
+    rotating: PreTrainedModel = migrated.train(model.training)
+    return rotating
+
+
+def _family_and_head(model: nn.Module) -> tuple[_Encoder, str]:
+    config: Any = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    name = type(model).__name__
+    if model_type not in _ENCODERS:
+        raise UnsupportedModelError(
+            f"{name} is not an encoder that can be migrated to RoPE; model types that can: {', '.join(_ENCODERS)}"
+        )
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise UnsupportedModelError(f"this {name} is a decoder (is_decoder in its config); encoders can be migrated")
+    family = _ENCODERS[model_type]
+    head = name[name.index("For") :] if "For" in name else "Model"
+    if head not in family.heads:
+        raise UnsupportedModelError(
+            f"RoFormer has no head that computes what {name} does; migrate its encoder, and train a new head: "
+            f"migrate_to_rope(model.{getattr(model, 'base_model_prefix', 'base_model')}), or load it into a class with "
+            f"one of these: {', '.join(family.heads)}"
+        )
+    return family, head
+
+
+def _positions(model: nn.Module) -> nn.Embedding:
+    tables = [module for name, module in model.named_modules() if name.endswith("embeddings.position_embeddings")]
+    if len(tables) != 1 or not isinstance(tables[0], nn.Embedding):
+        raise UnsupportedModelError(f"{type(model).__name__} adds no table of positions to its embeddings")
+    return tables[0]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    settings = {}
+    for key, names in _SETTINGS.items():
+        value = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        if value is not None:
+            settings[key] = value
+    settings.setdefault("type_vocab_size", 1)  # DistilBERT has none; a row of zeros adds nothing
+    return settings
+
+
+def _renamed(model: nn.Module, family: _Encoder) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in model.state_dict().items():
+        if _LEFT_BEHIND.search(name):
+            continue
+        for pattern, replacement in family.renames:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = tensor
+    return renamed
+
+
+def _load(migrated: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy weights into a model, each of whose tensors must get one, or share its memory with one that does."""
+    missing, unexpected = migrated.load_state_dict(weights, strict=False)
+    own = migrated.state_dict()
+    filled = {own[name].data_ptr() for name in weights.keys() & own.keys()}
+    for name in [name for name in missing if name.endswith("token_type_embeddings.weight")]:
+        own[name].zero_()
+        missing.remove(name)
+    left = [name for name in missing if own[name].data_ptr() not in filled and "embed_positions" not in name]
+    if unexpected or left:
+        names = ", ".join(map(repr, [*unexpected, *left][:3]))
+        raise UnsupportedModelError(f"these weights are missing in RoFormer, or in this model: {names}")
+
+
+def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated: nn.Module) -> None:
+    """Check that both models compute the same where neither has positions."""
+    tokens = min(8, positions.num_embeddings // 2)
+    like = next(migrated.parameters())
+    ids = torch.arange(5, 5 + tokens, device=like.device)[None] % migrated.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    table = next(module for name, module in migrated.named_modules() if name.endswith("embed_positions"))
+    with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(_replaced_output(positions, torch.zeros_like))
+        stack.enter_context(_replaced_output(table, _no_rotation))
+        outputs = []
+        for each in (model, migrated):
+            stack.enter_context(_eval_mode(each))
+            outputs.append(next(iter(each(input_ids=ids, attention_mask=torch.ones_like(ids)).values())).float())
+    expected, computed = outputs
+    gap = float((expected - computed).abs().max() / expected.std().clamp(min=1e-30))
+    if not gap <= (1e-3 if like.dtype == torch.float32 else 0.2):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does more than RoFormer can: with the positions of both left out, their outputs "
+            f"differ by {gap:.1e} standard deviations"
+        )
+
+
+def _no_rotation(rows: Tensor) -> Tensor:
+    """Rows [sin | cos] of position 0."""
+    sin, cos = rows.chunk(2, -1)
+    return torch.cat((torch.zeros_like(sin), torch.ones_like(cos)), -1)
+
+
+@contextmanager
+def _replaced_output(module: nn.Module, replace: Any) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _, args, output: replace(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
