@@ -55,6 +55,7 @@ PUBLIC = [
     "limits",
     "linear_attention",
     "list_methods",
+    "migrate_to_rope",
     "patch",
     "patched",
     "register_method",
@@ -88,6 +89,7 @@ def test_exports() -> None:
         ("frequencies", "(method, rotary, *, length=None, **params)"),
         ("fixed_length", "(model, length)"),
         ("from_pretrained", "(path, *, auto_class=None, **kwargs)"),
+        ("migrate_to_rope", "(model, *, target_length=None)"),
         ("apply_rotary_pos_emb", "(x, cos, sin)"),
         ("NTKAwareRoPE", "(head_dim, max_seq_len, base=10000, k=1, dynamic=False, dtype=torch.float32, device=None)"),
     ],
@@ -104,7 +106,8 @@ def test_importing_is_free_and_changes_nothing() -> None:
         "import sys, rope_ext_hf; heavy = {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules); "
         "assert not heavy, heavy; import torch; rope_ext_hf.Rotary, rope_ext_hf.RotaryEmbedding, rope_ext_hf.patch; "
         "assert 'transformers' not in sys.modules; "
-        "assert not {'rope_ext_hf.attention.linear', 'rope_ext_hf.attention.rotary_attention'} & set(sys.modules)"
+        "others = {'attention.linear', 'attention.rotary_attention', 'attention.hybrids', 'rotary.axial', "
+        "'checkpoints.migration'}; assert not {f'rope_ext_hf.{name}' for name in others} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

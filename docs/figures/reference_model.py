@@ -256,17 +256,17 @@ def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) ->
 
 @figure
 def encoders_windows() -> str:
-    note = "{steps} steps each; {scored_windows} windows of {labels} modules are scored."
-    return _encoders("windows", ["bytes in a window", "modules found"], ["window", "accuracy"], note)
+    note = "{scored_windows} windows of {labels} modules are scored."
+    return _encoders("windows", ["tokens in a window", "modules found"], ["window", "accuracy"], note)
 
 
 @figure
 def encoders_lengths() -> str:
-    head = ["trained for", "masked bytes found at 32", "at 128", "at 512"]
-    return _encoders("lengths", head, ["trained", "32", "128", "512"], "The same masked bytes at every length.")
+    head = ["trained for", "masked tokens found at 64", "at 128", "at 512"]
+    return _encoders("lengths", head, ["trained", "64", "128", "512"], "The same masked tokens at every length.")
 
 
 @figure
 def encoders_migration() -> str:
-    head = ["model", "masked bytes found at 128", "at 512"]
-    return _encoders("migration", head, ["model", "128", "512"], "Trained at {trained_length} bytes throughout.")
+    head = ["model", "masked tokens found at 128", "at 512"]
+    return _encoders("migration", head, ["model", "128", "512"], "Trained at {trained_length} tokens throughout.")
