@@ -95,7 +95,8 @@ class TableSlot(PatchedSlot):
     @torch.no_grad()
     def saved_table(self) -> Tensor:
         """The rows of every position up to the extended length, (positions, head_dim), in the dtype of the weights."""
-        return self(torch.Size((1, self.record.form.saved_length)))
+        rows: Tensor = self(torch.Size((1, self.record.form.saved_length)))
+        return rows
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As any module's, with the table under `weight`."""
@@ -107,7 +108,7 @@ class TableSlot(PatchedSlot):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}weight", None)
         state_dict[f"{prefix}replaced.weight"] = self.replaced.weight
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def restore_table(model: nn.Module, positions: int) -> None:
@@ -129,7 +130,7 @@ def restore_table(model: nn.Module, positions: int) -> None:
 
 def _tables(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for parent in model.modules():
-        config = getattr(parent, "config", None)
+        config: Any = getattr(parent, "config", None)
         if hasattr(config, "model_type"):
             name = family(config.model_type).angle_table
             if name is not None and name in dict(parent.named_children()):

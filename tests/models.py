@@ -438,7 +438,7 @@ def build_known(model_type: str, **overrides: Any) -> Any:
     model = from_config(known_config(model_type, **overrides))
     draws = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):  # not a table of angles
             parameter.add_(0.15 * torch.randn(parameter.shape, generator=draws))
     return model
 

@@ -334,12 +334,13 @@ def test_scores_of_a_hybrid_depend_on_differences_of_positions_alone(
     kind: str, heads: int, pairs: int, length: int, shift: int, method: str, dtype: torch.dtype, seed: int
 ) -> None:
     """The output is the same wherever the input stands."""
-    factor = {} if method == "default" else {"factor": 4.0}
+    factor: dict[str, Any] = {} if method == "default" else {"factor": 4.0}
     rotary = rope.RotaryEmbedding(method, rope.Rotary(2 * pairs, 1e4, 64), **factor)
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, length, heads, 2 * pairs, generator=generator) for _ in range(3))
-    biases = {"t5": lambda: T5Bias(heads, buckets=8, max_distance=20), "kerple": lambda: KerpleBias(heads)}
-    bias = filled(biases[kind]()) if kind in biases else None
+    bias = None
+    if kind in ("t5", "kerple"):
+        bias = filled(T5Bias(heads, buckets=8, max_distance=20) if kind == "t5" else KerpleBias(heads))
     hybrid = HybridAttention(bias=bias, scales=XPos(2 * pairs, scale_base=9) if kind == "xpos" else None)
 
     def run(first: int) -> Tensor:
@@ -365,7 +366,7 @@ def test_scores_of_a_hybrid_depend_on_differences_of_positions_alone(
 def test_biases_of_methods_depend_on_the_distance_and_never_rise_with_it(
     name: str, heads: int, start: int, m: int, distance: int, shift: int
 ) -> None:
-    kernel = {"kernel": "power", "r2": 0.5} if name.endswith("power") else {}
+    kernel: dict[str, Any] = {"kernel": "power", "r2": 0.5} if name.endswith("power") else {}
     method: Any = ALiBi(start=start) if name == "alibi" else Kerple(start=start, **kernel)
     bias = method.score_bias(heads, 10**7)
 

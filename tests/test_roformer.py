@@ -61,7 +61,8 @@ def table_of(form: dict[str, Any], rows: int) -> Tensor:
     )
     rotary: Any = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     angles = torch.arange(rows, dtype=torch.float64)[:, None] * rotary.inv_freq.double()
-    return (torch.cat((angles.sin(), angles.cos()), -1) * rotary.attention_scaling).float()
+    table: Tensor = torch.cat((angles.sin(), angles.cos()), -1) * rotary.attention_scaling
+    return table.float()
 
 
 def with_table(model: Any, table: Tensor) -> Any:
@@ -79,7 +80,7 @@ def test_a_patched_model_is_one_with_the_table_of_transformers_frequencies(case:
     method, params, form = CASES[case].method, CASES[case].params, CASES[case].form
     stock, ids = build(), tokens(3 * TRAINED, batch=2)
     expected = output(with_table(stock, table_of(form, 4 * TRAINED)), ids)
-    target = {} if "factor" in params else {"target_length": 4 * TRAINED}
+    target: dict[str, Any] = {} if "factor" in params else {"target_length": 4 * TRAINED}
     model = rope.patch(copy.deepcopy(stock), method, **params, **target)
     torch.testing.assert_close(output(model, ids), expected, atol=1e-4, rtol=0)
     model.save_pretrained(tmp_path)

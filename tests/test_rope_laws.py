@@ -112,7 +112,7 @@ def test_polar_and_both_pairings_are_one(case: Case) -> None:
     """torch.polar times the complex vector, and half pairing of rows in the order [0, 2, 4 ... 1, 3, 5 ...]."""
     m, _, _ = case.positions
     x, angles = case.x.double(), m * case.module.frequencies().inv_freq
-    numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     polar = torch.view_as_real(numbers * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
     torch.testing.assert_close(rotate(x, angles, "interleaved"), polar, atol=1e-12, rtol=0)
     order = [*range(0, x.shape[-1], 2), *range(1, x.shape[-1], 2)]
