@@ -31,7 +31,6 @@ SCALES = (1, 2, 4, 8)
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("alibi", {}),
     ("alibi", {"strength": 8.0}),
-    ("alibi", {"strength": 64.0}),
     ("alibi", {"frequency": {"method": "yarn", "factor": 4.0}}),
     ("kerple", {"kernel": "power", "r1": 0.1, "r2": 0.5}),
     ("yarn", {"factor": 8.0}),

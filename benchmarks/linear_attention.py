@@ -6,7 +6,8 @@
 One layer: 2 heads of 64 dims, float32, queries and keys rotated in every way. Prefill: all tokens, no gradients;
 training: forward and backward, up to 16,384 tokens; decode: one token after so many, from a state or from all keys.
 Softmax attention is torch's scaled_dot_product_attention. In a round every way runs once, in an order that rotates; a
-ratio is the median over rounds (from 32,768 tokens on one round). Memory: the most bytes that live during the call, its
+ratio is the median over rounds (from 32,768 tokens on one round). On a CPU time is processor time, over all threads,
+which other work on the machine changes little. Memory: the most bytes that live during the call, its
 inputs included.
 
 --text: small models over bytes that differ in their attention alone, trained on the text of the reference model at 256
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from overhead import timed
+from overhead import timed as timed_on_device
 from record import record
 from torch import Tensor, nn
 from torch.nn import functional
@@ -115,6 +116,15 @@ def decode(way: str, made: list[Tensor]) -> Callable[[], object]:
         return scaled_dot_product_attention(rotate(query, cos, sin), keys, torch.cat((cached[1], value), 2))
 
     return once
+
+
+def timed(run: Callable[[], object], device: str) -> float:
+    """Seconds of one run."""
+    if device != "cpu":
+        return timed_on_device(run, device)
+    started = time.process_time()
+    run()
+    return time.process_time() - started
 
 
 WHAT = {"prefill": prefill, "training": training, "decode": decode}
