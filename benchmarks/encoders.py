@@ -1,17 +1,17 @@
 """Encoders with RoPE: longer windows, training on at another length, and added positions turned into rotary ones.
 
-    python benchmarks/encoders.py [--steps 400] [--out benchmarks/results.jsonl]
+    python benchmarks/encoders.py [--steps 1000] [--out benchmarks/results.jsonl]
 
-Small encoders over the words and signs of Python's standard library, hashed into 1,024 numbers, from one seed; what is
-scored was never trained on.
+Small encoders on Python's standard library, from one seed; what is scored was never trained on.
 
 windows: RoFormerModel, the mean of its outputs and a linear layer tell from a window of which of 16 modules it is a
-    part. One model for each window, half the steps, as many windows; RoFormer's paper compares 512 tokens with 1,024.
-lengths: RoFormerForMaskedLM trained at one length, then for a tenth of the steps at others.
-migration: BertForMaskedLM, the same after `rope.migrate_to_rope`, and after some steps of further training, beside a
-    BERT trained on for as many steps.
+    part. Tokens are words and signs, hashed into 1,024 numbers. One model for each window, a quarter of the steps, as
+    many windows; RoFormer's paper compares 512 tokens with 1,024.
+lengths: RoFormerForMaskedLM over bytes, trained at one length, then for a tenth of the steps at others.
+migration: BertForMaskedLM over bytes, the same after `rope.migrate_to_rope`, and after some steps of further training,
+    beside a BERT trained on for as many steps.
 
-Accuracy of masked tokens is over the same tokens at every length, in the middle of their spans. The last line is JSON.
+Accuracy of masked bytes is over the same bytes at every length, in the middle of their spans. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerFo
 import rope_ext_hf as rope
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.train_reference import BYTE_OFFSET, encode
 
 SEED = 0
-WORDS, MASK = 1024, 1024
+WORDS, MASK = 1024, 256 + BYTE_OFFSET
 SIZES: dict[str, Any] = {
-    "vocab_size": WORDS + 1,
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -49,29 +49,25 @@ SIZES: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0,
     "pad_token_id": None,
 }
-PEAK_LEARNING_RATE = 3e-3
+PEAK_LEARNING_RATE, PEAK_OF_FURTHER_TRAINING = 2e-3, 5e-4
+MASKED_MODEL: dict[str, Any] = SIZES | {"vocab_size": MASK + 1, "initializer_range": 0.1}
+"""With larger first weights a model finds the neighbours of a byte sooner."""
 
-WINDOWS, LABELS, SCORED_WINDOWS, WINDOWS_PER_STEP = (32, 64, 128, 256), 16, 512, 16
-TRAINED_LENGTH, OTHER_LENGTHS, MASKED, TOKENS_PER_STEP = 128, (64, 512), 0.15, 2048
-SCORED_SPANS, SCORED_TOKENS = 192, 32  # spans, and the tokens in the middle of each that may be masked
+WINDOWS, LABELS, SCORED_WINDOWS, WINDOWS_PER_STEP = (32, 64, 128), 16, 512, 16
+TRAINED_LENGTH, OTHER_LENGTHS, MASKED, BYTES_PER_STEP = 32, (16, 128), 0.15, 1024
+SCORED_SPANS, SCORED_BYTES = 512, 16  # spans, and the bytes in the middle of each that may be masked
 
 
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-def encode(documents: Iterable[Document]) -> Tensor:
-    """The words and signs of documents, one after the other, (tokens,) int64."""
-    words = (word for document in documents for word in re.findall(r"\w+|[^\w\s]", document.text))
-    return torch.tensor([zlib.crc32(word.encode()) % WORDS for word in words])
-
-
-def trained(model: nn.Module, steps: int, loss_of: Callable[[torch.Generator], Tensor], seed: int) -> None:
+def trained(model: nn.Module, steps: int, loss_of: Callable[[torch.Generator], Tensor], seed: int, peak: float) -> None:
     """Train a model on what is drawn from one seed: a warm-up, then a cosine down to zero."""
 
     def share_of_peak(step: int) -> float:
         return min((step + 1) / (steps // 10 + 1), 0.5 * (1 + math.cos(math.pi * step / steps)))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
     draws = torch.Generator().manual_seed(seed)
     model.train()
@@ -106,6 +102,12 @@ class Classifier(nn.Module):
         return scores
 
 
+def words(document: Document) -> Tensor:
+    """The words and signs of a document, (tokens,) int64."""
+    found = re.findall(r"\w+|[^\w\s]", document.text)
+    return torch.tensor([zlib.crc32(word.encode()) % WORDS for word in found])
+
+
 def drawn(streams: list[Tensor], count: int, window: int, draws: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
     """Windows of random modules, and the number of each one's module; they begin at the same places at every length."""
     labels = torch.randint(0, len(streams), (count,), generator=draws)
@@ -117,20 +119,22 @@ def drawn(streams: list[Tensor], count: int, window: int, draws: torch.Generator
 
 
 def windows(steps: int, device: str) -> list[dict[str, Any]]:
-    modules = sorted((encode([document]) for document in stdlib_training()), key=len)[-LABELS:]
+    modules = sorted(map(words, stdlib_training()), key=len)[-LABELS:]
     cuts = [3 * len(module) // 4 for module in modules]  # the last quarter of each is scored
     training = [module[:cut] for module, cut in zip(modules, cuts, strict=True)]
     scored = [module[cut:] for module, cut in zip(modules, cuts, strict=True)]
     rows = []
     for window in WINDOWS:
         started = time.perf_counter()
-        model = built(Classifier, RoFormerConfig(**SIZES, max_position_embeddings=max(WINDOWS))).to(device)
+        model = built(Classifier, RoFormerConfig(**SIZES, vocab_size=WORDS, max_position_embeddings=max(WINDOWS))).to(
+            device
+        )
 
         def loss_of(draws: torch.Generator, model: nn.Module = model, window: int = window) -> Tensor:
             ids, labels = drawn(training, WINDOWS_PER_STEP, window, draws, device)
             return functional.cross_entropy(model(ids), labels)
 
-        trained(model, steps, loss_of, SEED)
+        trained(model, steps, loss_of, SEED, PEAK_LEARNING_RATE)
         ids, labels = drawn(scored, SCORED_WINDOWS, window, torch.Generator().manual_seed(SEED + 1), device)
         with torch.inference_mode():
             found = torch.cat([model(each).argmax(-1) for each in ids.split(64)])
@@ -139,34 +143,37 @@ def windows(steps: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-# --- masked tokens ------------------------------------------------------------------------------------------------
+# --- masked bytes -------------------------------------------------------------------------------------------------
 
 
-def trained_on_masks(model: Any, stream: Tensor, length: int, steps: int, device: str, seed: int) -> None:
-    """Train a model to find masked tokens of random spans."""
+def trained_on_masks(
+    model: Any, stream: Tensor, length: int, steps: int, device: str, *, further: bool = False
+) -> None:
+    """Train a model to find masked bytes of random spans."""
 
     def loss_of(draws: torch.Generator) -> Tensor:
-        starts = torch.randint(0, len(stream) - length, (TOKENS_PER_STEP // length, 1), generator=draws)
-        ids = stream[starts + torch.arange(length)]
+        starts = torch.randint(0, len(stream) - length, (BYTES_PER_STEP // length, 1), generator=draws)
+        ids = stream[starts + torch.arange(length)].long()
         hidden = torch.rand(ids.shape, generator=draws) < MASKED
         labels = ids.masked_fill(~hidden, -100).to(device)
         loss: Tensor = model(input_ids=ids.masked_fill(hidden, MASK).to(device), labels=labels).loss
         return loss
 
-    trained(model, steps, loss_of, seed)
+    seed, peak = (SEED + 3, PEAK_OF_FURTHER_TRAINING) if further else (SEED, PEAK_LEARNING_RATE)
+    trained(model, steps, loss_of, seed, peak)
 
 
 @torch.inference_mode()
 def accuracy(model: Any, held_out: Tensor, length: int, device: str) -> float:
-    """The share of masked tokens that are found, the same tokens at every length: in the middle of their spans."""
+    """The share of masked bytes that are found, the same bytes at every length: in the middle of their spans."""
     reach = max(TRAINED_LENGTH, *OTHER_LENGTHS)
     middles = torch.linspace(reach, len(held_out) - reach, SCORED_SPANS).long()[:, None]
-    ids = held_out[middles + torch.arange(-length // 2, length // 2)]
+    ids = held_out[middles + torch.arange(-length // 2, length // 2)].long()
     draws = torch.Generator().manual_seed(SEED + 2)
     hidden = torch.zeros(ids.shape, dtype=torch.bool)
-    first = length // 2 - SCORED_TOKENS // 2
-    chosen = torch.rand((SCORED_SPANS, SCORED_TOKENS), generator=draws) < MASKED
-    hidden[:, first : first + SCORED_TOKENS] = chosen
+    first = length // 2 - SCORED_BYTES // 2
+    chosen = torch.rand((SCORED_SPANS, SCORED_BYTES), generator=draws) < MASKED
+    hidden[:, first : first + SCORED_BYTES] = chosen
     spans = ids.masked_fill(hidden, MASK).to(device)
     found = torch.cat([model(input_ids=each).logits.argmax(-1) for each in spans.split(4096 // length)])
     return round((found.cpu() == ids)[hidden].double().mean().item(), 4)
@@ -174,12 +181,13 @@ def accuracy(model: Any, held_out: Tensor, length: int, device: str) -> float:
 
 def lengths(steps: int, stream: Tensor, held_out: Tensor, device: str) -> list[dict[str, Any]]:
     """A model trained at one length, read and trained on at others."""
-    model = built(RoFormerForMaskedLM, RoFormerConfig(**SIZES, max_position_embeddings=max(OTHER_LENGTHS))).to(device)
-    trained_on_masks(model, stream, TRAINED_LENGTH, steps, device, SEED)
+    config = RoFormerConfig(**MASKED_MODEL, max_position_embeddings=max(OTHER_LENGTHS))
+    model = built(RoFormerForMaskedLM, config).to(device)
+    trained_on_masks(model, stream, TRAINED_LENGTH, steps, device)
     models = {f"{steps} steps at {TRAINED_LENGTH}": model}
     for other in (TRAINED_LENGTH, *OTHER_LENGTHS):
         further = copy.deepcopy(model)
-        trained_on_masks(further, stream, other, steps // 10, device, SEED + 3)
+        trained_on_masks(further, stream, other, steps // 10, device, further=True)
         models[f"{steps} steps at {TRAINED_LENGTH}, {steps // 10} at {other}"] = further
     rows: list[dict[str, Any]] = []
     for name, each in models.items():
@@ -192,8 +200,9 @@ def lengths(steps: int, stream: Tensor, held_out: Tensor, device: str) -> list[d
 def migration(steps: int, stream: Tensor, held_out: Tensor, device: str) -> list[dict[str, Any]]:
     """A BERT, and what becomes of it with rotary positions."""
     further = steps // 2
-    bert = built(BertForMaskedLM, BertConfig(**SIZES, max_position_embeddings=TRAINED_LENGTH)).to(device)
-    trained_on_masks(bert, stream, TRAINED_LENGTH, steps, device, SEED)
+    config = BertConfig(**MASKED_MODEL, max_position_embeddings=TRAINED_LENGTH)
+    bert = built(BertForMaskedLM, config).to(device)
+    trained_on_masks(bert, stream, TRAINED_LENGTH, steps, device)
     rotating = rope.migrate_to_rope(bert, target_length=max(OTHER_LENGTHS))
     rows: list[dict[str, Any]] = []
 
@@ -209,16 +218,16 @@ def migration(steps: int, stream: Tensor, held_out: Tensor, device: str) -> list
     score("migrated to RoPE", rotating)
     for count in (further // 4, further):
         each = copy.deepcopy(rotating)
-        trained_on_masks(each, stream, TRAINED_LENGTH, count, device, SEED + 3)
+        trained_on_masks(each, stream, TRAINED_LENGTH, count, device, further=True)
         score(f"migrated to RoPE, {count} steps", each)
-    trained_on_masks(bert, stream, TRAINED_LENGTH, further, device, SEED + 3)
+    trained_on_masks(bert, stream, TRAINED_LENGTH, further, device, further=True)
     score(f"BERT, {steps} + {further} steps", bert)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=400, help="of each training")
+    parser.add_argument("--steps", type=int, default=1000, help="of each training")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
@@ -229,7 +238,7 @@ def main() -> None:
         "labels": LABELS,
         "scored_windows": SCORED_WINDOWS,
         "trained_length": TRAINED_LENGTH,
-        "windows": windows(arguments.steps // 2, arguments.device),
+        "windows": windows(arguments.steps // 4, arguments.device),
         "lengths": lengths(arguments.steps, stream, held_out, arguments.device),
         "migration": migration(arguments.steps, stream, held_out, arguments.device),
     }

@@ -262,11 +262,11 @@ def encoders_windows() -> str:
 
 @figure
 def encoders_lengths() -> str:
-    head = ["trained for", "masked tokens found at 64", "at 128", "at 512"]
-    return _encoders("lengths", head, ["trained", "64", "128", "512"], "The same masked tokens at every length.")
+    head = ["trained for", "masked bytes found at 16", "at 32", "at 128"]
+    return _encoders("lengths", head, ["trained", "16", "32", "128"], "The same masked bytes at every length.")
 
 
 @figure
 def encoders_migration() -> str:
-    head = ["model", "masked tokens found at 128", "at 512"]
-    return _encoders("migration", head, ["model", "128", "512"], "Trained at {trained_length} tokens throughout.")
+    head = ["model", "masked bytes found at 32", "at 128"]
+    return _encoders("migration", head, ["model", "32", "128"], "Trained at {trained_length} bytes throughout.")
