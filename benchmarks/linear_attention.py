@@ -1,6 +1,6 @@
 """Linear attention with RoPE against softmax attention: time and memory of one layer by length, and what models learn.
 
-    python benchmarks/linear_attention.py [--lengths 1024,4096,16384,65536] [--rounds 3]
+    python benchmarks/linear_attention.py [--lengths 1024,4096,16384,65536] [--rounds 1]
     python benchmarks/linear_attention.py --text [--steps 400] [--out benchmarks/results.jsonl]
 
 One layer: 2 heads of 64 dims, float32, queries and keys rotated in every way. Prefill: all tokens, no gradients;
@@ -261,7 +261,7 @@ def text(steps: int, device: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--lengths", default="1024,4096,16384,65536")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--text", action="store_true", help="train small models instead")
     parser.add_argument("--steps", type=int, default=400, help="of their training")
     parser.add_argument("--device", default="cpu")
