@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = {
     "rope_ext_hf/methods/base.py": ["methods_base", "methods_static", "methods_registry", "composition"],
     "rope_ext_hf/methods/registry.py": ["methods_registry", "methods_base"],
-    "rope_ext_hf/methods/static.py": ["methods_static", "methods_registry", "methods_base", "composition"],
+    "rope_ext_hf/methods/static.py": ["methods_static", "methods_registry", "methods_base", "composition", "learnable"],
     "rope_ext_hf/methods/dynamic.py": ["methods_dynamic", "methods_registry", "methods_base", "composition"],
     "rope_ext_hf/methods/remapping.py": ["methods_base", "attending", "attention"],
     "rope_ext_hf/methods/tiles.py": ["attending"],

@@ -227,3 +227,16 @@ def test_the_module_applies_the_composition() -> None:
         cos, _ = module(torch.zeros(1), positions)
         expected = (positions.double()[..., None] * inv_freq).cos() * factor
         assert torch.allclose(cos[..., :32].double(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_over_two_lists_short_inputs_run_as_loaded(length: int) -> None:
+    """Over a longrope whose lists change at 64 tokens: linear divides what the long list gives, and nothing else."""
+    short, long = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 8.0, 16.0]
+    own = resolve_method("longrope", None, short_factor=short, long_factor=long, attention_factor=1.25)
+    rotary = Rotary(8, 1e4, 64).scaled(own, context_length=256)
+    found, attention_factor = resolve_method("linear", None, factor=4.0).frequencies(rotary, length)
+    divisors = [4 * each for each in long] if length > 64 else short
+    wanted = [each / divisor for each, divisor in zip(thetas(8, 1e4), divisors, strict=True)]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert attention_factor == pytest.approx(1.25)

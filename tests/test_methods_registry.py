@@ -32,6 +32,11 @@ def test_a_second_holder_of_a_name_is_refused(name: str) -> None:
     assert list_methods() == before
 
 
+@pytest.mark.parametrize("factor", [1, 1.5, 8.0])
+def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: float) -> None:
+    assert resolve_method("theta", LLAMA2, theta=1e6, factor=factor) == resolve_method("theta", LLAMA2, theta=1e6)
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -56,6 +61,7 @@ def test_a_second_holder_of_a_name_is_refused(name: str) -> None:
         ("dynamic-ntk", {"factor": 4, "target_length": 16384, "growth": "hf"}, ["factor=4", "target_length=16384"]),
         ("yarn", {"target_length": 4095}, ["4095", "4096"]),
         ("theta", {"theta": 1e6, "target_length": 100}, ["100", "4096"]),
+        ("theta", {"theta": 1e6, "factor": 0.99}, ["theta", "factor", "at least 1"]),
         ("theta", {"theta": 1e6, "factor": 0}, ["theta", "factor", "at least 1"]),
         ("yarn", {}, ["yarn", "factor", "target_length"]),
         ("theta", {}, ["theta", "needs"]),
