@@ -228,9 +228,9 @@ def static_cases(name: str, factor: float = 4.0) -> dict[str, Case]:
         "by-parts": Case(
             "by-parts", {"factor": factor, "beta_fast": 8.0}, yarn | {"beta_fast": 8.0, "attention_factor": 1.0}
         ),
-        "by-parts, turns": Case(
+        "by-parts, cycles": Case(
             "by-parts",
-            {"factor": factor, "beta_fast": 8.0, "ramp": "turns"},
+            {"factor": factor, "beta_fast": 8.0, "ramp": "cycles"},
             llama3 | {"low_freq_factor": 1.0, "high_freq_factor": 8.0},
         ),
         "llama3": Case(

@@ -70,8 +70,8 @@ STATIC: list[tuple[str, dict[str, Any], Callable[[Rotary], list[float]], float]]
     ("theta", {"theta": 5e6}, lambda r: plain(Rotary(r.dim, 5e6, r.trained_length)), 1.0),
     ("ntk", {"factor": 8}, lambda r: ntk(r, 8), 1.0),
     ("llama3", {"factor": 8}, lambda r: llama3(r, 8), 1.0),
-    ("yarn", {"factor": 8, "ramp": "turns"}, lambda r: by_cycles(r, 8, 1, 32), 0.1 * math.log(8) + 1),
-    ("by-parts", {"factor": 3, "ramp": "turns"}, lambda r: by_cycles(r, 3, 1, 32), 1.0),
+    ("yarn", {"factor": 8, "ramp": "cycles"}, lambda r: by_cycles(r, 8, 1, 32), 0.1 * math.log(8) + 1),
+    ("by-parts", {"factor": 3, "ramp": "cycles"}, lambda r: by_cycles(r, 3, 1, 32), 1.0),
 ]
 static = pytest.mark.parametrize(("method", "params", "formula", "warmth"), STATIC, ids=[entry[0] for entry in STATIC])
 
@@ -81,7 +81,7 @@ DEPENDENT: list[tuple[str, dict[str, Any]]] = [
     ("dynamic-ntk", {"growth": "hf", "factor": 4}),
     ("dynamic-ntk", {"growth": "even"}),
     ("dynamic-ntk", {"growth": "pow2"}),
-    ("dynamic-yarn", {"ramp": "turns"}),
+    ("dynamic-yarn", {"ramp": "cycles"}),
     ("longrope", {"short_factor": rising_divisors(SMALL, 2), "long_factor": rising_divisors(SMALL, 9), "factor": 4}),
 ]
 dependent = pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def test_text_that_is_no_length(text: str) -> None:
 
 
 def test_parameters_keep_their_names() -> None:
-    arguments = ["--beta-fast", "16", "--ramp=turns", "--sticky", "--truncate", "false", "--factors", "1,2.5"]
+    arguments = ["--beta-fast", "16", "--ramp=cycles", "--sticky", "--truncate", "false", "--factors", "1,2.5"]
     assert parse_parameters(arguments) == {
         "beta_fast": 16,
-        "ramp": "turns",
+        "ramp": "cycles",
         "sticky": True,
         "truncate": False,
         "factors": (1.0, 2.5),

@@ -83,7 +83,7 @@ def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, len
         s = max(1.0, length / c)
     if name == "llama3":
         ramp = cycles_ramp(w, c, params.get("low_freq_factor", 1.0), params.get("high_freq_factor", 4.0))
-    elif params.get("ramp", "dimension") == "turns":
+    elif params.get("ramp", "dimension") == "cycles":
         ramp = cycles_ramp(w, c, params.get("beta_slow", 1.0), params.get("beta_fast", 32.0))
     else:
         betas = params.get("beta_slow", 1.0), params.get("beta_fast", 32.0)
@@ -107,12 +107,12 @@ ON_TOP: list[tuple[str, dict[str, Any]]] = [
     ("linear", {"factor": 2.0}),
     ("ntk", {"factor": 4.0}),
     ("by-parts", {"factor": 2.0}),
-    ("by-parts", {"factor": 2.0, "ramp": "turns"}),
+    ("by-parts", {"factor": 2.0, "ramp": "cycles"}),
     ("by-parts", {"factor": 2.0, "beta_fast": 1e5, "beta_slow": 1e-6}),  # ends before the first and after the last pair
     ("by-parts", {"factor": 2.0, "beta_fast": 1e-6, "beta_slow": 1e-9}),
     ("yarn", {"factor": 4.0}),
     ("yarn", {"factor": 4.0, "truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}),
-    ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "ramp": "turns"}),
+    ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "ramp": "cycles"}),
     ("yarn", {"factor": 4.0, "attention_factor": 1.0}),
     ("llama3", {"factor": 8.0}),
     ("dynamic-ntk", {}),

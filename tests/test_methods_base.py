@@ -53,7 +53,7 @@ def test_factor_one_is_the_identity(name: str) -> None:
         DynamicNTK(growth="pow2"),
         DynamicNTK(growth="hf", factor=8),
         DynamicYarn(),
-        DynamicYarn(ramp="turns"),
+        DynamicYarn(ramp="cycles"),
     ],
 )
 def test_within_the_trained_length_nothing_is_scaled(method: RopeMethod) -> None:
@@ -82,7 +82,7 @@ def test_extended_length(method: RopeMethod, extended: int | None) -> None:
         (Theta(theta=1e6), "theta 1e+06"),
         (Yarn(factor=8), "yarn x8"),
         (Yarn(factor=8, beta_fast=16), "yarn x8 beta_fast=16"),
-        (Yarn(factor=8, ramp="turns", attention_factor=1.2), "yarn turns x8 attention_factor=1.2"),
+        (Yarn(factor=8, ramp="cycles", attention_factor=1.2), "yarn cycles x8 attention_factor=1.2"),
         (DynamicNTK(), "dynamic-ntk paper"),
         (DynamicNTK(growth="hf", factor=2), "dynamic-ntk hf x2"),
         (DynamicNTK(growth="even", sticky=True), "dynamic-ntk even sticky"),

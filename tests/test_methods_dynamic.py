@@ -62,11 +62,11 @@ class TestAgainstThePapers:
         assert result.attention_factor == 1.0
 
     @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.25, 3.0, 8.0])
-    @pytest.mark.parametrize("ramp", ["dimension", "turns"])
+    @pytest.mark.parametrize("ramp", ["dimension", "cycles"])
     def test_dynamic_yarn(self, rotary: Rotary, ramp: str, ratio: float) -> None:
         result = frequencies("dynamic-yarn", rotary, length=int(ratio * rotary.trained_length), ramp=ramp)
         s = max(1.0, ratio)
-        assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "turns" else by_dimension(rotary, s))
+        assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "cycles" else by_dimension(rotary, s))
         assert result.attention_factor == pytest.approx(yarn_attention_factor(s), rel=EXACT)
 
     def test_longrope(self, rotary: Rotary) -> None:

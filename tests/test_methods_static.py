@@ -72,20 +72,20 @@ class TestAgainstThePapers:
     @pytest.mark.parametrize(("slow", "fast"), [(1.0, 32.0), (1.0, 4.0), (2.0, 20.0)])
     def test_by_parts(self, rotary: Rotary, factor: float, slow: float, fast: float) -> None:
         given_: dict[str, Any] = {"factor": factor, "beta_slow": slow, "beta_fast": fast}
-        turns = frequencies("by-parts", rotary, ramp="turns", **given_)
-        assert_same(turns.inv_freq, by_cycles(rotary, factor, slow, fast))
+        cycles = frequencies("by-parts", rotary, ramp="cycles", **given_)
+        assert_same(cycles.inv_freq, by_cycles(rotary, factor, slow, fast))
         whole = frequencies("by-parts", rotary, **given_)
         assert_same(whole.inv_freq, by_dimension(rotary, factor, slow, fast))
         fractional = frequencies("by-parts", rotary, truncate=False, **given_)
         assert_same(fractional.inv_freq, by_dimension(rotary, factor, slow, fast, truncate=False))
-        assert turns.attention_factor == whole.attention_factor == fractional.attention_factor == 1.0
+        assert cycles.attention_factor == whole.attention_factor == fractional.attention_factor == 1.0
 
     @pytest.mark.parametrize("factor", FACTORS)
     def test_yarn(self, rotary: Rotary, factor: float) -> None:
         for params, expected in (
             ({}, by_dimension(rotary, factor)),
             ({"truncate": False}, by_dimension(rotary, factor, truncate=False)),
-            ({"ramp": "turns"}, by_cycles(rotary, factor)),
+            ({"ramp": "cycles"}, by_cycles(rotary, factor)),
         ):
             result = frequencies("yarn", rotary, factor=factor, **params)
             assert_same(result.inv_freq, expected)
@@ -134,7 +134,7 @@ def test_a_ramp_ends_at_the_last_dim() -> None:
 
 
 def test_a_ramp_narrower_than_one_dim_is_a_step() -> None:
-    # Both ends of the ramp fall on dim 0: 2 pi 32 turns fit into neither of these lengths.
+    # Both ends of the ramp fall on dim 0: 2 pi 32 cycles fit into neither of these lengths.
     rotary = Rotary(dim=64, theta=1e4, trained_length=6)
     assert_same(frequencies("yarn", rotary, factor=4).inv_freq, by_dimension(rotary, 4))
 
@@ -168,15 +168,15 @@ def test_attention_factors_by_hand() -> None:
 
 def test_the_two_ramps_differ_by_up_to_three() -> None:
     dimension = frequencies("by-parts", LLAMA2, factor=16).inv_freq
-    turns = frequencies("by-parts", LLAMA2, factor=16, ramp="turns").inv_freq
-    ratio = torch.maximum(dimension / turns, turns / dimension)
+    cycles = frequencies("by-parts", LLAMA2, factor=16, ramp="cycles").inv_freq
+    ratio = torch.maximum(dimension / cycles, cycles / dimension)
     assert float(ratio.max()) == pytest.approx(3.04, abs=5e-3)
 
 
 def test_high_frequencies_are_kept_and_low_ones_interpolated() -> None:
     """An inverted ramp passes many tests; this is the table itself."""
     for method in ("by-parts", "yarn"):
-        for ramp in ("dimension", "turns"):
+        for ramp in ("dimension", "cycles"):
             ratio = plain(LLAMA2)[0], plain(LLAMA2)[63]
             inv_freq = frequencies(method, LLAMA2, factor=16, ramp=ramp).inv_freq
             assert float(inv_freq[0]) == ratio[0]
@@ -192,7 +192,7 @@ def test_high_frequencies_are_kept_and_low_ones_interpolated() -> None:
         ("yarn", {"factor": 16}, None, [1, 0.056234132519, 0.00567307692308, 0.000881788962932, 7.21738740431e-06]),
         (
             "by-parts",
-            {"factor": 16, "ramp": "turns"},
+            {"factor": 16, "ramp": "cycles"},
             None,
             [1, 0.056234132519, 0.00229404832733, 0.000299155724997, 7.21738740431e-06],
         ),
@@ -244,10 +244,10 @@ class TestAgainstTransformers:
                 params: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
                 assert_native(rotary, frequencies("llama3", rotary, factor=factor, **params), native | params)
 
-    def test_llama3_is_by_parts_with_a_ramp_in_turns(self, dim: int, theta: float) -> None:
+    def test_llama3_is_by_parts_with_a_ramp_in_cycles(self, dim: int, theta: float) -> None:
         for rotary, factor, _ in native_grid(dim, theta):
             llama3 = frequencies("llama3", rotary, factor=factor, low_freq_factor=1.5, high_freq_factor=6)
-            by_parts = frequencies("by-parts", rotary, factor=factor, ramp="turns", beta_slow=1.5, beta_fast=6)
+            by_parts = frequencies("by-parts", rotary, factor=factor, ramp="cycles", beta_slow=1.5, beta_fast=6)
             assert torch.equal(llama3.inv_freq, by_parts.inv_freq)
             assert llama3.attention_factor == by_parts.attention_factor
 
@@ -293,7 +293,7 @@ def test_ntk_keeps_the_highest_and_divides_the_lowest_by_alpha(dim: int, theta: 
     theta=some_thetas,
     trained=some_lengths,
     factor=st.floats(1, 64),
-    ramp=st.sampled_from(["turns", "dimension"]),
+    ramp=st.sampled_from(["cycles", "dimension"]),
 )
 def test_by_parts_stays_between_plain_and_linear(
     dim: int, theta: float, trained: int, factor: float, ramp: str

@@ -163,7 +163,7 @@ def test_unseen_angles() -> None:
     slow = torch.arange(64) >= 64 - 18
     assert not unseen_angles(LLAMA2, plain, 4096).any()
     assert torch.equal(unseen_angles(LLAMA2, plain, 4097), slow)
-    for method in (Linear(factor=8.0), ByParts(factor=8.0, ramp="turns"), Llama3(factor=8.0)):
+    for method in (Linear(factor=8.0), ByParts(factor=8.0, ramp="cycles"), Llama3(factor=8.0)):
         inv_freq = method.frequencies(LLAMA2).inv_freq
         assert not unseen_angles(LLAMA2, inv_freq, 32768).any()
         assert torch.equal(unseen_angles(LLAMA2, inv_freq, 32769), slow)

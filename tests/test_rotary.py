@@ -98,7 +98,7 @@ class TestAccuracy:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_low_precision_x_rounds_the_result_alone(self, dtype: torch.dtype) -> None:
         positions = positions_to_check()
-        module = RotaryEmbedding("yarn", SMALL, factor=8, ramp="turns").to(dtype)
+        module = RotaryEmbedding("yarn", SMALL, factor=8, ramp="cycles").to(dtype)
         warmth = 0.1 * math.log(8) + 1
         for got, exact in zip(
             module(torch.zeros(1, dtype=dtype), positions), cos_sin(positions, by_cycles(SMALL, 8, 1, 32)), strict=True
@@ -324,7 +324,7 @@ class TestLife:
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    @pytest.mark.parametrize(("method", "params"), [("yarn", {"factor": 4, "ramp": "turns"}), *DEPENDENT])
+    @pytest.mark.parametrize(("method", "params"), [("yarn", {"factor": 4, "ramp": "cycles"}), *DEPENDENT])
     def test_on_a_gpu(self, method: str, params: dict[str, Any]) -> None:
         module = RotaryEmbedding(method, SMALL, layout="bare", **params).to("cuda").to(torch.bfloat16)
         positions = positions_to_check()

@@ -169,7 +169,7 @@ def test_rope_types_in_the_saved_config(name: str, saved: Lookup) -> None:
         "yarn": "yarn",
         "yarn, own ramp": "yarn",
         "by-parts": "yarn",
-        "by-parts, turns": "llama3",
+        "by-parts, cycles": "llama3",
         "llama3": "llama3",
         "longrope": "longrope",
         "factors": "longrope",
@@ -191,7 +191,7 @@ def test_a_target_length_is_stated(method: str, tmp_path: Path) -> None:
 
 
 def test_yarn_with_a_ramp_in_turns_goes_as_longrope(tmp_path: Path) -> None:
-    model = rope.patch(build("llama"), "yarn", factor=4, ramp="turns", beta_fast=8)
+    model = rope.patch(build("llama"), "yarn", factor=4, ramp="cycles", beta_fast=8)
     model.save_pretrained(tmp_path)
     assert saved_rope(tmp_path)["rope_type"] == "longrope"
     assert difference(logits(load_plainly(tmp_path), tokens(LONG)), logits(model, tokens(LONG))) <= TOLERANCE

@@ -195,19 +195,19 @@ class RampedMethod(RopeMethod):
 
     A pair that rotates `beta_fast` full cycles or more over the context length keeps its frequency, a pair that rotates
     `beta_slow` or fewer is interpolated. `ramp` names what the transition is linear in: the "dimension" index (the
-    authors' code and transformers; `truncate` rounds its ends to whole indices) or the number of cycles ("turns", the
+    authors' code and transformers; `truncate` rounds its ends to whole indices) or the number of cycles ("cycles", the
     paper's text). Equal betas make a step (Kimi K2).
     """
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    ramp: Literal["dimension", "turns"] = "dimension"
+    ramp: Literal["dimension", "cycles"] = "dimension"
     truncate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ramp not in ("dimension", "turns"):
-            raise MethodError(f"{self.name}: ramp must be 'dimension' or 'turns', got {self.ramp!r}")
+        if self.ramp not in ("dimension", "cycles"):
+            raise MethodError(f"{self.name}: ramp must be 'dimension' or 'cycles', got {self.ramp!r}")
         if not self.beta_fast >= self.beta_slow > 0:
             raise MethodError(
                 f"{self.name}: beta_fast must be at least beta_slow and both above 0, "
@@ -216,7 +216,7 @@ class RampedMethod(RopeMethod):
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
         inv_freq = rotary.inv_freq(device)
-        if self.ramp == "turns":
+        if self.ramp == "cycles":
             return _interpolate(inv_freq, factor, _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq))
         ramp = _ramp_by_dimension(rotary, self.beta_fast, self.beta_slow, self.truncate, inv_freq)
         return _interpolate(inv_freq, factor, ramp)
@@ -235,7 +235,7 @@ class ByParts(RampedMethod):
         return self.interpolate(rotary, self.factor, length.device), 1.0
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        if self.ramp == "turns":
+        if self.ramp == "cycles":
             return _llama3_parameters(rotary, self.factor, self.beta_slow, self.beta_fast)
         return _yarn_parameters(self, rotary, self.factor, attention_factor=1.0)
 
@@ -281,7 +281,7 @@ class Yarn(RampedMethod):
         return g(1)
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        if self.ramp == "turns":
+        if self.ramp == "cycles":
             return super().plain_rope_parameters(rotary)
         optional = {
             "mscale": self.mscale,
