@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["RewritingSave", "save_patched_folder"]
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+"""The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
+that with the base class, whose reading of `rope_scaling` fails without a length (transformers 5.23)."""
 
 
 class RewritingSave:
@@ -103,7 +108,7 @@ def rewrite_config(folder: Path) -> None:
             part["rope_parameters"] = record["rope_parameters"]
             if "max_position_embeddings" in part:  # some families keep it under another name
                 part["max_position_embeddings"] = record["max_position_embeddings"]
-            former = former_spelling(part, record["layer_types"])
+            former = {} if _CHECKPOINT.fullmatch(folder.name) else former_spelling(part, record["layer_types"])
             part |= former
             record["former"] = sorted(former)
             if wrong := readers_wrong(part):
