@@ -1,11 +1,12 @@
-# make demo | test | test-fast | test-all | test-readers | test-engines | test-llama-cpp | mutate | fuzz | lint | docs | figures | pictures | bench:
+# make demo | test | test-fast | test-all | test-readers | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
+# docs | figures | pictures | bench:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-readers test-engines test-llama-cpp mutate fuzz lint docs figures pictures bench clean
+.PHONY: demo test test-fast test-all test-readers test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -42,6 +43,11 @@ test-engines: .venv/ready test-llama-cpp
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines
+
+# A quarter of an hour: every language model class of transformers, built tiny and patched; the result goes to
+# docs/results/coverage.json. It goes on where it was stopped; `rm -r build/coverage` to begin anew.
+coverage: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.coverage
 
 # llama.cpp on GGUF files of small models, some minutes. The result goes to docs/results/llama-cpp.json.
 test-llama-cpp: .venv/ready build/llama-cpp/ready

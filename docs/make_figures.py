@@ -15,7 +15,14 @@ import re
 import sys
 from pathlib import Path
 
-from .figures import code_tables, correctness, cost, reference_model, serving  # noqa: F401, each registers its figures
+from .figures import (  # noqa: F401, each registers its figures
+    code_tables,
+    correctness,
+    cost,
+    models,
+    reference_model,
+    serving,
+)
 from .figures.pictures import draw_pictures
 from .figures.registry import FIGURES, ROOT
 

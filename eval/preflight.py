@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError
-from rope_ext_hf.patches.config import sliding_layers
+from rope_ext_hf.patches.layer_types import sliding_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

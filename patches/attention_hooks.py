@@ -21,6 +21,7 @@ from rope_ext_hf.patches.attention_interface import (
     LAYER_ATTRIBUTE,
     PROBE_RECORDS,
     Layer,
+    is_sliding,
     register_attention,
 )
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
@@ -158,26 +159,13 @@ def remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
     Causality, window and padding come from the rule and the positions, which needs no (length, length) tensor.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    function, size = kwargs.get("mask_function"), kwargs.get("local_size")
-    if function is causal_mask_function or (
-        size is not None and _same_closure(function, sliding_window_causal_mask_function(size))
-    ):
+    if kwargs.get("mask_function") is causal_mask_function or is_sliding(kwargs):
         mask: Tensor | None = kwargs.get("attention_mask")
         return mask
     whole: Tensor | None = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
     return whole
-
-
-def _same_closure(one: Any, other: Any) -> bool:
-    """Whether two functions are the same code around the same values."""
-    if not (inspect.isfunction(one) and inspect.isfunction(other)):
-        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-            return all(map(_same_closure, one, other))
-        return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
-    cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return one.__code__ is other.__code__ and _same_closure(*cells)
 
 
 def register() -> None:

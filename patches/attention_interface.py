@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import AttentionRule, Rotation
 
@@ -19,6 +20,7 @@ __all__ = [
     "PROBE_RECORDS",
     "UNSUPPORTED_KWARGS",
     "Layer",
+    "is_sliding",
     "register_attention",
     "use_attention",
 ]
@@ -67,3 +69,21 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+def is_sliding(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a mask function ask for causality and a sliding window of `local_size`, and no more."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    size = kwargs.get("local_size")
+    return size is not None and _same_closure(kwargs.get("mask_function"), sliding_window_causal_mask_function(size))
+
+
+def _same_closure(one: Any, other: Any) -> bool:
+    """Whether two functions are the same code around the same values."""
+    if not (inspect.isfunction(one) and inspect.isfunction(other)):
+        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+            return all(map(_same_closure, one, other))
+        return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
+    cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
+    return one.__code__ is other.__code__ and _same_closure(*cells)

@@ -21,6 +21,7 @@ from rope_ext_hf.patches.attention_interface import (
     PROBE_RECORDS,
     UNSUPPORTED_KWARGS,
     Layer,
+    is_sliding,
     register_attention,
     use_attention,
 )
@@ -58,16 +59,29 @@ def probe_attention(
         refused = "attention that is not causal"
     if isinstance(getattr(module, "indexer", None), nn.Module):
         refused = "an index with rotated keys of its own, by which it chooses the keys that a query sees"
-    records.append(_ProbeRecord(module, query, key, kwargs.get("sliding_window"), refused))
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        added = attention_mask[(attention_mask != 0) & (attention_mask > torch.finfo(attention_mask.dtype).min / 2)]
+        refused = "a mask of its own, which adds to the scores of some keys" if added.numel() else refused
+    window = kwargs.get("sliding_window") or getattr(attention_mask, _WINDOW, None)
+    records.append(_ProbeRecord(module, query, key, window, refused))
     rows, heads, tokens = query.shape[:3]
     return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
 
 def probe_mask(*args: Any, **kwargs: Any) -> Any:
-    """A whole mask, because some decoders read it themselves before their attention is called."""
+    """A whole mask, because some decoders read it themselves before their attention is called.
+
+    It carries its window, which some attention modules do not pass on to their function (PhiMoE, Qwen2-MoE).
+    """
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    mask = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+    if isinstance(mask, Tensor) and is_sliding(kwargs):
+        setattr(mask, _WINDOW, kwargs["local_size"])
+    return mask
+
+
+_WINDOW = "rope_ext_hf_window"
 
 
 def probe_layers(
@@ -78,22 +92,23 @@ def probe_layers(
     Raises:
         UnsupportedModelError: attention that cannot be taken over, with the reason.
     """
-    if len(slots) != 1:
+    slots = [slot for slot in slots if not slot.idle]
+    decoders = {id(each): each for each in (decoder_of(model, slot.parent) for slot in slots)}
+    if len(decoders) != 1 or len({slot.layout for slot in slots}) != 1 or not all(slot.scaled_layers for slot in slots):
         raise UnsupportedModelError(
-            f"a remapping method needs a model with one rotary module, and {type(model).__name__} has {len(slots)}; "
-            "use a frequency method"
+            f"a remapping method needs one rotary embedding for all layers of one decoder, and {type(model).__name__} "
+            f"has {len(slots)} of {len(decoders)}; use a frequency method"
         )
-    (slot,) = slots
+    slot, decoder = slots[0], next(iter(decoders.values()))
     assert method.max_distance is not None
-    decoder = decoder_of(model, slot.parent)
     _check_whole(decoder)
     plain = method.frequency or Default()
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
     with _probing(model):
-        at_near = _run(model, decoder, slot, plain, rotary, near)
-        at_far = _run(model, decoder, slot, plain, rotary, far)
-        at_stored = _run(model, decoder, slot, method, rotary, far)
+        at_near = _run(model, decoder, slots, plain, rotary, near)
+        at_far = _run(model, decoder, slots, plain, rotary, far)
+        at_stored = _run(model, decoder, slots, method, rotary, far)
     own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [
@@ -138,6 +153,11 @@ def _layer(
                 f"queries or keys of {name} are not finite numbers (NaN or infinity) for ordinary tokens: weights of "
                 "this model are damaged, or too large for its dtype; load it again, or in float32"
             )
+    if at_near.key.shape[-2] != at_near.query.shape[-2]:
+        raise UnsupportedModelError(
+            f"{name} has {at_near.key.shape[-2]} keys for {at_near.query.shape[-2]} tokens (it compresses them), so "
+            "that a key has no position of its own that a remapping method could move"
+        )
     if method.zones == 1:  # no position changes, so that it does not matter how the layer rotates
         if at_near.window is not None:
             return Layer(LocalAttention(at_near.window, method), None)
@@ -194,23 +214,23 @@ def _probing(model: nn.Module) -> Iterator[None]:
 
 
 def _run(
-    model: nn.Module, decoder: nn.Module, slot: Slot, method: RopeMethod, rotary: Rotary, positions: Tensor
+    model: nn.Module, decoder: nn.Module, slots: Sequence[Slot], method: RopeMethod, rotary: Rotary, positions: Tensor
 ) -> list[_ProbeRecord]:
-    """Run a few tokens at these positions, with a method in the slot."""
+    """Run a few tokens at these positions, with a method in the slots."""
     records = PROBE_RECORDS.get()
     assert records is not None
     records.clear()
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    device = embeddings.weight.device
+    device = next(embeddings.parameters()).device
     device = torch.device("cpu") if device.type == "meta" else device  # offloaded: its hooks move what comes
-    occupant = getattr(slot.parent, slot.attribute)
     ids = torch.arange(3, 3 + positions.shape[1], device=device)[None]
     with ExitStack() as stack:
-        stack.callback(setattr, slot.parent, slot.attribute, occupant)
-        setattr(slot.parent, slot.attribute, PatchedSlot(slot, method, rotary, None))
+        for slot in slots:
+            stack.callback(setattr, slot.parent, slot.attribute, getattr(slot.parent, slot.attribute))
+            setattr(slot.parent, slot.attribute, PatchedSlot(slot, method, rotary, None))
         try:
             decoder(input_ids=ids, position_ids=positions.to(device), use_cache=False)
-        except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} does not run on four tokens without a cache, which a remapping method needs "
                 f"to find out how it attends: {one_line(error)}"

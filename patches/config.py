@@ -26,7 +26,6 @@ __all__ = [
     "PAIRING_KEY",
     "RECORD",
     "SAVED_KEYS",
-    "SLIDING",
     "ConfigRope",
     "NativeForm",
     "checked_steps",
@@ -34,9 +33,7 @@ __all__ = [
     "native_form",
     "original_settings",
     "read_rope",
-    "rotating_layers",
     "saved_steps",
-    "sliding_layers",
     "softmax_scale",
     "write_rope",
 ]
@@ -45,8 +42,6 @@ RECORD = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
 """The config key that states in which pairing the weights are, where they were converted."""
 PLUGIN_PREFIX = "rope_ext_hf/"
-SLIDING = frozenset({"sliding_attention", "chunked_attention"})
-"""Layer types that never attend past their window, whatever their rotary embedding does."""
 
 # transformers' rope type -> our method and the parameters it implies.
 _METHOD_OF_ROPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,7 +141,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
     """
     settings, known = rope_dict(config, layer_type), family(config.model_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
-    most = int(config.max_position_embeddings)
+    most = _most_positions(config)
     rotated_pairs = None
     if rope_type == "proportional":
         rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
@@ -185,6 +180,16 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
         context_length, rule = _context_length(rope_type, most, original, factor)
     plain = Rotary(dim, theta, original, rotated_pairs)
     return ConfigRope(plain, resolve_method(name, plain, **(given | implied)), context_length, rule, note)
+
+
+def _most_positions(config: Config) -> int:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None:
+        raise UnsupportedModelError(
+            f"the config of this {config.model_type!r} model has no max_position_embeddings, so the length it was "
+            "trained with is not known; set it in the config"
+        )
+    return int(most)
 
 
 def _is_ours(rope_type: object) -> bool:
@@ -256,12 +261,13 @@ class NativeForm:
         return str(self.parameters["rope_type"])
 
 
-def native_form(config: Config, step: PatchStep, layer_type: str | None) -> NativeForm:
+def native_form(config: Config, step: PatchStep, layer_type: str | None, *, writable: bool = True) -> NativeForm:
     """The form in which a patch is saved; nothing is changed.
 
     Args:
         config: the config before the patch.
         layer_type: one of the layer types that the method applies to; None: all layers.
+        writable: whether the config can state settings for the layers that the method applies to, and no others.
 
     Raises:
         MethodError: `step.native` asks for a native form where transformers has none.
@@ -270,14 +276,15 @@ def native_form(config: Config, step: PatchStep, layer_type: str | None) -> Nati
     settings = rope_dict(config, layer_type)
     extended = step.target_length or method.extended_length(rotary)
     length, exact = extended or int(config.max_position_embeddings), True
-    parameters = method.rope_parameters(rotary)
+    parameters = method.rope_parameters(rotary) if writable else None
     if parameters is None and step.native:
         parameters, exact = method.approximate_rope_parameters(rotary), False
         if parameters is None:
             raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
     static = not method.depends_on_length(rotary) and rotary.rotated_pairs is None
     kept_original = _unrelated_settings(settings).get("original_max_position_embeddings")
-    if parameters is not None and _needs_divisors(parameters, known, settings, kept_original):
+    per_layer_thetas = bool(getattr(config, "layer_rope_theta", None))  # which are read instead of rope_theta
+    if parameters is not None and _needs_divisors(parameters, known, settings, kept_original, per_layer_thetas):
         parameters = method.longrope_parameters(rotary) if static and _accepts(known, "longrope") else None
     if parameters is not None and not _accepts(known, parameters["rope_type"]):
         parameters = None
@@ -308,13 +315,19 @@ def _accepts(known: Family, rope_type: str) -> bool:
 
 
 def _needs_divisors(
-    parameters: Mapping[str, Any], known: Family, settings: Mapping[str, Any], kept_original: int | None
+    parameters: Mapping[str, Any],
+    known: Family,
+    settings: Mapping[str, Any],
+    kept_original: int | None,
+    per_layer_thetas: bool,
 ) -> bool:
     """Whether a form must be written as explicit divisors, because the family reads its keys for other ends too."""
     if not _accepts(known, parameters["rope_type"]):
         return True
     if parameters["rope_type"] == "longrope":
         return False
+    if per_layer_thetas and parameters["rope_theta"] != settings["rope_theta"]:
+        return True
     scale = softmax_scale(known, settings)
     if scale != 1.0 and not math.isclose(scale, softmax_scale(known, parameters)):
         return True
@@ -459,29 +472,3 @@ def _is_subset(now: Any, then: Any) -> bool:
     if isinstance(then, Mapping):
         return isinstance(now, Mapping) and all(_is_subset(now.get(key), value) for key, value in then.items())
     return bool(now == then)
-
-
-def sliding_layers(config: Any) -> tuple[int | None, int]:
-    """The window in tokens of the sliding-window layers, and how many layers those are."""
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    layers = getattr(config, "layer_types", None)
-    if not window:
-        return None, 0
-    return window, sum(kind in SLIDING for kind in layers) if layers else config.num_hidden_layers
-
-
-def rotating_layers(config: Any) -> tuple[int, int]:
-    """How many full-attention layers rotate their queries and keys, and how many full-attention layers there are."""
-    count = config.num_hidden_layers
-    types = getattr(config, "layer_types", None) or ["full_attention"] * count
-    full = [index for index, kind in enumerate(types[:count]) if kind == "full_attention"]
-    uses_rope = getattr(config, "no_rope_layers", None)  # despite its name 1 where a layer rotates (Llama 4, SmolLM3)
-    thetas = getattr(config, "layer_rope_theta", None)  # 0 where a layer does not rotate
-    sliding_only = family(config.model_type).sliding_rope_only and getattr(config, "sliding_window", None)
-
-    def rotates(index: int) -> bool:
-        return not sliding_only and all(not each or bool(each[index]) for each in (uses_rope, thetas))
-
-    return sum(map(rotates, full)), len(full)

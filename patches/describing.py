@@ -13,18 +13,10 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
-from rope_ext_hf.patches.config import (
-    RECORD,
-    SLIDING,
-    ConfigRope,
-    NativeForm,
-    read_rope,
-    rotating_layers,
-    saved_steps,
-    sliding_layers,
-)
+from rope_ext_hf.patches.config import RECORD, ConfigRope, NativeForm, read_rope, saved_steps
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
+from rope_ext_hf.patches.layer_types import SLIDING, rotating_layers, sliding_layers
 from rope_ext_hf.patches.patch_record import Record
 from rope_ext_hf.patches.readers import former_keys, readers_right
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_steps
@@ -158,13 +150,14 @@ def describe(model: nn.Module) -> Description:
         UnsupportedModelError: a model without rotary embeddings.
     """
     check_pairing(model)
-    slots = find_slots(model)
-    slot = slots[0]
+    present = present_steps(model)
+    slots = find_slots(model, present[-1].layers if present else None)
+    slot = next((each for each in slots if each.scaled_layers), slots[0])
     record: Record | None = next((filled.record for filled in patched_slots(model)), None)
     if record is not None:
         route = SAVE_ROUTE if has_adapters(model) else None
-        return _describe_patched(slot, record, present_steps(model)[-1].method, route)
-    layer_type = (slot.scaled_layers or list(slot.native))[0]
+        return _describe_patched(slot, record, present[-1].method, route)
+    layer_type = (*slot.scaled_layers, *slot.native)[0]
     config = copy.deepcopy(slot.config)
     rope_type = (getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}).get(
         "rope_type", "per layer type"

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
 
-from rope_ext_hf.errors import did_you_mean
+from rope_ext_hf.errors import UnsupportedModelError, did_you_mean
 
 __all__ = [
     "KV_HEADS",
@@ -97,6 +97,9 @@ class Family:
     short_list_only: bool = False
     own_temperature: bool = False
     sliding_rope_only: bool = False
+    rope_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    log_multiplier: str | None = None
+    rotates_back: bool = False
     linear_lengths: str = "original"
     linear_original: Mapping[str, float] | None = None
     original_length: int | None = None
@@ -116,8 +119,16 @@ def choose(alternatives: Iterable[T], config: Any) -> T:
 
 
 def look_up(config: Any, key: str) -> Any:
-    """Return the value of a config key, `outer.inner` for one inside another; None where it is missing."""
+    """Return the value of a config key, `outer.inner` for one inside another; None where it is missing.
+
+    Raises:
+        UnsupportedModelError: layers have values of their own.
+    """
     for part in key.split("."):
+        if part in (getattr(config, "per_layer_attributes", None) or ()):
+            raise UnsupportedModelError(
+                f"{part} differs from layer to layer in this {config.model_type!r} model; one number is needed"
+            )
         config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
     return config
 
@@ -206,6 +217,12 @@ def _descriptions(key: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{key} must be a table of config keys and descriptions, got {value!r}")
     return value
+
+
+def _labels(key: str, value: object) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be a table of lists of layer types, got {value!r}")
+    return {name: _names(f"{key}.{name}", each) for name, each in value.items()}
 
 
 def _former_keys(key: str, value: object) -> dict[str, str]:
@@ -315,6 +332,9 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "short_list_only": _flag,
     "own_temperature": _flag,
     "sliding_rope_only": _flag,
+    "rope_labels": _labels,
+    "log_multiplier": _config_key,
+    "rotates_back": _flag,
     "linear_lengths": _linear_lengths,
     "linear_original": _linear_original,
     "original_length": _tokens,

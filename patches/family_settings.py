@@ -20,6 +20,7 @@ __all__ = [
     "set_pairing_switch",
     "stated_rotary",
     "supported_family",
+    "values_of",
 ]
 
 _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")  # of text, vision, audio
@@ -58,10 +59,17 @@ def _number_or_zero(config: Any, key: str) -> float:
     """A number of a config, 0 where it has none: whoever needs the number reports that."""
     keys = family(config.model_type).config_keys
     try:
-        value = config_number(config, key) if key in keys else getattr(config, key, None)
+        values = [config_number(config, key)] if key in keys else values_of(config, key)
     except CheckpointError:
         return 0
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+    return max((each for each in values if isinstance(each, (int, float)) and not isinstance(each, bool)), default=0)
+
+
+def values_of(config: Any, key: str) -> list[Any]:
+    """The value of a config key, or those of all layers where layers have their own (Gemma 4's head_dim)."""
+    if key in (getattr(config, "per_layer_attributes", None) or ()):
+        return [getattr(layer, key, None) for layer in config.per_layer_config]
+    return [getattr(config, key, None)]
 
 
 def stated_rotary(config: Any) -> Rotary | None:
@@ -118,7 +126,7 @@ def config_number(text: Any, key: str, default: float | None = None) -> float:
     """
     own = family(text.model_type).config_keys.get(key)
     if own is None and default is not None:
-        return getattr(text, key, None) or default
+        return look_up(text, key) or default
     number = 1.0
     for factor in (key,) if own is None else choose(own, text).product:
         value = look_up(text, factor) if isinstance(factor, str) else factor

@@ -155,8 +155,9 @@ def current_context() -> ForwardContext | None:
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Whether a module's forward takes ids or embeddings, as decoders do and attention does not."""
-    return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(type(module).forward).parameters)
+    """Whether a module's forward takes ids or embeddings, as decoders do; DeepSeek V4's layers take both kinds."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return not {"input_ids", "inputs_embeds"}.isdisjoint(parameters) and "hidden_states" not in parameters
 
 
 def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:

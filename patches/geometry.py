@@ -140,8 +140,9 @@ def config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
         UnsupportedModelError: there are several, or none.
     """
     described = {
-        (rope := read_rope(config, slot.native[layer_type].plain.dim, layer_type)).rotary: rope
+        (rope := read_rope(own, slot.native[layer_type].plain.dim, layer_type)).rotary: rope
         for slot in slots
+        for own in [config if slot.config is slots[0].config else _before_patches(slot.config)]
         for layer_type in slot.scaled_layers
     }
     if len(described) != 1:
@@ -150,6 +151,12 @@ def config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
             f"one method needs one rotary embedding over all full-attention layers; this model has {several}"
         )
     return next(iter(described.values()))
+
+
+def _before_patches(config: Any) -> Any:
+    before = copy.deepcopy(config)
+    undo_saved_patch(before)
+    return before
 
 
 def bind(model: nn.Module, method: RopeMethod, length: int, **underneath: Any) -> RopeMethod:

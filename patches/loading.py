@@ -182,8 +182,8 @@ def restore_patch(model: M, record: Mapping[str, Any]) -> M:
         CheckpointError: a record of a patch of another model.
     """
     steps = saved_steps(record)
-    slot = find_slots(model)[0]
-    dims = {slot.native[layer_type].plain.dim for layer_type in slot.scaled_layers}
+    slots = find_slots(model, steps[-1].layers)
+    dims = {slot.native[layer_type].plain.dim for slot in slots for layer_type in slot.scaled_layers}
     if dims and steps[-1].rotary.dim not in dims:
         raise CheckpointError(
             f"the record of a patch is for {steps[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "

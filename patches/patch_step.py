@@ -22,21 +22,24 @@ class PatchStep:
         rotary: what it is applied to, scalings underneath included.
         target_length: the length in tokens that was asked for; None: the method's own.
         native: whether a native form that behaves otherwise is accepted.
+        layers: the layers that were asked for; None: those that attend to everything before them.
     """
 
     method: RopeMethod
     rotary: Rotary
     target_length: int | None = None
     native: bool = False
+    layers: tuple[str | int, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` reads it back."""
-        return {
+        saved: dict[str, Any] = {
             "method": self.method.to_dict(),
             "rotary": self.rotary.to_dict(),
             "target_length": self.target_length,
             "native": self.native,
         }
+        return saved if self.layers is None else saved | {"layers": list(self.layers)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> PatchStep:
@@ -48,6 +51,7 @@ class PatchStep:
         try:
             method = method_from_dict(saved["method"])
             rotary = rotary_from_dict(saved["rotary"], method_from_dict)
-            return cls(method, rotary, saved["target_length"], saved["native"])
+            layers = saved.get("layers")
+            return cls(method, rotary, saved["target_length"], saved["native"], layers and tuple(layers))
         except (KeyError, TypeError) as error:
             raise MethodError(f"not a saved patch: {error!r}") from error

@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -27,7 +28,7 @@ from rope_ext_hf.patches.angle_tables import check_method, fill_slot
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.attention_probe import probe_layers
-from rope_ext_hf.patches.config import NativeForm, native_form, rotating_layers, softmax_scale, write_rope
+from rope_ext_hf.patches.config import NativeForm, native_form, softmax_scale, write_rope
 from rope_ext_hf.patches.describing import sliding_notes
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import install_forward_hooks
@@ -39,6 +40,7 @@ from rope_ext_hf.patches.geometry import (
     undo_saved_patch,
     what_is_underneath,
 )
+from rope_ext_hf.patches.layer_types import Layers, rotating_layers
 from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_record import ConfigSwap, Record
 from rope_ext_hf.patches.patch_step import PatchStep
@@ -59,6 +61,7 @@ def patch(
     target_length: int | None = None,
     over: str = "own",
     context_length: int | None = None,
+    layers: Layers | None = None,
     native: bool = False,
     **params: Any,
 ) -> M:
@@ -75,6 +78,8 @@ def patch(
             without that scaling, counted from its original length. "patched": the present patch, live or recorded in
             the folder the model was loaded from, for a model that was trained under it.
         context_length: the length in tokens that the model as loaded is for, where its config misleads.
+        layers: the layers to change, by layer type or by index, in a model that has several rotary embeddings; layers
+            that share one change together. None: the layers that attend to everything before them.
         native: save in a native form of transformers even where that is known to behave otherwise ("dynamic").
         **params: further parameters of the method.
 
@@ -83,8 +88,9 @@ def patch(
         serving engines agree; other models that shared its config keep theirs.
 
     Raises:
-        MethodError: unknown method or parameter, or a value it cannot work with.
-        UnsupportedModelError: a model without rotary embeddings, or with some that cannot be replaced.
+        MethodError: unknown method or parameter, a value it cannot work with, or layers that do not exist.
+        UnsupportedModelError: a model without rotary embeddings, or with some that cannot be replaced; layers that
+            share theirs with others.
 
     The model is unchanged when an exception is raised.
     """
@@ -95,9 +101,10 @@ def patch(
     def step(under: Underneath) -> PatchStep:
         resolved = resolve(under.rotary)
         length = target_length or stated_length(resolved, under.rotary, factor)
-        return PatchStep(resolved, under.rotary, length, native)
+        return PatchStep(resolved, under.rotary, length, native, chosen)
 
-    record = _install(model, step, over=over, context_length=context_length)
+    chosen = None if layers is None else (layers,) if isinstance(layers, (str, int)) else tuple(layers)
+    record = _install(model, step, over=over, context_length=context_length, layers=chosen)
     if record.warning is not None:
         warnings.warn(record.warning, stacklevel=2)
     return model
@@ -110,7 +117,7 @@ def replay(model: M, steps: tuple[PatchStep, ...]) -> M:
         MethodError, UnsupportedModelError: as `patch` does.
     """
     top, below = steps[-1], steps[:-1]
-    _install(model, lambda under: top, below=below)
+    _install(model, lambda under: top, below=below, layers=top.layers)
     return model
 
 
@@ -121,25 +128,31 @@ def _install(
     over: str = "own",
     context_length: int | None = None,
     below: tuple[PatchStep, ...] = (),
+    layers: tuple[str | int, ...] | None = None,
 ) -> Record:
     """`patch`, for a step that is known once it is known what lies underneath."""
     check_pairing(model)
-    slots = find_slots(model)
+    slots = find_slots(model, layers)
     first = slots[0]
     configs = _copied_configs(model, first.config)
     config = next(swap.patched for swap in configs if swap.original is first.config)
     undo_saved_patch(config)
     rotating, full = rotating_layers(config)
-    if full and not rotating:
+    if full and not rotating and layers is None:
         raise UnsupportedModelError(
             f"none of the {full} full-attention layers of this {config.model_type!r} model rotates its queries and "
             "keys; a RoPE method would change its sliding-window layers only, which see no further for it"
         )
     under = what_is_underneath(model, slots, config, over, context_length)
     step, live, saved = make_step(under), below or under.live, below or under.saved
+    if saved and saved[-1].layers != step.layers:
+        raise MethodError(
+            f"over='patched' keeps the layers of the present patch, {saved[-1].layers or 'the default'}; got layers="
+            f"{step.layers}"
+        )
     bound = bind_to(step.method, step.rotary, first.config.model_type, step.target_length)
     target_length = step.target_length or bound.extended_length(step.rotary)
-    step = PatchStep(bound, step.rotary, target_length, step.native)
+    step = replace(step, method=bound, target_length=target_length)
     method, rotary = step.method, step.rotary
 
     check_method(slots, method, rotary)
@@ -147,14 +160,22 @@ def _install(
         raise UnsupportedModelError(
             f"{method.name} trains one set of frequencies, and {type(model).__name__} has {sets}, for different layers"
         )
-    layers: list[Any] = []
+    attending: list[Any] = []
     if isinstance(method, RemappingMethod) and not _on_meta_device(model):
-        layers = probe_layers(model, slots, method, rotary)
-    form = native_form(config, step, first.scaled_layers[0])
-    write_rope(config, form, step, saved, first.scaled_layers)
+        attending = probe_layers(model, slots, method, rotary)
+    _check_values(first.config.model_type, step)
+    labels = list(dict.fromkeys(label for slot in slots for label in slot.scaled_layers))
+    one_for_all = None in labels and not all(slot.scaled_layers or slot.idle for slot in slots)
+    form = native_form(config, step, labels[0], writable=not one_for_all)
+    write_rope(config, form, step, saved, labels)
+    for other in _other_configs(slots, configs):
+        undo_saved_patch(other)
+        write_rope(other, form, step, saved, labels)
     _check_softmax_scale(first, config, form)
     note, every_layer = sliding_notes(first, form.extended_length or rotary.context_length)
-    notes = tuple(text for text in (note, first.native[first.scaled_layers[0]].note) if text)
+    notes = tuple(
+        text for text in (note, *(slot.native[name].note for slot in slots[:1] for name in slot.scaled_layers)) if text
+    )
     record = Record(step, form, under.rule, notes, note if every_layer else None, configs, live)
     fillings = [fill_slot(slot, method, rotary, record) for slot in slots]
 
@@ -162,8 +183,8 @@ def _install(
     _swap_configs(model, {id(swap.original): swap.patched for swap in configs})
     if isinstance(method, RemappingMethod):
         register()
-        attach(layers)
-        text = {id(first.config), *(id(module.config) for module, _ in layers if hasattr(module, "config"))}
+        attach(attending)
+        text = {id(first.config), *(id(module.config) for module, _ in attending if hasattr(module, "config"))}
         for swap in configs:
             if id(swap.original) in text or id(swap.patched) in text:
                 swap.patched._attn_implementation = ATTENTION_NAME
@@ -312,6 +333,24 @@ def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """The method `patch` put into a model, None if it runs as loaded."""
     return next((step.method for step in reversed(present_steps(model))), None)
+
+
+def _other_configs(slots: Sequence[Slot], configs: Sequence[ConfigSwap]) -> list[Any]:
+    """The copies of further text configs that slots were built from (T5Gemma has one for each of its two halves)."""
+    every = {id(slot.config) for slot in slots} - {id(slots[0].config)}
+    return [swap.patched for swap in configs if id(swap.original) in every]
+
+
+def _check_values(model_type: str, step: PatchStep) -> None:
+    """An attention factor would multiply the output of attention that rotates its values and rotates them back."""
+    if not family(model_type).rotates_back:
+        return
+    factor, own = step.method.frequencies(step.rotary).attention_factor, step.rotary.attention_factor
+    if not math.isclose(factor, own):
+        raise MethodError(
+            f"the attention of {model_type!r} rotates values, too, so an attention factor of {factor:.4f} would change "
+            f"their size; give attention_factor={own:g}"
+        )
 
 
 def _check_softmax_scale(slot: Slot, config: Any, form: NativeForm) -> None:

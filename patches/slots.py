@@ -21,10 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import SLIDING, ConfigRope, read_rope
+from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.layer_types import Label, Layers, choose_labels, layers_of_labels
 from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
+from rope_ext_hf.rotary.phase import fixed_point
 
 __all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots", "present_steps"]
 
@@ -36,30 +38,32 @@ class Slot:
     Attributes:
         parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
         config: the config it was built from.
-        native: per layer type (None: all layers) the rotary embedding that its config describes.
-        layout, cast, axis_of_pair: how its angles come out, see `RotaryEmbedding`.
+        native: per label (None: there is one for all layers) the rotary embedding that its config describes.
+        layout, cast: how its angles come out, see `RotaryEmbedding`.
+        axis_of_pair: per label, the axis of the positions that rotates each pair, see `RotaryEmbedding`.
         is_table: whether the module is a table of angles instead of computing them.
+        log_multiplier: the buffer of `module` whose exponential multiplies its frequencies; None: there is none.
+        scaled_layers: the labels that a method applies to.
+        idle: it serves no layer (Granite SWA keeps one beside those of `layer_rope_theta`).
     """
 
     parent: nn.Module
     attribute: str
     module: nn.Module
     config: Any
-    native: dict[str | None, ConfigRope]
+    native: dict[Label, ConfigRope]
     layout: Layout
     cast: bool
-    axis_of_pair: tuple[int, ...] | None = None
+    axis_of_pair: dict[Label, tuple[int, ...] | None]
     is_table: bool = False
+    log_multiplier: str | None = None
+    scaled_layers: tuple[Label, ...] = ()
+    idle: bool = False
 
     @property
     def axes(self) -> int:
         """How many axes its positions have."""
-        return 1 if self.axis_of_pair is None else 1 + max(self.axis_of_pair)
-
-    @property
-    def scaled_layers(self) -> list[str | None]:
-        """The layer types a method applies to: all but those with a sliding window, if the model keeps them apart."""
-        return [layer_type for layer_type in self.native if layer_type not in SLIDING]
+        return max(1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values())
 
 
 class RemappedRotaryEmbedding(RotaryEmbedding):
@@ -79,6 +83,30 @@ class RemappedRotaryEmbedding(RotaryEmbedding):
         return super().forward(x, positions)
 
 
+class MultipliedRotaryEmbedding(RotaryEmbedding):
+    """The rotary module of a model that multiplies its inverse frequencies by something learned.
+
+    Args:
+        source: the module that is replaced, which goes on holding the buffer.
+        buffer: the buffer's name; its exponential multiplies the frequencies, also when other weights are loaded.
+    """
+
+    def __init__(self, *args: Any, source: nn.Module, buffer: str, **kwargs: Any) -> None:
+        self.__dict__["_learned"] = (source, buffer)  # no submodule: the slot holds it
+        super().__init__(*args, **kwargs)
+
+    def _multiplied(self, inv_freq: Tensor) -> Tensor:
+        source, buffer = self.__dict__["_learned"]
+        learned: Tensor = getattr(source, buffer)
+        return inv_freq * learned.to(inv_freq.device, torch.float64).exp()
+
+    def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
+        if self.length_dependent:
+            return super()._frequency_of_call(position_ids, device)
+        inv_freq, attention_factor = self._at(self.fixed_length)
+        return fixed_point(self._multiplied(inv_freq)).to(device), attention_factor
+
+
 class PatchedSlot(nn.Module):
     """What stands in a slot while a model is patched.
 
@@ -95,14 +123,22 @@ class PatchedSlot(nn.Module):
         self.tables = nn.ModuleDict()
         for layer_type, native in slot.native.items():
             chosen = (method, rotary) if layer_type in scaled else (native.method, native.plain)
-            kind = RemappedRotaryEmbedding if isinstance(chosen[0], RemappingMethod) else RotaryEmbedding
+            kind: type[RotaryEmbedding] = RotaryEmbedding
+            more: dict[str, Any] = {}
+            if slot.log_multiplier is not None:
+                kind, more = MultipliedRotaryEmbedding, {"source": slot.module, "buffer": slot.log_multiplier}
+            elif isinstance(chosen[0], RemappingMethod):
+                kind = RemappedRotaryEmbedding
             self.tables[layer_type or "all"] = kind(
-                *chosen, layout=slot.layout, cast=slot.cast, axis_of_pair=slot.axis_of_pair
+                *chosen, layout=slot.layout, cast=slot.cast, axis_of_pair=slot.axis_of_pair[layer_type], **more
             )
         self.axes = slot.axes
         self.replaced = slot.module
         self.record = record
         self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
+        if slot.log_multiplier is not None:
+            self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
+            self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]
         device = next(chain(slot.module.buffers(), slot.module.parameters())).device
         if device.type != "meta":  # a table of a few numbers needs no offloading
             self.tables.to(device)
@@ -134,6 +170,22 @@ class PatchedSlot(nn.Module):
         return self.tables[layer_type or "all"](x, position_ids)
 
 
+_REPLACED = "replaced."
+
+
+def _without_replaced(slot: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give what the replaced module holds the keys that it has without a patch."""
+    for key in [key for key in state if key.startswith(prefix + _REPLACED)]:
+        state[prefix + key.removeprefix(prefix + _REPLACED)] = state.pop(key)
+
+
+def _with_replaced(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The inverse, for weights that are loaded into a patched model."""
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(prefix + "tables.")]:
+        if not key.startswith(prefix + _REPLACED):
+            state[prefix + _REPLACED + key.removeprefix(prefix)] = state.pop(key)
+
+
 def patched_slots(model: nn.Module) -> list[PatchedSlot]:
     """The slots of a model that hold one of our modules."""
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
@@ -145,11 +197,16 @@ def present_steps(model: nn.Module) -> tuple[PatchStep, ...]:
     return steps
 
 
-def find_slots(model: nn.Module) -> list[Slot]:
+def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     """Every slot of a model's decoder; in a patched model the modules that were replaced count as what is there.
 
+    Args:
+        layers: the layers that a method applies to; None: those that attend to everything before them.
+
     Raises:
-        UnsupportedModelError: no rotary embedding, or one that does something no method here can replace.
+        MethodError: layers that do not exist.
+        UnsupportedModelError: no rotary embedding, one that does something no method here can replace, or layers that
+            share theirs with others.
     """
     root = getattr(model, "config", None)
     if root is None or not hasattr(root, "model_type"):
@@ -165,7 +222,14 @@ def find_slots(model: nn.Module) -> list[Slot]:
             f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; "
             "its positions are learned, absolute, ALiBi, or built into its attention"
         )
-    return slots
+    return [_with_layers(slot, len(slots) > 1, layers) for slot in slots]
+
+
+def _with_layers(slot: Slot, several: bool, layers: Layers | None) -> Slot:
+    """A slot, of a model with several slots or one, with the labels that a method is applied to."""
+    theta = slot.native[None].plain.theta if several and None in slot.native else None
+    served = layers_of_labels(slot.config, list(slot.native), theta)
+    return replace(slot, scaled_layers=choose_labels(slot.config, served, layers), idle=not any(served.values()))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, Any]]:
@@ -203,16 +267,35 @@ def _takes_positions(module: nn.Module) -> bool:
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
     if _is_table(attribute, config):
         return _inspect_table(parent, attribute, module, config)
-    native: dict[str | None, ConfigRope] = {}
+    native: dict[Label, ConfigRope] = {}
     layout: Layout = "half"
-    cast, axis_of_pair = True, None
+    cast = True
+    axis_of_pair: dict[Label, tuple[int, ...] | None] = {}
     for name in _frequency_names(module):
         layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
         native[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
         _check_against_config(config, inv_freq, native[layer_type])
-        layout, cast, axis_of_pair = _probe(module, inv_freq.shape[-1], layer_type)
-    return Slot(parent, attribute, module, config, native, layout, cast, axis_of_pair)
+        layout, cast, axis_of_pair[layer_type] = _probe(module, native[layer_type], layer_type)
+    log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
+    return Slot(parent, attribute, module, config, native, layout, cast, axis_of_pair, log_multiplier=log_multiplier)
+
+
+def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
+    """The buffer whose exponential multiplies the frequencies of a module, by the family table.
+
+    Raises:
+        UnsupportedModelError: the module holds something else for each pair, of which the table says nothing.
+    """
+    named = family(config.model_type).log_multiplier
+    tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
+    learned = [name for name, tensor in tensors.items() if not name.endswith("inv_freq") and tensor.numel() == pairs]
+    if other := [name for name in learned if name != named]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} holds {other[0]!r}, a number for each of its {pairs} frequencies that a "
+            "replacement would drop"
+        )
+    return named if named in learned else None
 
 
 def _inspect_table(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
@@ -226,7 +309,9 @@ def _inspect_table(parent: nn.Module, attribute: str, module: nn.Module, config:
         angles = torch.arange(len(shown), dtype=torch.float64)[:, None] * inv_freq
         if not torch.allclose(shown, torch.cat((angles.sin(), angles.cos()), -1) * attention_factor, atol=2e-2):
             raise _another_geometry(config, native)
-    return Slot(parent, attribute, module, config, {None: native}, layout="bare", cast=True, is_table=True)
+    return Slot(
+        parent, attribute, module, config, {None: native}, "bare", cast=True, axis_of_pair={None: None}, is_table=True
+    )
 
 
 _ROWS_CHECKED = 512
@@ -252,11 +337,20 @@ def _another_geometry(config: Any, native: ConfigRope) -> UnsupportedModelError:
     )
 
 
-def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
+def _probe(
+    module: nn.Module, native: ConfigRope, layer_type: str | None
+) -> tuple[Layout, bool, tuple[int, ...] | None]:
     """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes."""
-    stand_in = copy.copy(module)
+    stand_in, pairs = copy.copy(module), native.plain.dim // 2
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
-    stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else b for name, b in module._buffers.items()}
+    stand_in._buffers = {
+        name: known.clone()
+        if name.endswith("inv_freq")
+        else buffer
+        if buffer is None
+        else buffer.new_zeros(buffer.shape, device="cpu")
+        for name, buffer in module._buffers.items()
+    }
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
 
     def run(positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -275,7 +369,9 @@ def _probe(module: nn.Module, pairs: int, layer_type: str | None) -> tuple[Layou
         layout = next((name for name, matches in layouts.items() if matches), None)
         if layout is not None:
             several, axis_of_pair = _axes(run, known, layout)
-            if not several or axis_of_pair is not None:
+            of_config = native.method.frequencies(native.plain, native.plain.trained_length).inv_freq  # PhiMoE
+            alone = not several and any(_own_angles(run, each, layout) for each in (known, of_config.float()))
+            if axis_of_pair is not None or alone:
                 return layout, cast, axis_of_pair
     raise UnsupportedModelError(
         f"{type(module).__name__} does more with its angles than a rotary embedding: it arranges them in another way, "
@@ -310,6 +406,13 @@ def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool,
         exact = bool((found.gather(0, axis[None]) < 1e-5).all())
         return True, tuple(axis.tolist()) if exact else None
     return False, None
+
+
+def _own_angles(run: Callable[..., Any], frequencies: Tensor, layout: Layout) -> bool:
+    """Whether each pair is rotated by its own one of these frequencies, of at most one radian."""
+    out = run(torch.ones(1, 1, dtype=torch.int64, device="cpu"), torch.float32)
+    cos, sin = (_once(part[0, 0].float(), len(frequencies), layout) for part in out)
+    return torch.allclose(torch.atan2(sin, cos), frequencies.expand_as(sin), atol=1e-5)
 
 
 def _once(columns: Tensor, pairs: int, layout: Layout) -> Tensor:

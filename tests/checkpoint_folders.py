@@ -170,9 +170,13 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
-def rotate_otherwise(monkeypatch: pytest.MonkeyPatch, model_type: str, to: Pairing) -> None:
-    """Have the family's own code run the other rotation, by the definition in oracles.rotate."""
-    module = modeling(model_type)
+def rotate_otherwise(monkeypatch: pytest.MonkeyPatch, model_type: str, to: Pairing, module: Any = None) -> None:
+    """Have the family's own code run the other rotation, by the definition in oracles.rotate.
+
+    Args:
+        module: where that code is; None: the module of the family's causal language model.
+    """
+    module = module or modeling(model_type)
 
     def angles(cos: Tensor, sin: Tensor) -> Tensor:
         both = torch.atan2(sin, cos)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rope_ext_hf.patches.families import families, family
 
@@ -379,7 +380,8 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
 
 WITH_A_CLASS = [name for name, known in families().items() if known.remote_attention is None]
 """Families that transformers has a class of; the others have tests of their own: test_chatglm.py."""
-ROTATING = [name for name in WITH_A_CLASS if families()[name].rotated]
+ROTATING = [name for name in WITH_A_CLASS if families()[name].rotated and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+"""Those that can be converted and have a causal language model; test_multimodal_rope.py has the others."""
 
 _OWN_CODE: dict[str, dict[str, Any]] = {  # the keys that decide, as they stand in the config.json of ChatGLM2-6B
     "chatglm": {

@@ -23,11 +23,21 @@ from tests.models import TRAINED, build, build_known, logits, tokens
         ("falcon", "dca", "does not go through transformers' attention interface"),
         ("deepseek_v32", "self-extend", "an index with rotated keys of its own"),
         ("glm_moe_dsa", "self-extend", "an index with rotated keys of its own"),
+        ("doge", "self-extend", "a mask of its own, which adds to the scores"),
     ],
 )
 def test_the_reason_is_the_models_own(model_type: str, method: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         rope.patch(build_known(model_type), method)
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "qwen2_moe"])
+def test_a_window_that_is_in_the_mask_alone_counts(model_type: str) -> None:
+    """These classes do not pass their window on to the attention function."""
+    layers = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2} if model_type == "qwen2_moe" else {}
+    model = build_known(model_type, sliding_window=32, **layers)
+    with pytest.raises(UnsupportedModelError, match="both rotates and attends to everything before it"):
+        rope.patch(model, "rerope", window=16)
 
 
 def test_weights_that_are_not_numbers_are_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.slots import find_slots
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from tests.checkpoint_folders import OTHER, rotate_otherwise
+from tests.every_model import tiny
 from tests.model_checks import state
 from tests.models import tokens
 
@@ -140,7 +146,7 @@ def logits(model: Any, **inputs: Any) -> Tensor:
 @every_family
 def test_each_pair_keeps_the_axis_of_its_family(model_type: str) -> None:
     (slot,) = find_slots(build(model_type))
-    assert slot.axis_of_pair == FAMILIES[model_type][-1]
+    assert slot.axis_of_pair == {None: FAMILIES[model_type][-1]}
 
 
 @every_family
@@ -160,6 +166,37 @@ def test_a_patch_equals_the_same_weights_loaded_natively(model_type: str, conten
     rope.unpatch(model)
     assert state(model) == before
     assert torch.equal(logits(model, **inputs), as_loaded)
+
+
+def with_video(length: int = 40) -> dict[str, Tensor]:
+    """Text around a video of two frames of 4 x 4 patches, which become 2 x 2 tokens each."""
+    ids = tokens(length).clone()
+    ids[:, 3:13] = torch.tensor([112, *[TOKENS["video_token_id"]] * 8, 113])
+    pixels = torch.randn(32, 3 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": ids,
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        "mm_token_type_ids": 2 * (ids == TOKENS["video_token_id"]).int(),
+    }
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_video_is_read_as_natively(model_type: str) -> None:
+    """Its tokens differ in time, too."""
+    model, inputs = build(model_type), with_video()
+    as_loaded = logits(model, **inputs)
+    positions, _ = model.model.get_rope_index(
+        **{key: value for key, value in inputs.items() if key != "pixel_values_videos"}
+    )
+    assert positions[0, 0, 4:12].unique().numel() > 1
+    rope.patch(model, "yarn", factor=4)
+    native = build(model_type, rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    native.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(logits(model, **inputs), logits(native, **inputs), atol=1e-4, rtol=0)
+    assert (logits(model, **inputs) - as_loaded).abs().max() > 1e-3
+    with pytest.raises(LengthError, match="differ from axis to axis"):
+        rope.patch(model, "dynamic-yarn")(**inputs)
 
 
 @every_family
@@ -227,6 +264,31 @@ def test_a_remapping_method_reads_text_beyond_its_reach(model_type: str) -> None
         cache = model(input_ids=ids[:, :150], use_cache=True).past_key_values
         rest = model(input_ids=ids[:, 150:], past_key_values=cache).logits
     torch.testing.assert_close(rest, whole[:, 150:], atol=1e-4, rtol=0)
+
+
+CONVERTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "mistral4", "muse_glimmer", "muse_spark"]
+
+
+@pytest.mark.parametrize("model_type", CONVERTED)
+def test_conversion_moves_the_rows_of_the_text_model_alone(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny(model_type), tokens(24)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected, now = logits(model, input_ids=ids), class_pairing(model.config)
+    assert now is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        rope.convert(model, OTHER[now])
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, weights[name])}
+    assert moved
+    assert all("layers." in name and "visual" not in name and "vision" not in name for name in moved)
+    switch = family(model.config.get_text_config().model_type).pairing_switch
+    if switch is None:
+        assert (logits(model, input_ids=ids) - expected).abs().max() > 1e-2
+        rotate_otherwise(monkeypatch, model_type, OTHER[now], importlib.import_module(type(model).__module__))
+    torch.testing.assert_close(logits(model, input_ids=ids), expected, atol=1e-4, rtol=0)
+    rope.convert(model, now)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
 
 
 class TestModule:

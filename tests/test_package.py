@@ -79,8 +79,8 @@ def test_exports() -> None:
     [
         (
             "patch",
-            "(model, method, *, factor=None, target_length=None, over='own', context_length=None, native=False, "
-            "**params)",
+            "(model, method, *, factor=None, target_length=None, over='own', context_length=None, layers=None, "
+            "native=False, **params)",
         ),
         ("unpatch", "(model)"),
         ("patched", "(model, method, **kwargs)"),

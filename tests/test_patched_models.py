@@ -78,6 +78,20 @@ def test_pickling_round_trip(name: str, method: str) -> None:
     assert torch.equal(logits(model, ids), out)
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn", "rerope"])
+def test_a_forked_process_computes_the_same(method: str) -> None:
+    import os
+
+    model, ids = rope.patch(build("llama"), method, target_length=LONG), tokens(LONG)
+    expected = logits(model, ids)
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        os._exit(0 if torch.allclose(logits(model, ids), expected, atol=1e-5) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_weights_of_a_patched_model_load_into_a_plain_one_and_back() -> None:
     model, plain, ids = rope.patch(build("llama"), "yarn", factor=4), build("llama", seed=5), tokens(LONG)
     plain.load_state_dict(model.state_dict())

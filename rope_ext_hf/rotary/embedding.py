@@ -198,6 +198,10 @@ class RotaryEmbedding(nn.Module):
     def _at(self, length: int | None) -> Frequencies:
         return self.method.frequencies(self.rotary, length)
 
+    def _multiplied(self, inv_freq: Tensor) -> Tensor:
+        """Inverse frequencies as a model uses them, which may multiply those of the method (a subclass)."""
+        return inv_freq
+
     def _refresh_buffer(self) -> None:
         if self.frequency.device.type != "meta":
             with torch.inference_mode(False):  # the buffer may outlive the inference mode it is made in
@@ -241,7 +245,7 @@ class RotaryEmbedding(nn.Module):
         device = lengths.device
         wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
         inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
-        frequency = fixed_point(inv_freq).to(device)
+        frequency = fixed_point(self._multiplied(inv_freq)).to(device)
         if isinstance(attention_factor, Tensor):
             attention_factor = attention_factor.to(device, torch.float32)
         if lengths.ndim > 1:
@@ -273,6 +277,7 @@ class RotaryEmbedding(nn.Module):
 
         Raises:
             TypeError: positions that are not integers.
+            LengthError: a length-dependent method, and positions of something else than the tokens of the input.
         """
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
@@ -283,6 +288,12 @@ class RotaryEmbedding(nn.Module):
             angle = self._trained_angle(positions)
         else:
             frequency, attention_factor = self._frequency_of_call(position_ids, x.device)
+            if frequency.ndim > 2 and frequency.shape[-2] not in (1, positions.shape[-2]):
+                raise LengthError(
+                    f"this model rotates at {positions.shape[-2]} positions beside the {frequency.shape[-2]} tokens of "
+                    f"its input (compressed keys, a canvas), and {self.method.name} has frequencies for each token; "
+                    "use a static method, or hold one length with rope_ext_hf.fixed_length(model, length)"
+                )
             angle = phase_to_radians(positions.to(torch.int64) * frequency)
         return arrange(angle, attention_factor, self.layout, x.dtype if self.cast else None)
 

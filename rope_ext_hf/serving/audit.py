@@ -25,7 +25,7 @@ from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, is_adapter, model_folder
-from rope_ext_hf.patches.config import SLIDING
+from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
 

@@ -12,7 +12,7 @@ from typing import Any
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.eval.preflight import cached_per_token
 from rope_ext_hf.hub import foreign_errors
-from rope_ext_hf.patches.config import SLIDING, sliding_layers
+from rope_ext_hf.patches.layer_types import SLIDING, sliding_layers
 
 __all__ = ["CacheMemory", "cache_memory"]
 

@@ -18,7 +18,6 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.config import (
     RECORD,
-    SLIDING,
     ConfigRope,
     native_form,
     read_rope,
@@ -28,6 +27,7 @@ from rope_ext_hf.patches.config import (
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import bind_to, stated_length, under_config, undo_saved_patch
+from rope_ext_hf.patches.layer_types import choose_labels, layers_of_labels
 from rope_ext_hf.patches.patch_step import PatchStep
 from rope_ext_hf.patches.slots import find_slots, present_steps
 
@@ -50,7 +50,7 @@ class Model:
         self.name, self.config, self.composite, self.steps = name, config, composite, steps
         parameters = getattr(config, "rope_parameters", None) or {}
         nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-        self.layer_types: list[str | None] = [key for key in nested if key not in SLIDING] if nested else [None]
+        self.layer_types = list(choose_labels(config, layers_of_labels(config, nested or [None])))
         if not self.layer_types:
             raise UnsupportedModelError("every layer of this model has a sliding window; there is nothing to extend")
         self.described: ConfigRope = describe_config(config, self.layer_types[0])

@@ -1,0 +1,99 @@
+"""Tables of what a patch does to every model class of transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from .registry import figure, markdown_table, read_result
+
+COLUMNS = ("static", "length-dependent", "remapping", "conversion")
+KINDS = {
+    "causal": "causal language models",
+    "vision": "models of text and images",
+    "multimodal": "models of text and speech",
+    "masked": "encoders",
+    "encoder-decoder": "encoder-decoders",
+    "base": "embedding models",
+}
+
+
+def _rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = read_result("coverage")["rows"]
+    return rows
+
+
+def _rotating() -> list[dict[str, Any]]:
+    """Classes with a rotary embedding in layers that attend to everything."""
+    return [row for row in _rows() if row["rope"] and (not row.get("rotating") or row["rotating"][0])]
+
+
+def _works(row: dict[str, Any], column: str) -> bool:
+    works: bool = row[column]["works"]
+    return works
+
+
+def _share(rows: list[dict[str, Any]], column: str) -> str:
+    return f"{sum(_works(row, column) for row in rows)} of {len(rows)}"
+
+
+@figure
+def coverage_counts() -> str:
+    result = read_result("coverage")
+    by_kind = {kind: [row for row in _rotating() if row["kind"] == kind] for kind in KINDS}
+    totals = Counter(row["kind"] for row in _rows())
+    rows = [
+        [KINDS[kind], str(totals[kind]), *(_share(some, column) for column in COLUMNS)]
+        for kind, some in by_kind.items()
+        if some
+    ]
+    rows.append(["all", str(len(_rows())), *(_share(_rotating(), column) for column in COLUMNS)])
+    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+    note = (
+        "*Of the classes with a rotary embedding in layers that attend to everything, each built small with random "
+        f"weights. Measured by `{result['command']}` with {versions}.*"
+    )
+    return markdown_table(["classes of transformers", "in all", *COLUMNS], rows, note)
+
+
+def _names(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(sorted({f"`{row['model_type']}`" for row in rows}))
+
+
+@figure
+def coverage_models() -> str:
+    """One line for every combination of what works."""
+    groups: dict[tuple[bool, ...], list[dict[str, Any]]] = {}
+    for row in _rotating():
+        groups.setdefault(tuple(_works(row, column) for column in COLUMNS), []).append(row)
+    rows = (
+        [*("yes" if works else "–" for works in marks), str(len(some)), _names(some)]
+        for marks, some in sorted(groups.items(), reverse=True)
+    )
+    return markdown_table([*COLUMNS, "classes", "`model_type`"], rows)
+
+
+@figure
+def coverage_refusals() -> str:
+    """Why a class takes no static method, for classes that compute rotary embeddings."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in _rows():
+        if row["rope"] and not _works(row, "static"):
+            groups.setdefault(row["static"]["because"], []).append(row)
+    rows = ([reason, _names(some)] for reason, some in sorted(groups.items(), key=lambda item: -len(item[1])))
+    return markdown_table(["refused because", "`model_type`"], rows)
+
+
+@figure
+def coverage_remapping_refusals() -> str:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in _rotating():
+        if _works(row, "static") and not _works(row, "remapping"):
+            groups.setdefault(row["remapping"]["because"], []).append(row)
+    rows = ([reason, _names(some)] for reason, some in sorted(groups.items(), key=lambda item: -len(item[1])))
+    return markdown_table(["no remapping method because", "`model_type`"], rows)
+
+
+@figure
+def coverage_without_rope() -> str:
+    return str(sum(not row["rope"] for row in _rows()))

@@ -1,0 +1,151 @@
+"""Which layers of a model attend to everything before them, which rotate, and which rotary embedding each uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import values_of
+
+__all__ = [
+    "SLIDING",
+    "Label",
+    "Layers",
+    "choose_labels",
+    "layers_of_labels",
+    "rotating_layers",
+    "sliding_layers",
+]
+
+SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
+"""Layer types that never attend past their window, whatever their rotary embedding does."""
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mamba", "recurrent"})
+"""Layer types without keys that could be rotated."""
+
+Label = str | None
+"""The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
+Layers = str | int | Sequence[str | int]
+"""A choice of layers: layer types, labels, or indices from 0 on."""
+
+
+def layer_types(config: Any) -> list[str]:
+    """The type of every layer; "full_attention" where the config has none."""
+    count = config.num_hidden_layers
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * count)[:count]
+
+
+def label_of(config: Any, layer_type: str) -> str:
+    """The key of `rope_parameters` under which the rotary embedding of a layer type stands."""
+    named = family(config.model_type).rope_labels
+    return next((label for label, types in named.items() if layer_type in types), layer_type)
+
+
+def sliding_layers(config: Any) -> tuple[int | None, int]:
+    """The window in tokens of the sliding-window layers, and how many layers those are."""
+    stated = [*values_of(config, "sliding_window"), *values_of(config, "attention_chunk_size")]
+    window = max((each for each in stated if each), default=None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    layers = getattr(config, "layer_types", None)
+    if not window:
+        return None, 0
+    return window, sum(kind in SLIDING for kind in layers) if layers else config.num_hidden_layers
+
+
+def rotating_layers(config: Any) -> tuple[int, int]:
+    """How many full-attention layers rotate their queries and keys, and how many full-attention layers there are."""
+    full = [index for index, kind in enumerate(layer_types(config)) if _attends_to_all(kind)]
+    return sum(_rotates(config, index) for index in full), len(full)
+
+
+def _attends_to_all(layer_type: str) -> bool:
+    return layer_type not in SLIDING | _WITHOUT_ATTENTION
+
+
+def _rotates(config: Any, index: int) -> bool:
+    uses_rope = getattr(config, "no_rope_layers", None)  # despite its name 1 where a layer rotates (Llama 4, SmolLM3)
+    thetas = getattr(config, "layer_rope_theta", None)  # 0 where a layer does not rotate
+    if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
+        return False
+    settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    label = label_of(config, layer_types(config)[index])
+    if label in settings and settings[label] is None:
+        return False
+    return all(not each or bool(each[index]) for each in (uses_rope, thetas))
+
+
+def layers_of_labels(config: Any, labels: Sequence[Label], theta: float | None = None) -> dict[Label, tuple[int, ...]]:
+    """The indices of the layers that use each of a rotary module's embeddings.
+
+    Args:
+        labels: the names of the embeddings; [None]: one for all layers.
+        theta: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
+    """
+    types = layer_types(config)
+    if list(labels) == [None]:
+        thetas = getattr(config, "layer_rope_theta", None) if theta is not None else None
+        return {None: tuple(i for i in range(len(types)) if thetas is None or thetas[i] == theta)}
+    used = [label_of(config, kind) for kind in types]
+    return {label: tuple(i for i, each in enumerate(used) if each == label) for label in labels}
+
+
+def choose_labels(
+    config: Any, served: Mapping[Label, tuple[int, ...]], layers: Layers | None = None
+) -> tuple[Label, ...]:
+    """The rotary embeddings that a method is applied to.
+
+    Args:
+        served: the layers of each, from `layers_of_labels`.
+        layers: the layers that were asked for; None: those that attend to everything before them.
+
+    Raises:
+        MethodError: layers that do not exist.
+        UnsupportedModelError: layers that share their rotary embedding with others.
+    """
+    types = layer_types(config)
+    if layers is None:
+        if list(served) == [None]:
+            return (None,) if served[None] and not _other_thetas(config, types, served[None]) else ()
+        full = tuple(label for label, indices in served.items() if any(_attends_to_all(types[i]) for i in indices))
+        return full or tuple(label for label, indices in served.items() if not indices and label not in SLIDING)
+    wanted = _indices(config, types, served, layers)
+    for indices in served.values():
+        if (some := wanted & set(indices)) and (rest := set(indices) - wanted):
+            raise UnsupportedModelError(
+                f"layers {_listed(some)} of this {config.model_type!r} model share one rotary embedding with layers "
+                f"{_listed(rest)}; a method applies to all of them or to none"
+            )
+    return tuple(label for label, indices in served.items() if wanted & set(indices))
+
+
+def _other_thetas(config: Any, types: Sequence[str], indices: tuple[int, ...]) -> bool:
+    """Whether a module for some layers of its own theta serves sliding windows only, while others attend to all."""
+    some_attend = any(_attends_to_all(types[i]) for i in indices)
+    return len(indices) < len(types) and not some_attend
+
+
+def _indices(config: Any, types: Sequence[str], served: Mapping[Label, tuple[int, ...]], layers: Layers) -> set[int]:
+    chosen: set[int] = set()
+    for each in [layers] if isinstance(layers, (str, int)) else layers:
+        if isinstance(each, str):
+            known = {*types, *(label for label in served if label is not None)}
+            if each not in known:
+                raise MethodError(
+                    f"this {config.model_type!r} model has no {each!r} layers, only {', '.join(sorted(known))}."
+                    + did_you_mean(each, known)
+                )
+            chosen |= {i for i, kind in enumerate(types) if each in (kind, label_of(config, kind))}
+        elif isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < len(types):
+            raise MethodError(f"layers must be layer types, or numbers from 0 to {len(types) - 1}; got {each!r}")
+        else:
+            chosen.add(each)
+    if not chosen:
+        raise MethodError("layers names no layer of this model; leave it away for those that attend to everything")
+    return chosen
+
+
+def _listed(indices: set[int]) -> str:
+    first = ", ".join(map(str, sorted(indices)[:6]))
+    return f"{first}, ..." if len(indices) > 6 else first

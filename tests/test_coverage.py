@@ -1,0 +1,52 @@
+"""The record of `make coverage`: complete for the installed transformers, and a sample of it measured again."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from docs.figures.models import COLUMNS, _rotating
+from tests.coverage import RESULT, measure
+from tests.every_model import Entry, entries
+
+RECORD: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+ROWS = {(row["model_type"], row["class"]): row for row in RECORD["rows"]}
+SAME_VERSION = RECORD["versions"]["transformers"] == version("transformers")
+CHEAP = sorted(key for key, row in ROWS.items() if row["rope"] and row["seconds"] < 1.5)
+SAMPLE = random.Random(0).sample(CHEAP, 12)
+
+
+@pytest.mark.skipif(not SAME_VERSION, reason="the record is of another version of transformers")
+def test_the_record_has_every_class_of_the_installed_transformers() -> None:
+    assert set(ROWS) == {(entry.model_type, entry.name) for entry in entries()}
+
+
+def test_every_class_works_or_is_refused_with_a_reason() -> None:
+    for row in ROWS.values():
+        assert "error" not in row
+        for column in COLUMNS:
+            assert row[column]["works"] or row[column]["because"], row
+
+
+def test_of_classes_that_rotate_most_take_static_methods() -> None:
+    rotating = _rotating()
+    assert len(rotating) > 150
+    assert sum(row["static"]["works"] for row in rotating) >= 0.95 * len(rotating)
+
+
+@pytest.mark.parametrize(("model_type", "name"), SAMPLE)
+def test_a_sample_is_as_recorded(model_type: str, name: str) -> None:
+    entry = next((each for each in entries() if (each.model_type, each.name) == (model_type, name)), None)
+    if entry is None:
+        pytest.skip(f"the installed transformers has no {name}")
+    assert isinstance(entry, Entry)
+    row = measure(entry)
+    assert "error" not in row, row
+    if SAME_VERSION:
+        assert {column: row[column]["works"] for column in COLUMNS} == {
+            column: ROWS[model_type, name][column]["works"] for column in COLUMNS
+        }
