@@ -102,7 +102,7 @@ def example(command: str) -> list[str]:
         pytest.param(
             c.name,
             marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
-            + [pytest.mark.thorough] * (c.name in ("passkey", "lm-eval", "report", "explain")),
+            + [pytest.mark.thorough] * (c.name in ("sweep", "passkey", "lm-eval", "report", "explain")),
         )
         for c in app.registered_commands
         if c.name not in ("detect", "gguf")  # their examples need files that are not there
@@ -222,7 +222,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
             "needs one number per pair",
         ),
         (["ppl", "reference", "--lengths", "x"], "not a length"),
-        (["ppl", "reference", "--lengths", "2M"], "no document has 2097152 tokens"),
+        (["ppl", "reference", "--lengths", "2M", "--data", "stdlib?max_documents=1"], "no document has 2097152 tokens"),
         (["ppl", "reference", "--lengths", "256", "--data", "no-such-file.txt"], "no such text file"),
         (["ppl", "reference", "--lengths", "256", "--dtype", "float3"], "unknown dtype"),
         (["ppl", "reference", "--lengths", "256", "--device", "quantum"], "cannot be used here"),
@@ -409,6 +409,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
     common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-spans", "1", "--out", str(tmp_path)]
+    common += ["--data", "stdlib?max_documents=1"]
     done = subprocess.run([sys.executable, "-m", "rope_ext_hf", *common], capture_output=True, text=True, check=True)
     said = "warning  3 of 3 layers attend to the last 64 tokens only; spans of 256 tokens are longer"
     assert said in done.stderr.splitlines()

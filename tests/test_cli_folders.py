@@ -77,11 +77,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
-    if command not in ("ppl", "sweep", "passkey", "lm-eval", "explain", "advise"):
+    if command == "explain":
+        return [pytest.mark.thorough]
+    if command not in ("ppl", "sweep", "passkey", "lm-eval", "advise"):
         return []
-    other = (command in ("lm-eval", "explain") and kind != "adapter") or (
-        command in ("sweep", "passkey") and kind == "converted"
-    )
+    other = (command == "lm-eval" and kind != "adapter") or (command in ("sweep", "passkey") and kind == "converted")
     return [pytest.mark.thorough if other else pytest.mark.slow]
 
 

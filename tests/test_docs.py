@@ -51,7 +51,14 @@ QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.thorough] * (page == "docs/evaluation.md"))
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+)
 def test_python_runs(page: str, tmp_path: Path) -> None:
     run_forked(run_blocks, blocks(page, "python"), folder=tmp_path)
 

@@ -33,7 +33,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 @pytest.mark.slow
 def test_damaged_inputs_and_odd_options(inputs: Inputs, tmp_path: Path) -> None:
-    wrong = [describe(outcome) for _, outcome in campaign(inputs, 0, range(25), tmp_path) if outcome.wrong]
+    wrong = [describe(outcome) for _, outcome in campaign(inputs, 0, range(15), tmp_path) if outcome.wrong]
     assert not wrong, "\n\n".join(wrong)
 
 

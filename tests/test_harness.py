@@ -298,8 +298,9 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, marks=[pytest.mark.slow, pytest.mark.thorough][each != "yarn"]) for each in METHODS]
+)
 def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
     model = load(method)
     reached = 256 if method == "as loaded" else 1024

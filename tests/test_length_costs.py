@@ -16,7 +16,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
 from tests.dispatch import HostReads
-from tests.length_examples import LONG, RULES, each_kind_of_rule, in_parts, patched, stock
+from tests.length_examples import LONG, RULES, in_parts, patched, stock
 from tests.models import TRAINED, build, logits, tokens
 
 # --- compiled ------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def graphs_of_stock(kind: str, method: str) -> int:
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [
-        ("even", "static"),
+        pytest.param("even", "static", marks=pytest.mark.thorough),
         *(pytest.param(rule, "dynamic", marks=[pytest.mark.thorough] * (rule != "hf")) for rule in RULES),
     ],
 )
@@ -94,7 +94,9 @@ def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@each_kind_of_rule
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=[pytest.mark.thorough] * (rule not in ("paper", "even"))) for rule in RULES]
+)
 def test_a_step_does_not_wait_for_the_device(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that change with every token never do; rules in steps look once where a row may have come to the next."""
     model, ids = patched("llama", rule), tokens(LONG)
