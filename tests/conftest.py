@@ -1,6 +1,6 @@
 """What all test modules share: settings of hypothesis, the slow tier, fixtures.
 
-Slow tests are those marked `slow` and, of tests over model families, those of families outside FAST_FAMILIES.
+Slow tests are those marked `slow` and, of tests over model families, those of families outside QUICK_FAMILIES.
 `make test-fast` leaves them out. tests/tiers.py says what `make test` leaves to `make test-all`.
 """
 
@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.tiers import ALL, FAST_FAMILIES, in_turn
+from tests.tiers import ALL, KINDS_OF_FAMILIES, QUICK_FAMILIES, in_turn
 
 if TYPE_CHECKING:
     from tests.saved_models import Lookup
@@ -28,14 +28,16 @@ hypothesis.settings.load_profile("tests")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     models = sys.modules.get("tests.models")  # which imports transformers; tests of pure modules need not wait for it
-    slow = set() if models is None else {*models.FAMILIES, *models.ROTATING} - FAST_FAMILIES
+    families = set() if models is None else {*models.FAMILIES, *models.ROTATING}
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         family = params.get("name", params.get("model_type"))
-        if isinstance(family, str) and family in slow:
+        if not isinstance(family, str) or family not in families:
+            continue
+        if family not in QUICK_FAMILIES:
             item.add_marker(pytest.mark.slow)
-            if not in_turn(item.nodeid):
-                item.add_marker(pytest.mark.thorough)
+        if family not in KINDS_OF_FAMILIES and not in_turn(item.nodeid):
+            item.add_marker(pytest.mark.thorough)
     left = [item for item in items if item.get_closest_marker("thorough")]
     if left and not ALL:
         config.hook.pytest_deselected(items=left)

@@ -186,6 +186,7 @@ def parse(command: str) -> str:
     return name
 
 
+@pytest.mark.slow
 @of_model("Llama-3.1-8B", "Qwen3-8B", "Mistral-7B", "gpt-oss-20b")
 @pytest.mark.parametrize(("length", "stated"), [(128 * K, None), (256 * K, None), (64 * K, 32 * K)])
 def test_commands_parse(folder: Path, length: int, stated: int | None) -> None:

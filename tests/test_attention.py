@@ -105,6 +105,7 @@ def patched_method(model: Any) -> RemappingMethod:
     return method
 
 
+@pytest.mark.slow
 @each_family
 @each_method
 def test_logits_are_those_of_the_definition(name: str, method: str) -> None:

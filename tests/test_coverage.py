@@ -38,6 +38,7 @@ def test_of_classes_that_rotate_most_take_static_methods() -> None:
     assert sum(row["static"]["works"] for row in rotating) >= 0.95 * len(rotating)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "name"), SAMPLE)
 def test_a_sample_is_as_recorded(model_type: str, name: str) -> None:
     entry = next((each for each in entries() if (each.model_type, each.name) == (model_type, name)), None)

@@ -24,11 +24,13 @@ from tests.hub_server import Fault, HubServer
 
 WEIGHTS = "model.safetensors"
 ONE_SPAN = ("--lengths", "64", "--max-spans", "1", "--data", "stdlib?max_documents=1")
-SLOW = pytest.mark.slow
 THOROUGH = pytest.mark.thorough  # most wait for a silent Hub, or try again
 ONE_TRIAL = ("--lengths", "128", "--trials", "1", "--haystack", "stdlib?max_documents=1")
 AT_MOST = 90.0  # seconds a command may take, whatever the Hub does; on a machine with other work
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of conversions that transformers does not run
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of conversions that transformers does not run
+]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ def no_faults(hub: Hub) -> None:
 # --- the same as from a folder --------------------------------------------------------------------------------------
 
 
-@SLOW
 @pytest.mark.parametrize("name", ["plain", "sharded", "native", "restored", "legacy"])
 def test_a_model_by_hub_id_is_the_model_in_its_folder(name: str, hub: Hub) -> None:
     assert hub.client.call(logits, f"some/{name}") == logits(hub.folders[name])
@@ -116,7 +117,6 @@ def test_detecting_by_hub_id(hub: Hub) -> None:
     assert json.loads(outcome.out)["pairing"] == "half"
 
 
-@SLOW
 def test_an_adapter_whose_model_is_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     rows = {"q_proj": 256, "k_proj": 128}
     names = {f"base_model.model.model.layers.0.self_attn.{module}": size for module, size in rows.items()}
@@ -152,7 +152,7 @@ def test_an_adapter_whose_model_is_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     ("command", "options"),
     [
         ("ppl", ["--method", "yarn", "--factor", "2", *ONE_SPAN]),
-        pytest.param("sweep", ["--method", "yarn", "--factor", "2", *ONE_SPAN], marks=pytest.mark.slow),
+        pytest.param("sweep", ["--method", "yarn", "--factor", "2", *ONE_SPAN]),
         pytest.param("passkey", ["--task", "key-value", *ONE_TRIAL], marks=THOROUGH),
     ],
 )
@@ -252,13 +252,12 @@ FAILURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a broken API": ("/api/*", {"status": 500}, "the Hub cannot be reached or has a fault"),
     "a silent API": ("/api/*", {"stall": 30.0}, "the Hub cannot be reached or has a fault"),
 }
-QUICK = ("damaged weights", "damaged config")
 WAITING = ("cut off", "silent", "a silent API")
 
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(name, marks=[THOROUGH] * (name in WAITING) + [SLOW] * (name not in QUICK)) for name in FAILURES],
+    [pytest.param(name, marks=[THOROUGH] * (name in WAITING)) for name in FAILURES],
 )
 def test_a_transfer_that_fails_is_one_line_and_leaves_nothing(what: str, hub: Hub, tmp_path: Path) -> None:
     pattern, values, message = FAILURES[what]
@@ -291,10 +290,7 @@ def assert_last_line(outcome: Outcome, message: str) -> None:
     assert len(last) < 600
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "fault", [{"cut": 1_000_000, "times": 2}, pytest.param({"stall": 3.0, "times": 1}, marks=SLOW)]
-)
+@pytest.mark.parametrize("fault", [{"cut": 1_000_000, "times": 2}, pytest.param({"stall": 3.0, "times": 1})])
 def test_a_transfer_that_is_interrupted_goes_on(fault: dict[str, Any], hub: Hub, tmp_path: Path) -> None:
     name = f"some/interrupted-by-{next(iter(fault))}"
     hub.server.add("models", name, content(hub.folders["plain"]))
@@ -319,7 +315,6 @@ def test_names_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
 # --- without a network ----------------------------------------------------------------------------------------------
 
 
-@SLOW
 def test_offline_the_cache_serves_what_it_has(hub: Hub, tmp_path: Path) -> None:
     ppl = ["ppl", "some/plain", *ONE_SPAN, "--json", "--out"]
     online = hub.run(*ppl, str(tmp_path / "online"))

@@ -21,6 +21,7 @@ from tests.saved_models import DYNAMIC, FREQUENCIES, STATIC, Lookup, load_plainl
 # --- restored -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [case for case in STATIC if case[0] in ("llama", "phi3", "gemma3")])
 def test_our_loading_restores_static_methods(name: str, which: str, saved: Lookup) -> None:
     it = saved("static", name, which)
@@ -33,6 +34,7 @@ def test_our_loading_restores_static_methods(name: str, which: str, saved: Looku
     assert model.config.max_position_embeddings == TRAINED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), DYNAMIC)
 def test_our_loading_restores_length_dependent_methods(name: str, which: str, saved: Lookup) -> None:
     it = saved("dynamic", name, which)

@@ -68,6 +68,7 @@ def without_positions(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("encoder", FAMILIES)
 def test_everything_but_positions_is_as_before(encoder: str, head: str, tmp_path: Path) -> None:

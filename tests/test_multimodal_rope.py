@@ -222,6 +222,7 @@ def test_a_saved_model_loads_plainly(model_type: str, tmp_path: Path) -> None:
     assert again.config.get_text_config().max_position_embeddings == 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
 def test_decoding_of_text_follows_the_length(model_type: str, method: str) -> None:

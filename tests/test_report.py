@@ -119,6 +119,7 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     assert printed(run).count("90%  1.5") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [HOSTILE, HOSTILE_FILE, "$", "$$", r"\$", "$\\frac{", "x" * 5000])
 def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
     method = {"method": name, "factor": 2.0}  # of a plug-in that is not installed here

@@ -74,6 +74,7 @@ def with_table(model: Any, table: Tensor) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_patched_model_is_one_with_the_table_of_transformers_frequencies(case: str, tmp_path: Path) -> None:
     """Beyond the rows that it had, and plain loading of what is saved gives the same."""

@@ -12,22 +12,25 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 
-FAST_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
+QUICK_FAMILIES = frozenset({"llama", "gemma3"})
+"""Those of `make test-fast`."""
+
+KINDS_OF_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
 """One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
 
 ALL = os.environ.get("ROPE_EXT_TESTS") == "all"
 
 
 def spread(families: Iterable[str], cases: Callable[[str], Iterable[str]]) -> list[tuple[str, str]]:
-    """(family, case) for every case of the families in FAST_FAMILIES, and for every third case of the others."""
+    """(family, case) for every case of the families in KINDS_OF_FAMILIES, and for every third case of the others."""
     return [
         (name, case)
         for index, name in enumerate(families)
         for number, case in enumerate(cases(name))
-        if ALL or name in FAST_FAMILIES or (number + index) % 3 == 0
+        if ALL or name in KINDS_OF_FAMILIES or (number + index) % 3 == 0
     ]
 
 
 def in_turn(test: str) -> bool:
-    """Whether `make test` runs this test of a family outside FAST_FAMILIES: half of them, the same ones every time."""
+    """Whether `make test` runs this test of a family outside KINDS_OF_FAMILIES: half of them, always the same ones."""
     return zlib.crc32(test.encode()) % 2 == 0
