@@ -156,7 +156,8 @@ def test_two_processes() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {f"process {index} of 2: equal" for index in range(2)} <= set(done.stdout.splitlines())
+    for index in range(2):  # both write to one stream: their lines may run into each other
+        assert done.stdout.count(f"process {index} of 2: equal") == 1
 
 
 def test_a_copy_trains_apart() -> None:
