@@ -23,6 +23,7 @@ from rope_ext_hf.errors import LengthError, UnsupportedModelError, one_line
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import register_attention, use_attention
+from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slots import find_slots, patched_slots
@@ -118,17 +119,12 @@ def _recording(model: PreTrainedModel) -> Iterator[None]:
     from transformers.masking_utils import sdpa_mask
 
     register_attention(_NAME, _attention, sdpa_mask)
-    training = [module for module in model.modules() if module.training]
     token = _RECORDS.set([])
-    for module in training:
-        module.training = False
     try:
-        with use_attention(model, _NAME):
+        with evaluating(model), use_attention(model, _NAME):
             yield
     finally:
         _RECORDS.reset(token)
-        for module in training:
-            module.training = True
 
 
 def _run(decoder: Any, ids: Tensor, start: int) -> list[_Record]:

@@ -25,6 +25,7 @@ from rope_ext_hf.patches.attention_interface import (
     register_attention,
     use_attention,
 )
+from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
@@ -200,17 +201,12 @@ def _scaled_like(query: Tensor, other: Tensor, own_temperature: bool) -> Tensor:
 def _probing(model: nn.Module) -> Iterator[None]:
     """Keep the model in eval mode, with attention that records its arguments."""
     register_attention(PROBE_NAME, probe_attention, probe_mask)
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
     token = PROBE_RECORDS.set([])
     try:
-        with use_attention(model, PROBE_NAME), torch.no_grad():
+        with evaluating(model), use_attention(model, PROBE_NAME), torch.no_grad():
             yield
     finally:
         PROBE_RECORDS.reset(token)
-        for module in training:
-            module.training = True
 
 
 def _run(

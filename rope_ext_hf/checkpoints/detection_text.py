@@ -16,6 +16,7 @@ from rope_ext_hf.checkpoints.live_model import rotated_parameters
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
+from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots
@@ -62,7 +63,7 @@ def compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTo
     if runs is None:
         raise UnsupportedModelError(f"the family table has no pairing for {weights.tensors.model_type!r}")
     spans = _spans(text, tokenizer or _load_tokenizer(model, weights.path), weights.rotary.trained_length)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         losses = {runs: _losses(model, spans)}
         with _reordered(model, weights.tensors, runs):
             losses[other_pairing(runs)] = _losses(model, spans)
@@ -102,18 +103,6 @@ def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
         pairs = zip(logits, spans, strict=True)
         losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
     return torch.stack([loss.cpu().double() for loss in losses])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, and every module back into its own mode at the end."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

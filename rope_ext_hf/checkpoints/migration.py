@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.patches.evaluating import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -215,7 +216,7 @@ def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated
         stack.enter_context(_replaced_output(table, _no_rotation))
         outputs = []
         for each in (model, migrated):
-            stack.enter_context(_eval_mode(each))
+            stack.enter_context(evaluating(each))
             outputs.append(next(iter(each(input_ids=ids, attention_mask=torch.ones_like(ids)).values())).float())
     expected, computed = outputs
     gap = float((expected - computed).abs().max() / expected.std().clamp(min=1e-30))
@@ -239,14 +240,3 @@ def _replaced_output(module: nn.Module, replace: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -51,6 +51,13 @@ class _ScoreBias(RemappingMethod):
             Default: `max_distance`, so that inputs up to there stay as they are.
     """
 
+    guidance = Guidance(
+        "far keys fade, they are not read",
+        math.inf,
+        "the same",
+        when="far keys are to fade out, or the model was trained with the bias",
+        decode="slower scores beyond the context length",
+    )
     default_temperature = "none"  # a bias already keeps the number of keys that matter from growing
     start: int | None = None
 
@@ -125,14 +132,6 @@ class ALiBi(_ScoreBias):
     `strength`: what the slopes of the paper are multiplied by.
     """
 
-    guidance = Guidance(
-        "far keys fade, they are not read",
-        math.inf,
-        "the same",
-        when="far keys are to fade out, or the model was trained with the bias",
-        decode="slower scores beyond the context length",
-    )
-
     strength: float = 1.0
 
     def __post_init__(self) -> None:
@@ -153,14 +152,6 @@ class Kerple(_ScoreBias):
     With d tokens beyond `start`: -r1 ln(1 + r2 d) for `kernel="log"`, -r1 d^r2 for `kernel="power"`, where
     0 < r2 <= 2. `r1`, `r2`: one number for all heads, or one for each.
     """
-
-    guidance = Guidance(
-        "far keys fade, they are not read",
-        math.inf,
-        "the same",
-        when="far keys are to fade out, or the model was trained with the bias",
-        decode="slower scores beyond the context length",
-    )
 
     kernel: str = "log"
     r1: tuple[float, ...] = (1.0,)

@@ -24,7 +24,8 @@ from rope_ext_hf.engines.base import (
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
-from rope_ext_hf.hub import foreign_errors, is_adapter, model_folder
+from rope_ext_hf.hub import foreign_errors, model_folder
+from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
@@ -111,12 +112,13 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
     if file.suffix == ".gguf":
         return _audit_gguf(file)
     if file.suffix != ".json":
-        if is_adapter(path, revision=revision):
+        folder = model_folder(path, revision=revision, weights=False)
+        if find_adapter(folder) is not None:
             raise CheckpointError(
                 f"{short(str(path))!r} is an adapter of PEFT, without a config of its own; audit its base model, or "
                 "merge it (merge_and_unload, save_pretrained) and audit the result"
             )
-        file = model_folder(path, revision=revision, weights=False) / "config.json"
+        file = folder / "config.json"
     return audit_config(read_json(file), str(file))
 
 
