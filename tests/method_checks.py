@@ -20,7 +20,7 @@ from tests.oracles import plain
 EXACT = 1e-12  # two float64 computations of one formula
 NATIVE = 2e-5  # transformers computes in float32
 DIMS = (32, 64, 80, 128, 256)
-THETAS = (1e4, 5e5, 1e6)
+THETAS = (1e4, pytest.param(5e5, marks=pytest.mark.slow), pytest.param(1e6, marks=pytest.mark.slow))
 TRAINED_LENGTHS = (256, 2048, 4096, 8192, 32768, 131072)
 FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, 32.0)
 

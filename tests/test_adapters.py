@@ -14,13 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    AutoPeftModelForCausalLM,
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    get_peft_model,
-)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 from typer.testing import CliRunner
 
@@ -54,7 +47,9 @@ def plain(folder: Path) -> Any:
 
 
 def lora(**settings: Any) -> Any:
-    return LoraConfig(
+    import peft
+
+    return peft.LoraConfig(
         **{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
         | settings
     )
@@ -62,8 +57,10 @@ def lora(**settings: Any) -> Any:
 
 def adapted(model: Any, **settings: Any) -> Any:
     """A model with a random adapter, which changes its logits."""
+    import peft
+
     torch.manual_seed(3)
-    return get_peft_model(model, lora(**settings)).eval()
+    return peft.get_peft_model(model, lora(**settings)).eval()
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -82,6 +79,8 @@ def change(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize("order", ["patched first", "adapter first"])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_keeps_the_patch(method: str, order: str, base: Path, tmp_path: Path) -> None:
+    import peft
+
     model = plain(base)
     if order == "patched first":
         rope.patch(model, method, **METHODS[method])
@@ -91,7 +90,7 @@ def test_an_adapter_keeps_the_patch(method: str, order: str, base: Path, tmp_pat
     model.save_pretrained(tmp_path / "adapter")
     assert settings_of(tmp_path / "adapter")[ADAPTER_KEY]["method"]["method"] == method
     loaded = rope.from_pretrained(tmp_path / "adapter")
-    assert isinstance(loaded, PeftModel)
+    assert isinstance(loaded, peft.PeftModel)
     assert loaded.name_or_path == str(tmp_path / "adapter")
     assert not any(p.requires_grad for p in loaded.parameters())
     for length in (TRAINED // 2, LONG):
@@ -105,11 +104,13 @@ def test_an_adapter_keeps_the_patch(method: str, order: str, base: Path, tmp_pat
 
 
 def test_plain_reloading_names_this_package(base: Path, tmp_path: Path) -> None:
+    import peft
+
     adapted(rope.patch(plain(base), "yarn", factor=4)).save_pretrained(tmp_path / "adapter")
     for load in (
-        AutoPeftModelForCausalLM.from_pretrained,
+        peft.AutoPeftModelForCausalLM.from_pretrained,
         AutoModelForCausalLM.from_pretrained,
-        lambda folder: PeftModel.from_pretrained(plain(base), folder),
+        lambda folder: peft.PeftModel.from_pretrained(plain(base), folder),
     ):
         with pytest.warns(UserWarning, match=r"rope_ext_hf: load with rope_ext_hf\.from_pretrained"):
             load(str(tmp_path / "adapter"))
@@ -138,13 +139,15 @@ def test_the_patch_of_a_saved_base_model_is_applied_once(method: str, base: Path
 
 def test_a_base_model_loaded_plainly_from_a_patched_folder(base: Path, tmp_path: Path) -> None:
     """No patch of ours is live, so that nothing is recorded: the folder of the base model has it."""
+    import peft
+
     rope.patch(plain(base), "yarn", factor=4).save_pretrained(tmp_path / "patched")
     model = adapted(plain(tmp_path / "patched"))
     model.save_pretrained(tmp_path / "adapter")
     assert ADAPTER_KEY not in settings_of(tmp_path / "adapter")
     loaded = rope.from_pretrained(tmp_path / "adapter")
     assert difference(logits(loaded, tokens(LONG)), logits(model, tokens(LONG))) <= TOLERANCE
-    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     assert torch.equal(logits(again, tokens(LONG)), logits(model, tokens(LONG)))
 
 
@@ -176,12 +179,14 @@ def test_what_is_saved_follows_the_patch_of_the_moment(base: Path, tmp_path: Pat
 
 
 def test_merging_keeps_the_record(base: Path, tmp_path: Path) -> None:
+    import peft
+
     model = adapted(rope.patch(plain(base), "dca", target_length=LONG))
     model.save_pretrained(tmp_path / "adapter")
     expected = logits(model, tokens(LONG))
     rope.from_pretrained(tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
     loaded = rope.from_pretrained(tmp_path / "merged")
-    assert not isinstance(loaded, PeftModel)
+    assert not isinstance(loaded, peft.PeftModel)
     assert rope.describe(loaded).method == "dca"
     assert difference(logits(loaded, tokens(LONG)), expected) <= 10 * TOLERANCE
 
@@ -266,8 +271,10 @@ def test_tokens_that_were_added(base: Path, tmp_path: Path) -> None:
 
 
 def test_prompts_are_recorded_where_the_patch_comes_last(base: Path, tmp_path: Path) -> None:
-    settings = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = rope.patch(get_peft_model(plain(base), settings).eval(), "yarn", factor=4)
+    import peft
+
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = rope.patch(peft.get_peft_model(plain(base), settings).eval(), "yarn", factor=4)
     model.save_pretrained(tmp_path / "adapter")
     loaded = rope.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(loaded, tokens(LONG)), logits(model, tokens(LONG)))
@@ -339,6 +346,7 @@ def test_patching_a_folder(bundled: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, tokens(LONG)), expected)
 
 
+@pytest.mark.slow
 def test_measuring_prints_no_advice_for_programmers(bundled: Path, tmp_path: Path) -> None:
     arguments = ["ppl", str(bundled), "--lengths", "64", "--max-spans", "1", "--out", str(tmp_path), "--json"]
     with warnings.catch_warnings():
@@ -466,6 +474,8 @@ def test_peft_is_asked_for(base: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_model_with_an_adapter_beside_it_is_the_business_of_transformers(base: Path, tmp_path: Path) -> None:
+    import peft
+
     adapted(plain(base)).save_pretrained(base)
     assert find_adapter(base) is None
-    assert not isinstance(rope.from_pretrained(base), PeftModel)
+    assert not isinstance(rope.from_pretrained(base), peft.PeftModel)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import ast
 import functools
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "rope_ext_hf"
@@ -297,19 +295,25 @@ def is_front_door(module: Module) -> bool:
     return module.path.name == "__init__.py"
 
 
-@pytest.mark.parametrize("name", sorted(name for name in modules() if exported(modules()[name]) is not None))
-def test_listed_names_exist(name: str) -> None:
-    module = modules()[name]
-    names = exported(module) or []
-    assert len(names) == len(set(names))
-    defined = {each.name or each.target.rpartition(".")[2] for each in module.imports}
+def test_listed_names_exist_and_stand_once() -> None:
+    check(
+        f"{module.name}: {name}"
+        for module in modules().values()
+        for name, times in Counter(exported(module) or ()).items()
+        if times > 1 or name not in defined(module)
+    )
+
+
+def defined(module: Module) -> set[str]:
+    """Names that a module imports, or defines at its top level."""
+    names = {each.name or each.target.rpartition(".")[2] for each in module.imports}
     for node in module.tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-    assert set(names) <= defined
+            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return names
 
 
 # --- size ---------------------------------------------------------------------------------------------------------

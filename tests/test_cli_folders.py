@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
@@ -71,8 +70,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         code, _, err = run(*step)
         assert code == 0, err
     model = rope.patch(rope.from_pretrained(root / "plain"), "dca", target_length=512)
-    settings = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(model, settings).save_pretrained(root / "adapter")
+    import peft
+
+    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(model, settings).save_pretrained(root / "adapter")
     return {kind: root / kind for kind in KINDS}
 
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.families import (
@@ -171,11 +172,6 @@ def test_a_family_that_is_not_in_the_table_has_nothing_special() -> None:
 # --- the entries --------------------------------------------------------------------------------------------------
 
 
-def has_causal_class(model_type: str) -> bool:
-    """Whether transformers has a causal language model of exactly this model_type."""
-    return transformers.CONFIG_MAPPING[model_type] in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-
-
 def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
     """What the family's own function makes of x (batch, heads, length, DIM) when every pair turns by its own angle.
 
@@ -286,7 +282,7 @@ def test_softmax_mscale_is_in_the_attention_of_the_families_that_say_so() -> Non
     assert scaled.model.layers[0].self_attn.scaling > plain.model.layers[0].self_attn.scaling
 
 
-@pytest.mark.parametrize("model_type", [name for name in WITH_A_CLASS if has_causal_class(name)])
+@pytest.mark.parametrize("model_type", [name for name in WITH_A_CLASS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
 def test_softmax_mscale_stands_where_the_code_reads_it(model_type: str) -> None:
     source = Path(str(modeling(model_type).__file__)).read_text(encoding="utf-8")
     assert family(model_type).softmax_mscale == ("mscale_all_dim" in source)
@@ -294,8 +290,6 @@ def test_softmax_mscale_stands_where_the_code_reads_it(model_type: str) -> None:
 
 def causal_families() -> dict[str, Path]:
     """Every model_type of a causal language model and the source of its modeling module."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     package = Path(str(transformers.__file__)).parent / "models"
     found = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -37,6 +37,7 @@ def test_damaged_inputs_and_odd_options(inputs: Inputs, tmp_path: Path) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_seed_and_a_number_are_one_case(inputs: Inputs, tmp_path: Path) -> None:
     def made(name: str, number: int) -> list[str]:
         folder = tmp_path / name

@@ -270,6 +270,7 @@ def test_a_remapping_method_reads_text_beyond_its_reach(model_type: str) -> None
 CONVERTED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "mistral4", "muse_glimmer", "muse_spark"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", CONVERTED)
 def test_conversion_moves_the_rows_of_the_text_model_alone(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(model_type), tokens(24)

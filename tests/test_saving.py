@@ -110,11 +110,13 @@ def test_plain_loading_reproduces_static_methods(name: str, which: str, read: Lo
     assert difference(it.read["logits"], logits(it.model, tokens(LONG))) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [case for case in STATIC if case[1] != "default"])
 def test_plain_loading_is_not_the_model_before_the_patch(name: str, which: str, read: Lookup) -> None:
     assert difference(read("static", name, which).read["logits"], logits(build(name), tokens(LONG))) >= 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), ON_THE_WAY)
 def test_plain_loading_at_a_thousand_tokens(name: str, which: str, read: Lookup) -> None:
     it = read("far", name, which)
@@ -122,6 +124,7 @@ def test_plain_loading_at_a_thousand_tokens(name: str, which: str, read: Lookup)
     assert difference(it.read["logits"], expected) <= 1e-3 * float(expected.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
 def test_loading_a_native_form_is_silent(name: str, which: str, read: Lookup) -> None:
     """But for the keys that are there for other readers: transformers names them once."""
@@ -144,6 +147,7 @@ def served_length(max_position_embeddings: int, settings: dict[str, Any], name: 
     return max_position_embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
 def test_config_lengths(name: str, which: str, read: Lookup) -> None:
     it, case = read("static", name, which), static_cases(name)[which]
@@ -225,6 +229,7 @@ def test_generate_agrees_across_the_trained_length(name: str, which: str, saved:
 # --- length-dependent methods: a stop that names us, and the way back ---------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), DYNAMIC)
 def test_plain_loading_stops_at_length_dependent_methods(name: str, which: str, read: Lookup) -> None:
     it = read("dynamic", name, which)
