@@ -31,6 +31,7 @@ import torch
 from record import record
 from torch import Tensor, nn
 from torch.nn import functional
+from training import take_steps
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
 import rope_ext_hf as rope
@@ -71,15 +72,7 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[torch.Generator], T
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
     draws = torch.Generator().manual_seed(seed)
     model.train()
-    for step in range(steps):
-        loss = loss_of(draws)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 100 == 99:
-            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
+    take_steps(optimizer, schedule, steps, lambda: loss_of(draws), every=100)
     model.eval()
 
 

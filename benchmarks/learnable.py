@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from record import record
-from torch import nn
+from torch import Tensor, nn
+from training import take_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
@@ -56,18 +57,15 @@ def train(model: nn.Module, stream: torch.Tensor, length: int, steps: int, weigh
         optimizer, [group["lr"] for group in groups], total_steps=steps, pct_start=0.1
     )
     draws = torch.Generator().manual_seed(SEED)
-    model.train()
-    for step in range(steps):
+
+    def loss_of_step() -> Tensor:
         starts = torch.randint(0, len(stream) - length, (BATCH, 1), generator=draws)
         ids = stream[starts + torch.arange(length)].long().to(device)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_([*others, *frequencies], 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 20 == 19:
-            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
+        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    model.train()
+    take_steps(optimizer, schedule, steps, loss_of_step, every=20)
     model.eval()
 
 

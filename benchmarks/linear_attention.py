@@ -34,6 +34,7 @@ from record import record
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
+from training import take_steps
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
@@ -215,16 +216,15 @@ def trained(way: Way, stream: Tensor, steps: int, device: str) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LEARNING_RATE, total_steps=steps, pct_start=0.1)
     sampler = torch.Generator().manual_seed(SEED)
-    for step in range(steps):
+
+    def loss_of_step() -> Tensor:
         starts = torch.randint(0, len(stream) - TRAINED_LENGTH - 1, (BATCH, 1), generator=sampler)
-        loss = loss_of(model, stream[starts + torch.arange(TRAINED_LENGTH + 1)].long().to(device), TRAINED_LENGTH)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 50 == 49:
-            print(f"step {step + 1}: {loss.item() / math.log(2):.3f} bits per byte", flush=True)
+        return loss_of(model, stream[starts + torch.arange(TRAINED_LENGTH + 1)].long().to(device), TRAINED_LENGTH)
+
+    def words(loss: float) -> str:
+        return f"{loss / math.log(2):.3f} bits per byte"
+
+    take_steps(optimizer, schedule, steps, loss_of_step, every=50, words=words)
     return model.eval()
 
 
