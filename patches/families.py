@@ -30,9 +30,19 @@ __all__ = [
     "parse_families",
 ]
 
-BLOCKS = ("q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k")
+BLOCKS = ("q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k", "index_norm")
 KV_HEADS = "num_key_value_heads"
-CONFIG_KEYS = ("num_hidden_layers", KV_HEADS, "head_dim", "rotary_dim", "rope_theta", "max_position_embeddings")
+CONFIG_KEYS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    KV_HEADS,
+    "head_dim",
+    "index_n_heads",
+    "index_head_dim",
+    "rotary_dim",
+    "rope_theta",
+    "max_position_embeddings",
+)
 FORMER_KEYS = ("rope_theta", "partial_rotary_factor")
 LINEAR_ORIGINAL_KEYS = ("max_position_embeddings", "rope_theta")
 # Facts about published checkpoints, which another family with the same code need not share.
@@ -84,6 +94,8 @@ class Family:
     pairing_switch: str | None = None
     rotated: Mapping[str, tuple[ModuleRows, ...]] = field(default_factory=dict)
     unrotated: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    rotating_layers: str | None = None
     config_keys: Mapping[str, tuple[ConfigNumber, ...]] = field(default_factory=dict)
     remote_attention: str | None = None
     reject_if: Mapping[str, str] = field(default_factory=dict)
@@ -219,6 +231,12 @@ def _descriptions(key: str, value: object) -> dict[str, str]:
     return value
 
 
+def _modules(key: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value.values()):
+        raise ValueError(f"{key} must be a table of names of modules, got {value!r}")
+    return value
+
+
 def _labels(key: str, value: object) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, dict):
         raise ValueError(f"{key} must be a table of lists of layer types, got {value!r}")
@@ -319,6 +337,8 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "pairing_switch": _config_key,
     "rotated": _rotated,
     "unrotated": _names,
+    "renamed": _modules,
+    "rotating_layers": _config_key,
     "config_keys": _config_numbers,
     "remote_attention": _module_pattern,
     "reject_if": _descriptions,

@@ -12,6 +12,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, choose, family, look_up
 
 __all__ = [
+    "LayerConfig",
     "check_sizes",
     "class_pairing",
     "config_number",
@@ -92,6 +93,45 @@ def stated_rotary(config: Any) -> Rotary | None:
     return Rotary(int(dim), theta, int(length))
 
 
+class LayerConfig:
+    """A text config as one layer reads it.
+
+    Each key has the layer's own value where layers differ: by `per_layer_config`, by a list with an entry for each
+    layer, or by settings for each layer type in rope_parameters. `layer_types` is a dict {layer type: True}, which a
+    condition in the family table can ask.
+    """
+
+    def __init__(self, text: Any, layer: int) -> None:
+        self._text = text
+        self._layer = layer
+        types = getattr(text, "layer_types", None)
+        self._type = types[layer] if types else None
+
+    def __getattr__(self, key: str) -> Any:
+        if key == "per_layer_attributes":
+            return ()
+        if key == "layer_types":
+            return {self._type: True}
+        if key in (getattr(self._text, "per_layer_attributes", None) or ()):
+            return getattr(self._text.per_layer_config[self._layer], key)
+        value = getattr(self._text, key)
+        if isinstance(value, list) and len(value) == self._text.num_hidden_layers:
+            return value[self._layer]
+        if key == "rope_parameters" and isinstance(value, dict) and isinstance(value.get(self._type), dict):
+            return value[self._type]
+        return value
+
+    def rotary_dim(self, dim: int) -> int:
+        """Rotated dims per head of this layer, `dim` unless its settings in rope_parameters are its own."""
+        if getattr(self, "kv_lora_rank", None):
+            return int(self.qk_rope_head_dim)
+        rope = self.rope_parameters if hasattr(self._text, "rope_parameters") else None
+        if rope is None or rope is self._text.rope_parameters:
+            return dim
+        partial = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
+        return int(head_dim(self) * partial)
+
+
 def supported_family(text: Any) -> Family:
     """Return the family of a text config.
 
@@ -106,8 +146,8 @@ def supported_family(text: Any) -> Family:
             )
     if known.rotates_values and look_up(text, known.rotates_values):
         raise UnsupportedModelError(
-            f"by {known.rotates_values!r} in its config this {text.model_type!r} rotates its values as well; which "
-            "columns of the weights after them move with them is not in the family table"
+            f"by {known.rotates_values!r} in its config the values of this {text.model_type!r} come from rows that "
+            "rotate; which columns of the weights after them move with them is not in the family table"
         )
     return known
 

@@ -23,7 +23,7 @@ from rope_ext_hf.patches.slots import find_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["find_config", "from_pretrained", "load_config", "restore_patch"]
+__all__ = ["class_to_load", "find_config", "from_pretrained", "load_config", "restore_patch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,7 +116,7 @@ def _load_patched(
     path: str | Path, config: Any, record: dict[str, Any] | None, auto_class: str | None, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     check_sizes(config)
-    loader = _class_to_load(config, auto_class)
+    loader = class_to_load(config, auto_class)
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)
     settings = [key for key in kwargs if hasattr(config, key) and key not in _LOADING_ARGUMENTS]
@@ -140,7 +140,18 @@ def _load_with_table(
     return model
 
 
-def _class_to_load(config: Any, auto_class: str | None) -> Any:
+def class_to_load(config: Any, auto_class: str | None = None) -> Any:
+    """The class of transformers that a config is loaded with.
+
+    It is the one that its `architectures` name, else the Auto class for causal language models, for models of text and
+    images, or for bare models that knows its model type.
+
+    Args:
+        auto_class: the name of a class to take instead.
+
+    Raises:
+        CheckpointError: an `auto_class` that transformers does not have.
+    """
     import transformers
 
     if auto_class is not None:
@@ -149,7 +160,8 @@ def _class_to_load(config: Any, auto_class: str | None) -> Any:
         return getattr(transformers, auto_class)
     name = next(iter(getattr(config, "architectures", None) or ()), None)
     if name is None:
-        return transformers.AutoModelForCausalLM
+        autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel)
+        return next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
     remote = getattr(config, "auto_map", None) or {}  # code that comes with the folder: the Auto class that leads to it
     auto = next((key for key, value in remote.items() if str(value).endswith(f".{name}")), None)
     return getattr(transformers, auto or name, transformers.AutoModelForCausalLM)

@@ -23,7 +23,7 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.loading import find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import path as reference_folder
 
 if TYPE_CHECKING:
@@ -188,21 +188,25 @@ def _exists(path: Path) -> bool:
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model of a config, on the meta device: modules and shapes, no weights.
+    """The model of a config, of the class that `from_pretrained` would load, on the meta device.
+
+    It has modules and shapes, but no weights.
 
     Raises:
         CheckpointError: no such model can be built, or it would have more layers or wider heads than any model has.
     """
-    from transformers import AutoModelForCausalLM
-
+    loader = class_to_load(config)
     try:
         check_sizes(config)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            if hasattr(loader, "_model_mapping"):
+                model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                model = loader._from_config(config)
     except RopeExtError:
         raise
     except Exception as error:  # model classes raise anything on bad values
-        raise CheckpointError(f"no causal language model can be built from this config: {one_line(error)}") from error
+        raise CheckpointError(f"no language model can be built from this config: {one_line(error)}") from error
     return model
 
 

@@ -185,8 +185,10 @@ def rotate_otherwise(monkeypatch: pytest.MonkeyPatch, model_type: str, to: Pairi
             return both[..., :pairs]
         return both[..., ::2] if torch.equal(both[..., ::2], both[..., 1::2]) else both  # gpt-oss has each angle once
 
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    def turn(q: Tensor, k: Tensor | None = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
         by = angles(cos, sin).unsqueeze(unsqueeze_dim) * (-1 if model_type == "nanochat" else 1)  # turns backwards
+        if k is None:
+            return rotate(q, by, to) if model_type.startswith("qwen4_exp") else (rotate(q, by, to), None)
         return rotate(q, by, to), rotate(k, by, to)
 
     def turn_complex(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,16 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
+from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
+from tests.every_model import tiny
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # the command line prints them
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # of PEFT
 ]
 
-KINDS = ("plain", "native", "restored", "converted", "adapter")
+KINDS = ("plain", "native", "restored", "converted", "adapter", "vision")
 HAYSTACK = ["--haystack", "stdlib?max_documents=1"]
 QUICK = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
 COMMANDS: dict[str, list[str]] = {
@@ -44,6 +46,7 @@ ANSWERS = {
     # The config of the bundled model is plain, without the former spelling that mlx-lm reads: engines disagree on it.
     ("audit", "plain"): (1, ""),
     ("audit", "converted"): (1, ""),
+    ("audit", "vision"): (1, ""),
 }
 """Exit code and part of the error line, where a command cannot do what it is asked on a kind of folder."""
 
@@ -57,7 +60,10 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model as it is; patched, with a native form and without; converted there and back; an adapter."""
+    """The bundled model as it is; patched, with a native form and without; converted there and back; an adapter.
+
+    And a model of text and images, of random weights.
+    """
     root = tmp_path_factory.mktemp("folders")
     shutil.copytree(path(), root / "plain")
     steps = [
@@ -70,6 +76,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         code, _, err = run(*step)
         assert code == 0, err
     model = rope.patch(rope.from_pretrained(root / "plain"), "dca", target_length=512)
+    vision = tiny("qwen3_vl", text_config={"vocab_size": 320, "max_position_embeddings": 256})
+    vision.save_pretrained(root / "vision")
+    load_tokenizer("reference").save_pretrained(root / "vision")
     import peft
 
     settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

@@ -215,7 +215,7 @@ def test_fused_rows_by_hand() -> None:
 def test_the_three_fused_layouts_of_falcon(overrides: dict[str, Any], keys: int) -> None:
     config = known_config("falcon", **overrides)
     expected = RowLayout(keys, (HeadBlock(4 // keys, 16, 16), HeadBlock(1, 16, 16), HeadBlock(1, 16)))
-    assert rotary_tensors(config, 16).layouts["query_key_value"] == expected
+    assert rotary_tensors(config, 16).layers[0]["query_key_value"] == expected
 
 
 def test_the_four_parts_of_codegen() -> None:

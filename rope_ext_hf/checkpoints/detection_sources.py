@@ -19,6 +19,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
+from rope_ext_hf.patches.loading import class_to_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,9 +56,14 @@ class AttentionWeights:
     load: Callable[[], PreTrainedModel]
 
     def attentions(self) -> list[str]:
-        """Return the names of the attention modules, in the order of their layers."""
+        """Return the names of the attention modules that rotate as `rotary` does, in the order of their layers."""
         names = dict.fromkeys(self._attention(name) for name in self.shapes)
-        return sorted((name for name in names if name is not None), key=_layer_order)
+        return sorted((name for name in names if name is not None and self._rotates_alike(name)), key=_layer_order)
+
+    def _rotates_alike(self, attention: str) -> bool:
+        """Whether this module rotates as many dims as the layers that attend to everything."""
+        layouts = self.tensors.layouts_in(attention).values()
+        return any(block.rotary == self.rotary.dim for layout in layouts for block in layout.blocks)
 
     def _attention(self, name: str) -> str | None:
         parts = self.tensors.split_name(name)
@@ -75,8 +81,9 @@ class AttentionWeights:
         sides: dict[str, Tensor] = {}
         gains: dict[str, Tensor] = {}
         latent: tuple[str, str] | None = None
-        for module, layout in self.tensors.layouts.items():
-            weight = self._weight(f"{attention}.{module}")
+        for module, layout in self.tensors.layouts_in(attention).items():
+            names = (f"{attention}.{name}" for name in self.tensors.stored_names(module))
+            weight = next((weight for name in names if (weight := self._weight(name)) is not None), None)
             if weight is None:
                 continue
             is_norm = weight.numel() == layout.rows
@@ -205,14 +212,12 @@ def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_co
 
 def _from_source(source: Source, path: str, trust_remote_code: bool) -> AttentionWeights:
     def load() -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
-
         if source.model is None:
             model_type = source.tensors.model_type
             raise CheckpointError(f"transformers has no class of {model_type!r} that could read a text; give no text")
         settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
         with loading(f"the model in {path!r}"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source.folder, **settings)
+            model: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)
         return model
 
     return AttentionWeights(

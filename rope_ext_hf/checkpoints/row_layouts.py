@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.patches.families import KV_HEADS, ModuleRows, choose, family
-from rope_ext_hf.patches.family_settings import config_number, head_dim, supported_family
+from rope_ext_hf.patches.families import KV_HEADS, Family, ModuleRows, choose, family
+from rope_ext_hf.patches.family_settings import LayerConfig, config_number, head_dim, supported_family
 from rope_ext_hf.rotary.pairing import to_pairing
 
 __all__ = [
@@ -156,15 +157,31 @@ class RotaryTensors:
 
     Attributes:
         model_type: of the text config.
-        layouts: by the name of a module inside an attention module.
+        layers: of each layer, by the name of a module inside its attention module; none for a layer without RoPE.
         unrotated: names of the modules there whose rows do not rotate.
+        renamed: published names of modules, and those of the transformers class.
         scale_rows: rows that share a scale, for weights that are quantised in blocks; None for others.
     """
 
     model_type: str
-    layouts: dict[str, RowLayout]
+    layers: tuple[Mapping[str, RowLayout], ...]
     unrotated: tuple[str, ...]
+    renamed: Mapping[str, str] = field(default_factory=dict)
     scale_rows: int | None = None
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The modules whose rows rotate in any layer."""
+        return tuple(dict.fromkeys(module for layouts in self.layers for module in layouts))
+
+    def layouts_in(self, attention: str) -> Mapping[str, RowLayout]:
+        """Return the layouts of one attention module, `model.layers.0.self_attn`, by the modules inside it."""
+        match = _match_attention(f"{attention}.weight")
+        return {} if match is None else self._of_layer(match, None)
+
+    def stored_names(self, module: str) -> tuple[str, ...]:
+        """Return the names that a module can have in a checkpoint."""
+        return (module, *(name for name, target in self.renamed.items() if target == module))
 
     def find(self, name: str, shape: Sequence[int]) -> RowLayout | ScaleBlocks | None:
         """Return the row layout of a tensor, None for one without rotated rows.
@@ -181,17 +198,19 @@ class RotaryTensors:
             return None
         if _UNROTATED_PARAMETERS.fullmatch(rest):
             return None
-        module = self._module(rest)
-        if module is None:
+        stored = self._stored_module(rest)
+        if stored is None:
             raise CheckpointError(
                 f"{name!r} belongs to an attention module of {self.model_type!r}, and the family table does not list "
-                f"whether it rotates; listed: {', '.join([*self.layouts, *self.unrotated])}. Add it to "
+                f"whether it rotates; listed: {', '.join([*self.modules, *self.unrotated])}. Add it to "
                 "patches/families.toml"
             )
-        parameter = re.sub(r"norms\.\d+\.", "", rest.removeprefix(f"{module}."))
-        layout = self.layouts[module]
+        parameter = re.sub(r"norms\.\d+\.", "", rest.removeprefix(f"{stored}."))
         size = math.prod(shape)
         if _UNROTATED_PARAMETERS.fullmatch(parameter):
+            return None
+        layout = self._of_layer(match, shape).get(self.renamed.get(stored, stored))
+        if layout is None:
             return None
         if _PACKED.fullmatch(parameter) or (parameter == "weight" and shape[1:] == (1,) and size > layout.rows):
             raise CheckpointError(
@@ -219,25 +238,65 @@ class RotaryTensors:
         )
 
     def locate(self, name: str) -> tuple[str, str] | None:
-        """Return the prefix and the module of a rotated tensor: `model` and `layers.0.self_attn.q_proj`.
+        """Return the prefix and the module of a rotated tensor, named as in the transformers class.
 
-        None for all other tensors, and for those of layers that predict further tokens, which no config counts.
+        `model` and `layers.0.self_attn.q_proj`, say; None for all other tensors, and for those of layers that predict
+        further tokens, which no config counts.
         """
         parts = self.split_name(name)
-        return None if parts is None else (parts[0], ".".join(parts[1:]))
+        if parts is None:
+            return None
+        prefix, attention, module = parts
+        layer, _, last = attention.rpartition(".")
+        return prefix, ".".join(filter(None, (layer, self.renamed.get(last, last), module)))
 
     def split_name(self, name: str) -> tuple[str, str, str] | None:
-        """As `locate`, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`."""
+        """As `locate`, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
+
+        Modules are named as in the transformers class, attention modules as in the checkpoint.
+        """
         match = _match_attention(name)
-        module = None if match is None else self._module(match["rest"])
-        if match is None or module is None:
+        stored = None if match is None else self._stored_module(match["rest"])
+        if match is None or stored is None or _is_multi_token_prediction(match):
             return None
-        if _MULTI_TOKEN_PREDICTION.search(f"{match['prefix'] or ''}.{match['layer'] or ''}"):
+        module = self.renamed.get(stored, stored)
+        if module not in self._of_layer(match, None):
             return None
         return match["prefix"] or "", ".".join(filter(None, (match["layer"], match["attention"]))), module
 
-    def _module(self, rest: str) -> str | None:
-        return next((m for m in self.layouts if re.fullmatch(f"{re.escape(m)}(\\.norms\\.\\d+)?\\..+", rest)), None)
+    def _stored_module(self, rest: str) -> str | None:
+        names = (name for module in self.modules for name in self.stored_names(module))
+        return next((n for n in names if re.fullmatch(f"{re.escape(n)}(\\.norms\\.\\d+)?\\..+", rest)), None)
+
+    def _of_layer(self, match: re.Match[str], shape: Sequence[int] | None) -> Mapping[str, RowLayout]:
+        """The layouts of the layer that a name belongs to.
+
+        The config does not count layers that predict further tokens: each of those is like a layer that it counts, and
+        where those differ, like the ones with as many rows.
+
+        Raises:
+            CheckpointError: layers of as many rows that rotate in different ways.
+        """
+        number = re.search(r"\.(\d+)", match["layer"] or "")
+        if number is not None and int(number[1]) < len(self.layers) and not _is_multi_token_prediction(match):
+            return self.layers[int(number[1])]
+        stored = self._stored_module(match["rest"])
+        module = None if stored is None else self.renamed.get(stored, stored)
+        alike: list[Mapping[str, RowLayout]] = []
+        for layouts in self.layers:
+            layout = None if module is None else layouts.get(module)
+            if (layout is None or shape is None or layout.rows == shape[0]) and layouts not in alike:
+                alike.append(layouts)
+        if module is not None and len({layouts.get(module) for layouts in alike}) > 1:
+            raise CheckpointError(
+                f"{match.string!r} belongs to a layer that the config does not count, and the layers of "
+                f"{self.model_type!r} rotate in different ways; remove the weights of further layers before converting"
+            )
+        return alike[0] if alike else self.layers[0]
+
+
+def _is_multi_token_prediction(match: re.Match[str]) -> bool:
+    return _MULTI_TOKEN_PREDICTION.search(f"{match['prefix'] or ''}.{match['layer'] or ''}") is not None
 
 
 def _match_attention(name: str) -> re.Match[str] | None:
@@ -258,13 +317,28 @@ def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
     """
     text = config.get_text_config()
     known = supported_family(text)
+    if known.rotates_back:
+        raise UnsupportedModelError(
+            f"the values of {text.model_type!r} are its keys; which columns of the weights after them move with its "
+            "rotated rows is not in the family table"
+        )
     if not known.rotated:
         raise UnsupportedModelError(
             f"which tensors of {text.model_type!r} rotate is not in the family table; add it to patches/families.toml"
         )
-    heads = int(config_number(text, "num_attention_heads"))
-    keys = int(config_number(text, KV_HEADS, heads))
-    size = head_dim(text)
+    layers = range(int(config_number(text, "num_hidden_layers")))
+    layouts = tuple(_layouts(known, LayerConfig(text, layer), rotary_dim) for layer in layers)
+    return RotaryTensors(text.model_type, layouts, known.unrotated, known.renamed, _scale_rows(config))
+
+
+def _layouts(known: Family, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:
+    """The layouts of the attention module of one layer."""
+    if known.rotating_layers is not None and not getattr(layer, known.rotating_layers):
+        return {}
+    rotary_dim = layer.rotary_dim(rotary_dim)
+    heads = int(config_number(layer, "num_attention_heads"))
+    keys = int(config_number(layer, KV_HEADS, heads))
+    size = head_dim(layer)
     blocks = {
         "q": HeadBlock(heads, size, rotary_dim, side="q"),
         "q_gated": HeadBlock(heads, 2 * size, rotary_dim, side="q"),
@@ -272,25 +346,25 @@ def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
         "v": HeadBlock(keys, size),
         "norm": HeadBlock(1, size, rotary_dim),
     }
-    latent = getattr(text, "kv_lora_rank", None)
+    latent = getattr(layer, "kv_lora_rank", None)
     if latent:
-        plain, rotated = text.qk_nope_head_dim, text.qk_rope_head_dim
+        plain, rotated = layer.qk_nope_head_dim, layer.qk_rope_head_dim
         blocks |= {
             "latent_q": HeadBlock(heads, plain + rotated, rotated, plain, side="q"),
             "latent_kv": HeadBlock(1, latent),
             "latent_k": HeadBlock(1, rotated, rotated, side="k"),
         }
-    index = getattr(text, "index_head_dim", None)
+    index = int(config_number(layer, "index_head_dim", 0))
     if index:
         blocks |= {
-            "index_q": HeadBlock(text.index_n_heads, index, rotary_dim, side="index_q"),
+            "index_q": HeadBlock(int(config_number(layer, "index_n_heads")), index, rotary_dim, side="index_q"),
             "index_k": HeadBlock(1, index, rotary_dim, side="index_k"),
+            "index_norm": HeadBlock(1, index, rotary_dim),
         }
-    layouts = {
-        module: _row_layout(choose(alternatives, text), blocks, keys, module)
+    return {
+        module: _row_layout(choose(alternatives, layer), blocks, keys, module)
         for module, alternatives in known.rotated.items()
     }
-    return RotaryTensors(text.model_type, layouts, known.unrotated, _scale_rows(config))
 
 
 def attention_modules(config: Any, tensors: RotaryTensors) -> frozenset[str]:
@@ -299,7 +373,7 @@ def attention_modules(config: Any, tensors: RotaryTensors) -> frozenset[str]:
     pattern = family(text.model_type).remote_attention
     assert pattern is not None  # other families have a model whose modules can be listed
     layers = int(config_number(text, "num_hidden_layers"))
-    return frozenset(f"{pattern.format(layer)}.{module}" for layer in range(layers) for module in tensors.layouts)
+    return frozenset(f"{pattern.format(layer)}.{module}" for layer in range(layers) for module in tensors.modules)
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
@@ -324,6 +398,8 @@ def _scale_rows(config: Any) -> int | None:
 def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], keys: int, module: str) -> RowLayout:
     repeat = keys if rows.repeat == KV_HEADS else int(rows.repeat)
     norm_side = module.rpartition(".")[2][0]  # a norm that all heads share is named q_norm, key_layernorm, ...
+    if "index_norm" in rows.blocks:
+        norm_side = f"index_{norm_side}"
     return RowLayout(
         repeat,
         tuple(

@@ -208,7 +208,10 @@ def _model_and_rotary(config: Any, trust_remote_code: bool) -> tuple[PreTrainedM
         rotary = stated_rotary(config)
         assert rotary is not None  # the table has it for every such family
         return None, rotary
-    model = empty_model(text, trust_remote_code=trust_remote_code)
+    from transformers import MODEL_MAPPING
+
+    part = text if type(text) in MODEL_MAPPING else config  # some text parts have no class that a config leads to
+    model = empty_model(part, trust_remote_code=trust_remote_code)
     return model, checkpoint_geometry(model)
 
 

@@ -25,6 +25,7 @@ from rope_ext_hf.errors import CheckpointError, one_line
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
 __all__ = ["compare_logits", "compare_scores", "compare_views"]
@@ -73,8 +74,8 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
     names = evenly_spaced(list(attentions), MAX_ATTENTIONS)
     worst = 0.0
     for attention in names:
-        expected, before = _scores(tensors, attentions[attention], source, other_pairing(to))
-        scores, after = _scores(tensors, attentions[attention], written, to)
+        expected, before = _scores(tensors, attention, attentions[attention], source, other_pairing(to))
+        scores, after = _scores(tensors, attention, attentions[attention], written, to)
         difference = float((scores - expected).abs().max() / expected.std().clamp(min=1e-30))
         if not difference <= SCORE_TOLERANCE or not torch.equal(before, after):
             raise CheckpointError(
@@ -101,7 +102,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
     Raises:
         CheckpointError: logits that differ.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model_type = str(read_json(source / "config.json").get("model_type"))
     if family(model_type).remote_attention is not None:
@@ -113,7 +114,8 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
     for folder, pairing in ((source, before), (written, to)):
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, **settings).eval()
+            loader = class_to_load(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+            model = loader.from_pretrained(folder, **settings).eval()
         except Exception as error:  # transformers raises anything on folders that it cannot load
             return f"logits not compared: transformers cannot load the folder: {one_line(error, 200)}"
         runs = class_pairing(model.config)
@@ -151,13 +153,14 @@ class _Side:
 
 
 def _scores(
-    tensors: RotaryTensors, modules: Mapping[str, list[str]], view: TensorView, pairing: str
+    tensors: RotaryTensors, attention: str, modules: Mapping[str, list[str]], view: TensorView, pairing: str
 ) -> tuple[Tensor, Tensor]:
     """Scores of one attention module in this pairing, and its rows that do not rotate."""
     side = _Side()
+    layouts = tensors.layouts_in(attention)
     for module in sorted(modules, key=lambda name: "norm" in name):  # a norm scales what its projection gave
         outputs = _outputs(tensors, modules[module], view)
-        for role, heads in _rotated_heads(outputs, tensors.layouts[module], side.unrotated):
+        for role, heads in _rotated_heads(outputs, layouts[module], side.unrotated):
             side.heads[role] = heads * side.heads.get(role, 1.0)
     scores = []
     for pair in (("q", "k"), ("index_q", "index_k")):
