@@ -271,6 +271,11 @@ def test_audit_finds_a_factor_that_is_applied_twice() -> None:
     assert rows(phi)["vllm"].differs.startswith("for short inputs its frequencies differ")
 
 
+def test_audit_of_a_table_in_the_weights_is_refused() -> None:
+    with pytest.raises(ServingError, match="the angles of 'roformer' are a table in its weights"):
+        audit_config({"model_type": "roformer", "max_position_embeddings": 512})
+
+
 def test_audit_finds_problems_of_the_file() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0}
     composite = {"text_config": BASE, "rope_scaling": yarn}

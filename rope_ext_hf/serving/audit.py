@@ -26,6 +26,7 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.patches.adapters import find_adapter
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
@@ -107,6 +108,7 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
 
     Raises:
         CheckpointError, FileError: no such file, a damaged one, or an adapter.
+        ServingError: a model whose angles are a table in its weights.
     """
     file = Path(path)
     if file.suffix == ".gguf":
@@ -123,7 +125,17 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
 
 
 def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
-    """`audit` of a config that has been read."""
+    """`audit` of a config that has been read.
+
+    Raises:
+        ServingError: a model whose angles are a table in its weights, which no config describes.
+    """
+    model_type = str(config.get("model_type"))
+    if family(model_type).angle_table is not None:
+        raise ServingError(
+            f"the angles of {short(model_type)!r} are a table in its weights, which its config does not describe: "
+            "there is nothing to audit"
+        )
     problems = _problems(config)
     engines = {key: cls() for key, cls in list_engines().items() if key not in _BY_FILE}
     transformers = engines.pop("transformers")
