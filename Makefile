@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-readers | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-exports | test-readers | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
 # docs | figures | pictures | bench:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -6,7 +6,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-readers test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench clean
+.PHONY: demo test test-fast test-all test-exports test-readers test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -32,6 +32,15 @@ build/readers/transformers/ready: Makefile
 build/readers/mlx-lm/ready: Makefile
 	$(PYTHON) -m venv build/readers/mlx-lm
 	build/readers/mlx-lm/bin/pip install -q 'mlx-lm[cpu]==0.32.2'
+	touch $@
+
+# Models quantised by torchao and ONNX files, both installed below build/ (13 MB), where imports of PEFT do not meet them.
+test-exports: .venv/ready build/exports/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=build/exports $(RUN)/python -m pytest tests/test_torchao_and_onnx.py
+
+build/exports/ready: Makefile
+	$(RUN)/pip install -q --target build/exports --no-deps \
+		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0
 	touch $@
 
 # Every method on every family and all the rest: half an hour, before a release.

@@ -102,7 +102,7 @@ def probe_layers(
         )
     slot, decoder = slots[0], next(iter(decoders.values()))
     assert method.max_distance is not None
-    _check_whole(decoder)
+    _check_sharding(decoder, method)
     plain = method.frequency or Default()
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
@@ -124,12 +124,26 @@ def probe_layers(
     return layers
 
 
-def _check_whole(decoder: nn.Module) -> None:
+def _check_sharding(decoder: nn.Module, method: RemappingMethod) -> None:
+    """Check that the weights are whole, or split by heads over processes that all apply this patch (tensor parallel).
+
+    Raises:
+        UnsupportedModelError: sharded by FSDP2, which gathers weights for a whole forward alone; or a method that needs
+            to know which head is which.
+    """
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
-    if sharding is not None and any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
+    if sharding is None or not any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
+        return
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in decoder.modules()):
         raise UnsupportedModelError(
-            f"the weights of {type(decoder).__name__} are sharded over devices (DTensor), and a remapping method runs "
+            f"the weights of {type(decoder).__name__} are sharded over devices (FSDP2), and a remapping method runs "
             "a few tokens through the model when it is patched; patch it first, then shard it (fully_shard)"
+        )
+    if type(method).score_bias is not RemappingMethod.score_bias:
+        raise UnsupportedModelError(
+            f"the heads of {type(decoder).__name__} are split over devices, and {method.name} has a bias for each "
+            "head; use another method, or one device"
         )
 
 

@@ -129,7 +129,7 @@ class LayerConfig:
         if rope is None or rope is self._text.rope_parameters:
             return dim
         partial = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
-        return int(head_dim(self) * partial)
+        return 2 * math.ceil(int(head_dim(self) * partial) / 2)  # an odd number has a last pair of its own
 
 
 def supported_family(text: Any) -> Family:

@@ -333,6 +333,7 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     "dots1": {"n_shared_experts": 1},
+    "mimo_v2_flash": {"head_dim": 48, "v_head_dim": 16},
     "longcat_flash": {"num_layers": LAYERS, "zero_expert_num": 1, "head_dim": 8},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}},
     "phi": {"qk_layernorm": True},

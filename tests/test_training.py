@@ -144,8 +144,8 @@ def test_sft_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes() -> None:
-    """Accelerate and FSDP2 under torchrun; the script asserts that there are two."""
+def test_two_processes(tmp_path: Path) -> None:
+    """Accelerate, FSDP2 and tensor parallelism under torchrun; the script asserts that there are two."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "-m", "tests.two_processes"],
@@ -153,7 +153,9 @@ def test_two_processes() -> None:
         text=True,
         cwd=ROOT,
         timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+        | {"TEST_FOLDER": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for index in range(2):  # both write to one stream: their lines may run into each other

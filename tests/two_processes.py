@@ -1,6 +1,6 @@
-"""What two processes do with a patched model: gradients under accelerate, sharded weights (FSDP2). On CPUs, with gloo.
+"""What two processes do with a patched model: accelerate, FSDP2, tensor parallelism. On CPUs, with gloo.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.two_processes
+    TEST_FOLDER=$(mktemp -d) torchrun --standalone --nproc-per-node 2 -m tests.two_processes
 
 Run by tests/test_training.py. Every check is against one process, which this script computes as well.
 """
@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from torch import distributed
+from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
 from tests.models import build, logits, tokens
@@ -66,14 +70,39 @@ def patched_after_sharding() -> None:
     torch.testing.assert_close(logits(model, ids), expected, atol=1e-5, rtol=0)
 
 
+def heads_are_split_over_processes(folder: Path) -> None:
+    """A tensor-parallel plan of transformers, by which each process loads some heads of every layer."""
+    ids = tokens(150)
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    assert "DTensor" in type(model.model.layers[0].self_attn.q_proj.weight).__name__
+    before = logits(model, ids)
+    for method, params in (STATIC, BY_LENGTH, ("dca", {}), ("self-extend", {})):
+        expected = logits(rope.patch(build("llama"), method, **params), ids)
+        torch.testing.assert_close(logits(rope.patch(model, method, **params), ids), expected, atol=1e-4, rtol=0)
+        rope.unpatch(model)
+        assert torch.equal(logits(model, ids), before)
+    with pytest.raises(rope.UnsupportedModelError, match="alibi has a bias for each head"):
+        rope.patch(model, "alibi")
+    assert "is packed or sharded" in str(rope.detect_pairing(model).reason)
+    expected = rope.convert(build("llama"), "interleaved").state_dict()
+    for name, value in rope.convert(model, "interleaved").state_dict().items():
+        assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, expected[name]), name
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)  # that a class runs the other pairing
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == distributed.get_world_size() == 2 == int(os.environ["WORLD_SIZE"])
     for method, params in (STATIC, BY_LENGTH):
         gradients_are_those_of_one_process(accelerator, method, params)
         sharded_models_give_the_same_logits(method, params)
     patched_after_sharding()
+    folder = Path(os.environ["TEST_FOLDER"])
+    if accelerator.is_main_process:
+        build("llama").save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    heads_are_split_over_processes(folder)
     print(f"process {accelerator.process_index} of {accelerator.num_processes}: equal", flush=True)
     accelerator.end_training()
 

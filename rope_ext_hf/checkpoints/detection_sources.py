@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, rotary_tensors
@@ -122,6 +123,11 @@ class AttentionWeights:
             return None
         weight = self.read(f"{path}.weight")
         scale = next((self.read(name) for s in _SCALES if (name := f"{path}.{s}") in self.shapes), None)
+        if is_traceable_wrapper_subclass(weight):
+            kind = type(weight).__name__
+            raise CheckpointError(
+                f"'{path}.weight' is packed or sharded ({kind}); give the folder instead of the model"
+            )
         if weight.is_meta:
             raise CheckpointError(f"'{path}.weight' is offloaded to disk; give the folder instead of the model")
         if not weight.is_floating_point() and (weight.dtype != torch.int8 or scale is None):

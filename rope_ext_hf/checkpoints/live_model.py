@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
 from rope_ext_hf.errors import CheckpointError, MethodError
@@ -86,6 +87,9 @@ def rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[T
             continue
         if hasattr(parameter, "quant_state"):
             raise CheckpointError(f"{name!r} is packed by bitsandbytes; convert the checkpoint before it is quantised")
+        if is_traceable_wrapper_subclass(parameter.data) and not hasattr(parameter.data, "full_tensor"):  # of a DTensor
+            kind = type(parameter.data).__name__
+            raise CheckpointError(f"{name!r} is packed ({kind}); convert the checkpoint before it is quantised")
         if parameter.is_meta:
             raise CheckpointError(f"{name!r} is offloaded to disk; convert the folder instead (convert_checkpoint)")
         rotated.append((parameter, layout))

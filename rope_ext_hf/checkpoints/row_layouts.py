@@ -257,7 +257,7 @@ class RotaryTensors:
         """
         match = _match_attention(name)
         stored = None if match is None else self._stored_module(match["rest"])
-        if match is None or stored is None or _is_multi_token_prediction(match):
+        if match is None or stored is None or self._is_further(match):
             return None
         module = self.renamed.get(stored, stored)
         if module not in self._of_layer(match, None):
@@ -268,6 +268,12 @@ class RotaryTensors:
         names = (name for module in self.modules for name in self.stored_names(module))
         return next((n for n in names if re.fullmatch(f"{re.escape(n)}(\\.norms\\.\\d+)?\\..+", rest)), None)
 
+    def _is_further(self, match: re.Match[str]) -> bool:
+        """Whether a name is of a layer that predicts further tokens: named so, or with a number beyond the last."""
+        number = _layer_number(match)
+        named_so = _MULTI_TOKEN_PREDICTION.search(f"{match['prefix'] or ''}.{match['layer'] or ''}")
+        return named_so is not None or (number is not None and number >= len(self.layers))
+
     def _of_layer(self, match: re.Match[str], shape: Sequence[int] | None) -> Mapping[str, RowLayout]:
         """The layouts of the layer that a name belongs to.
 
@@ -277,26 +283,27 @@ class RotaryTensors:
         Raises:
             CheckpointError: layers of as many rows that rotate in different ways.
         """
-        number = re.search(r"\.(\d+)", match["layer"] or "")
-        if number is not None and int(number[1]) < len(self.layers) and not _is_multi_token_prediction(match):
-            return self.layers[int(number[1])]
+        number = _layer_number(match)
+        if number is not None and not self._is_further(match):
+            return self.layers[number]
         stored = self._stored_module(match["rest"])
         module = None if stored is None else self.renamed.get(stored, stored)
-        alike: list[Mapping[str, RowLayout]] = []
-        for layouts in self.layers:
-            layout = None if module is None else layouts.get(module)
-            if (layout is None or shape is None or layout.rows == shape[0]) and layouts not in alike:
-                alike.append(layouts)
-        if module is not None and len({layouts.get(module) for layouts in alike}) > 1:
+        if module is None:
+            return self.layers[0]
+        alike = [layouts for layouts in self.layers if module in layouts]
+        if shape is not None:
+            alike = [layouts for layouts in alike if layouts[module].rows == next(iter(shape), None)] or alike
+        if len({layouts[module] for layouts in alike}) > 1:
             raise CheckpointError(
                 f"{match.string!r} belongs to a layer that the config does not count, and the layers of "
                 f"{self.model_type!r} rotate in different ways; remove the weights of further layers before converting"
             )
-        return alike[0] if alike else self.layers[0]
+        return alike[0]
 
 
-def _is_multi_token_prediction(match: re.Match[str]) -> bool:
-    return _MULTI_TOKEN_PREDICTION.search(f"{match['prefix'] or ''}.{match['layer'] or ''}") is not None
+def _layer_number(match: re.Match[str]) -> int | None:
+    found = re.search(r"\.(\d+)", match["layer"] or "")
+    return None if found is None else int(found[1])
 
 
 def _match_attention(name: str) -> re.Match[str] | None:
