@@ -26,8 +26,17 @@ __all__ = ["Description", "describe", "scalings_underneath", "sliding_note", "sl
 
 def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
     """What a patch does to sliding-window layers, in words, and whether every layer is one."""
+    chosen = [name for name in slot.scaled_layers if name in SLIDING]
     apart = next((native for name, native in slot.native.items() if name in SLIDING), None)
-    return sliding_note(slot.config, apart, extended_length)
+    note, every_layer = sliding_note(slot.config, apart, extended_length)
+    if note is None or every_layer or not chosen:
+        return note, every_layer
+    window, _ = sliding_layers(slot.config)
+    return (
+        f"Its {chosen[0]} layers alone are changed. They attend to the last {window} tokens only, and a longer RoPE "
+        "does not make them look further back.",
+        False,
+    )
 
 
 def sliding_note(config: Any, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import rope_ext_hf as rope
+from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.patches.slots import find_slots
 from tests.every_model import tiny
@@ -68,6 +70,25 @@ class TestGemma:
         rope.unpatch(model)
         assert state(model) == before
         assert torch.equal(logits(model, IDS), as_loaded)
+
+    def test_the_description_says_which_layers_changed(self) -> None:
+        chosen = rope.describe(rope.patch(build("gemma3"), "yarn", factor=4, layers="sliding_attention"))
+        assert chosen.notes[0].startswith("Its sliding_attention layers alone are changed.")
+        usual = rope.describe(rope.patch(build("gemma3"), "yarn", factor=4))
+        assert "keep their own rotary embedding" in usual.notes[0]
+
+    def test_on_the_command_line(self, tmp_path: Path) -> None:
+        model = build("gemma3")
+        model.save_pretrained(tmp_path / "model")
+        options = ["--method", "yarn", "--factor", "4", "--layers", "0"]
+        run = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), *options, "--out", str(tmp_path / "patched")])
+        assert run.exit_code == 0, run.stderr
+        loaded = rope.from_pretrained(tmp_path / "patched")
+        expected = logits(rope.patch(model, "yarn", factor=4, layers=[0]), tokens(100))
+        assert torch.equal(logits(loaded, tokens(100)), expected)
+        refused = CliRunner().invoke(app, ["describe", str(tmp_path / "model"), "--layers", "0"])
+        assert refused.exit_code == 2
+        assert "--layers given without a method" in refused.stderr
 
     def test_a_length_dependent_method_in_chosen_layers_comes_back(self, tmp_path: Path) -> None:
         model, long = rope.patch(build("gemma3"), "dynamic-ntk", layers=[0]), tokens(3 * TRAINED)

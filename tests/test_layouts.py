@@ -252,9 +252,9 @@ def test_the_index_of_latent_attention() -> None:
 def test_the_attention_of_dbrx_has_a_place() -> None:
     """It stands a step deeper in its layer than others do."""
     rows = rotary_tensors(known_config("dbrx"), 16)
-    name = "transformer.blocks.3.norm_attn_norm.attn.Wqkv"
-    assert rows.split_name(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn", "Wqkv")
-    assert rows.locate(f"{name}.weight") == ("transformer", "blocks.3.norm_attn_norm.attn.Wqkv")
+    name = "transformer.blocks.1.norm_attn_norm.attn.Wqkv"
+    assert rows.split_name(f"{name}.weight") == ("transformer", "blocks.1.norm_attn_norm.attn", "Wqkv")
+    assert rows.locate(f"{name}.weight") == ("transformer", "blocks.1.norm_attn_norm.attn.Wqkv")
 
 
 def test_a_family_that_is_not_in_the_table_is_refused() -> None:

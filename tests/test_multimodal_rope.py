@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError
@@ -92,6 +94,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, ...]]]
             "shared_expert_intermediate_size": 32,
             **EXPERTS,
             **HYBRID,
+        },
+        QWEN3_VISION,
+        INTERLEAVED[:4],
+    ),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        {
+            "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.5,
+            "shared_expert_intermediate_size": 32,
+            **EXPERTS,
+            **HYBRID,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
         },
         QWEN3_VISION,
         INTERLEAVED[:4],
@@ -210,6 +230,27 @@ def test_generating_from_an_image_equals_whole_forwards(model_type: str) -> None
         assert made[0, at] == whole[0, -1].argmax()
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl", "qwen3_5", "qwen4_exp"])
+def test_an_image_from_the_image_processor_is_read_as_natively(model_type: str) -> None:
+    """The processors themselves need torchvision; this is the part of them that reads images."""
+    image = Image.effect_noise((40, 24), 80).convert("RGB")
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=1, min_pixels=64, max_pixels=960
+    )
+    read = processor([image], return_tensors="pt")
+    count = int(read["image_grid_thw"].prod()) // 4
+    assert count == 15  # 6 x 10 patches, four to a token
+    ids = torch.cat([tokens(5), torch.tensor([[112, *[IMAGE] * count, 113]]), tokens(20)], dim=1)
+    inputs = {**read, "input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
+    model = rope.patch(build(model_type), "yarn", factor=4)
+    native = build(model_type, rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    native.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(logits(model, **inputs), logits(native, **inputs), atol=1e-4, rtol=0)
+    with torch.no_grad():
+        made = [each.generate(**inputs, max_new_tokens=8, do_sample=False) for each in (model, native)]
+    assert torch.equal(*made)
+
+
 @every_family
 def test_a_saved_model_loads_plainly(model_type: str, tmp_path: Path) -> None:
     model = rope.patch(build(model_type), "yarn", factor=4)
@@ -236,8 +277,15 @@ def test_decoding_of_text_follows_the_length(model_type: str, method: str) -> No
     torch.testing.assert_close(step.logits[:, -1], logits(model, input_ids=ids)[:, -1], atol=1e-4, rtol=0)
 
 
-@every_family
-@pytest.mark.parametrize("method", ["dynamic-yarn", "dca"])
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        (name, method)
+        for name in FAMILIES
+        for method in ("dynamic-yarn", "dca")
+        if (name, method) != ("qwen4_exp", "dca")
+    ],
+)
 def test_positions_that_differ_between_axes_are_refused_at_the_call(model_type: str, method: str) -> None:
     model = build(model_type)
     as_loaded = logits(model, **INPUTS["text"])

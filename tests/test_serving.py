@@ -23,6 +23,7 @@ from rope_ext_hf.errors import CheckpointError, FileError, MethodError, ServingE
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.target import make_target
+from tests.every_model import tiny
 from tests.serving_models import SERVED, published_config, served_model, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -269,6 +270,12 @@ def test_audit_finds_a_factor_that_is_applied_twice() -> None:
     assert audit_config(vicuna).agrees
     phi = published_config("Phi-3")
     assert rows(phi)["vllm"].differs.startswith("for short inputs its frequencies differ")
+
+
+def test_pairs_that_do_not_rotate_are_no_division_by_zero(tmp_path: Path) -> None:
+    tiny("gemma4_text").save_pretrained(tmp_path)
+    with pytest.raises(ServingError, match=r"cannot serve yarn x4 on this 'gemma4_text' model"):
+        rope.serving_config(tmp_path, "vllm", "yarn", factor=4)
 
 
 def test_audit_of_a_table_in_the_weights_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rope_ext_hf.cli.console import make_folder, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, parse_length
+from rope_ext_hf.cli.options import Json, LayerOptions, LoadOptions, Model, parse_length
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
@@ -22,7 +22,7 @@ def lm_eval(
     tasks: Annotated[
         str, typer.Option(metavar="NAMES", help="Names, groups or YAML files, e.g. niah_single_1,longbench_*.")
     ],
-    methods: PatchOptions,
+    methods: LayerOptions,
     load: LoadOptions,
     include_path: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with task definitions of your own.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, PatchOptions, Plot, SourceOptions, parse_length
+from rope_ext_hf.cli.options import Json, LayerOptions, LoadOptions, Model, Out, Plot, SourceOptions, parse_length
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
 
@@ -87,7 +87,7 @@ def _options_text(row: dict[str, Any]) -> str:
 
 def describe(
     model: Model,
-    methods: PatchOptions,
+    methods: LayerOptions,
     source: SourceOptions,
     plot: Plot = None,
     as_json: Json = False,
@@ -211,7 +211,7 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
 def patch(
     model: Model,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
-    methods: PatchOptions,
+    methods: LayerOptions,
     source: SourceOptions,
     native: Annotated[
         bool,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EvalOptions",
     "Json",
+    "LayerOptions",
     "Lengths",
     "LoadOptions",
     "MethodOptions",
@@ -351,6 +352,11 @@ class PatchOptions(MethodOptions):
                 f"this command takes one method and one factor, got {given}; ppl and sweep compare several"
             )
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Arguments of `rope_ext_hf.patch` for the layers to change."""
+        return {}
+
     def apply(self, model: nn.Module, *, native: bool = False) -> None:
         """Patch a model, in place, with the method that was asked for, if there is one."""
         from rope_ext_hf.patches.patching import patch
@@ -364,8 +370,34 @@ class PatchOptions(MethodOptions):
             target_length=self.extended_length,
             **self.underneath,
             native=native,
+            **self.choice,
             **self.parameters,
         )
+
+
+@dataclass(frozen=True)
+class LayerOptions(PatchOptions):
+    """One method with one factor, for the layers that attend to everything or for others."""
+
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that "
+            "attend to everything. Layers that share a rotary embedding change together.",
+        ),
+    ] = None
+
+    def check_single(self, *, required: bool = False) -> None:
+        if self.layers is not None and not self.names:
+            raise MethodError("--layers given without a method; add --method")
+        super().check_single(required=required)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        if self.layers is None:
+            return {}
+        return {"layers": [int(part) if part.isdigit() else part for part in split_list([self.layers])]}
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -273,7 +273,8 @@ class ConfigEngine(Engine):
     def forms(self, target: Target) -> Iterator[Form]:
         """Ways to write the method, in order of preference; the first that computes the same is taken."""
         yield Form("native", target.settings)
-        yield Form("longrope with equal lists", self.universal(target))
+        if all(target.inv_freq):  # no list divides a frequency to zero, as Gemma 4 has it for pairs that do not rotate
+            yield Form("longrope with equal lists", self.universal(target))
 
     def published(self, target: Target) -> Iterator[Form]:
         """The config as it is, where the method changes nothing in it."""
