@@ -102,7 +102,7 @@ def probe_layers(
         )
     slot, decoder = slots[0], next(iter(decoders.values()))
     assert method.max_distance is not None
-    _check_sharding(decoder, method)
+    _check_sharding(model, decoder, method)
     plain = method.frequency or Default()
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
@@ -124,7 +124,7 @@ def probe_layers(
     return layers
 
 
-def _check_sharding(decoder: nn.Module, method: RemappingMethod) -> None:
+def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMethod) -> None:
     """Check that the weights are whole, or split by heads over processes that all apply this patch (tensor parallel).
 
     Raises:
@@ -135,7 +135,7 @@ def _check_sharding(decoder: nn.Module, method: RemappingMethod) -> None:
     if sharding is None or not any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
         return
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in decoder.modules()):
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         raise UnsupportedModelError(
             f"the weights of {type(decoder).__name__} are sharded over devices (FSDP2), and a remapping method runs "
             "a few tokens through the model when it is patched; patch it first, then shard it (fully_shard)"

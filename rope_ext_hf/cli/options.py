@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "EvalOptions",
     "Json",
-    "LayerOptions",
     "Lengths",
     "LoadOptions",
     "MethodOptions",
@@ -50,6 +49,7 @@ __all__ = [
     "parse_lengths",
     "parse_numbers",
     "parse_parameters",
+    "split_list",
     "unknown_option",
 ]
 
@@ -373,31 +373,6 @@ class PatchOptions(MethodOptions):
             **self.choice,
             **self.parameters,
         )
-
-
-@dataclass(frozen=True)
-class LayerOptions(PatchOptions):
-    """One method with one factor, for the layers that attend to everything or for others."""
-
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that "
-            "attend to everything. Layers that share a rotary embedding change together.",
-        ),
-    ] = None
-
-    def check_single(self, *, required: bool = False) -> None:
-        if self.layers is not None and not self.names:
-            raise MethodError("--layers given without a method; add --method")
-        super().check_single(required=required)
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        if self.layers is None:
-            return {}
-        return {"layers": [int(part) if part.isdigit() else part for part in split_list([self.layers])]}
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
