@@ -241,7 +241,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, A
             config = getattr(module, "config", None) or getattr(parent, "config", None)
             if isinstance(child, PatchedSlot) and child.record is not None:  # the one that the module was built from
                 config = next((swap.original for swap in child.record.configs if swap.patched is config), config)
-            if config is None:
+            if not hasattr(config, "model_type"):  # none, or something else: Idefics keeps a dropout rate there
                 continue
             if _is_table(attribute, config) or (_frequency_names(module) and _takes_positions(module)):
                 yield parent, attribute, module, config

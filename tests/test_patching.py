@@ -96,6 +96,15 @@ def test_gemma3_sliding_layers_keep_their_own_table(layers: list[str]) -> None:
         assert rope.describe(model).notes == ()
 
 
+def test_a_config_that_is_none_is_passed_over() -> None:
+    """Idefics keeps a dropout rate in `config` of some of its layers."""
+    model = build("llama")
+    model.model.layers[0].mlp.config = 0.5
+    assert (
+        difference(logits(rope.patch(model, "yarn", factor=4), tokens(LONG)), logits(build("llama"), tokens(LONG))) > 1
+    )
+
+
 def test_accurate_in_a_model_cast_to_bfloat16() -> None:
     model = rope.patch(build("llama"), "linear", factor=4).to(torch.bfloat16)
     positions = torch.tensor([[0, 1, 255, 131_070, 131_071]])
