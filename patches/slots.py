@@ -356,7 +356,13 @@ def _probe(
     def run(positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:
         return type(module).forward(stand_in, torch.zeros(1, dtype=dtype, device="cpu"), positions, **kwargs)
 
-    out = run(torch.ones(3, 1, dtype=torch.int64, device="cpu"))
+    try:
+        out = run(torch.ones(3, 1, dtype=torch.int64, device="cpu"))
+    except (IndexError, RuntimeError, ValueError) as error:  # Qwen2-VL, Qwen2.5-VL and GLM-4V before 5.17
+        raise UnsupportedModelError(
+            f"{type(module).__name__} takes no positions of one axis, so it cannot be replaced; newer versions of "
+            "transformers have it take them"
+        ) from error
     if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
         return "complex", True, None
     if isinstance(out, tuple) and len(out) == 2 and out[0].shape[0] == 3 and out[0].dtype in _CAST:

@@ -27,7 +27,8 @@ KNOWN = [
     (name, auto)
     for auto in CLASSES
     for name in TYPES
-    if transformers.CONFIG_MAPPING[name] in getattr(transformers, auto)._model_mapping
+    if name in transformers.CONFIG_MAPPING
+    and transformers.CONFIG_MAPPING[name] in getattr(transformers, auto)._model_mapping
 ]
 SECOND: dict[str, dict[str, Any]] = {"modernbert": {"layer_types": ["sliding_attention", "full_attention"]}}
 
