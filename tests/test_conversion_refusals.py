@@ -168,13 +168,13 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no heads in the config": (
         configured(num_attention_heads=0),
-        "the config of .* could not be loaded|no causal language model can be built",
+        "the config of .* could not be loaded|no language model can be built",
     ),
     "words for numbers": (
         configured(num_attention_heads="four"),
-        "the config of .* could not be loaded|no causal language model can be built",
+        "the config of .* could not be loaded|no language model can be built",
     ),
-    "negative sizes": (configured(hidden_size=-64), "could not be loaded|no causal language model can be"),
+    "negative sizes": (configured(hidden_size=-64), "could not be loaded|no language model can be"),
     "an unknown family": (configured(model_type="no_such_family"), "the config of .* could not be loaded"),
     "a config that is no JSON": (rewritten("config.json", lambda data: data[:-5]), "config"),
     "no config": (lambda f: (f / "config.json").unlink(), "'config.json' is missing"),

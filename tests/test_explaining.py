@@ -93,6 +93,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_holds_every_picture_and_fetches_nothing(tmp_path: Path) -> None:
     vectors = torch.randn(3, 8, dtype=torch.complex128)
     made = explain(

@@ -32,12 +32,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_damaged_inputs_and_odd_options(inputs: Inputs, tmp_path: Path) -> None:
     wrong = [describe(outcome) for _, outcome in campaign(inputs, 0, range(15), tmp_path) if outcome.wrong]
     assert not wrong, "\n\n".join(wrong)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_seed_and_a_number_are_one_case(inputs: Inputs, tmp_path: Path) -> None:
     def made(name: str, number: int) -> list[str]:
         folder = tmp_path / name

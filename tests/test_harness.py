@@ -132,7 +132,7 @@ def test_log_likelihoods_of_a_model_as_loaded_equal_ours(tokenizer: Any) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_rolling_equals_blocks(method: str, batch_size: int, tokenizer: Any) -> None:
     """Texts shorter and longer than the window, read under the frequencies of the window."""

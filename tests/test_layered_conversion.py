@@ -125,6 +125,7 @@ def test_the_pairing_is_detected_from_the_layers_that_attend_to_everything(pairi
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_are_read_for_detection(name: str, tmp_path: Path) -> None:
     """Random weights tell nothing, but every layer that is read has queries and keys of the sizes stated."""

@@ -125,7 +125,9 @@ def test_factor_2_doubles_the_context_length(name: str) -> None:
 
 @pytest.mark.slow
 @every_config
-@pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "by-parts"])
+@pytest.mark.parametrize(
+    "method", ["ntk", "yarn", *(pytest.param(method, marks=pytest.mark.thorough) for method in ("linear", "by-parts"))]
+)
 def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tmp_path: Path) -> None:
     model, ids = build(name), tokens()
     plain = logits(model, ids)

@@ -166,7 +166,7 @@ def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-@pytest.mark.parametrize("method", [None, "yarn", "dynamic-ntk"])
+@pytest.mark.parametrize("method", [None, pytest.param("yarn", marks=pytest.mark.thorough), "dynamic-ntk"])
 def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Callable[[], Any]) -> None:
     model, words = build("llama", vocab_size=420), tokenizer()
     params = {"factor": 2.0} if method == "yarn" else {}

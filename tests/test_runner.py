@@ -95,7 +95,14 @@ def test_a_second_call_reads_nothing_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
-    [{"targets": 7}, {"protocol": "truncate"}, {"lengths": [64, 128]}, {"corpus": corpus(2)}, {"data": "other"}],
+    [
+        {"targets": 7},
+        {"corpus": corpus(2)},
+        *(
+            pytest.param(changed, marks=pytest.mark.thorough)
+            for changed in ({"protocol": "truncate"}, {"lengths": [64, 128]}, {"data": "other"})
+        ),
+    ],
 )
 def test_a_changed_setting_is_another_run(tmp_path: Path, changed: dict[str, Any]) -> None:
     assert run(tmp_path, **changed).folder != run(tmp_path).folder
@@ -136,7 +143,7 @@ def test_what_it_took_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, 1, 7, 20])
+@pytest.mark.parametrize("keep", [0, 7, *(pytest.param(keep, marks=pytest.mark.thorough) for keep in (1, 20))])
 def test_half_a_line_is_measured_again(tmp_path: Path, keep: int) -> None:
     whole = run(tmp_path / "whole")
     found = run(tmp_path / "cut")
