@@ -334,6 +334,7 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     "dots1": {"n_shared_experts": 1},
     "mimo_v2_flash": {"head_dim": 48, "v_head_dim": 16},
+    "gemma4_text": {"per_layer_config": {1: {"head_dim": 32}}},
     "longcat_flash": {"num_layers": LAYERS, "zero_expert_num": 1, "head_dim": 8},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}},
     "phi": {"qk_layernorm": True},

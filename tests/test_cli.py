@@ -102,7 +102,7 @@ def example(command: str) -> list[str]:
         pytest.param(
             c.name,
             marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
-            + [pytest.mark.thorough] * (c.name in ("sweep", "passkey", "lm-eval", "report", "explain")),
+            + [pytest.mark.thorough] * (c.name in ("sweep", "passkey", "lm-eval", "report", "explain", "demo")),
         )
         for c in app.registered_commands
         if c.name not in ("detect", "gguf")  # their examples need files that are not there
@@ -396,6 +396,7 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
     assert "weights are read now" in last
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_warnings_are_one_line(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -415,6 +416,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     assert said in done.stderr.splitlines()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_pictures_of_rope(tmp_path: Path) -> None:
     for command in (["describe", "reference", "-m", "yarn", "--factor", "8"], ["methods", "--factor", "4"]):

@@ -91,9 +91,7 @@ def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
         return [pytest.mark.thorough]
     if command not in ("ppl", "sweep", "passkey", "lm-eval", "advise"):
         return []
-    other = (command == "lm-eval" and kind != "adapter") or (
-        command in ("sweep", "passkey") and kind in ("converted", "native")
-    )
+    other = command == "lm-eval" or (command in ("sweep", "passkey") and kind in ("converted", "native"))
     return [pytest.mark.thorough if other else pytest.mark.slow]
 
 

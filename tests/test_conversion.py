@@ -156,6 +156,7 @@ def test_wrong_words_and_places_are_refused(source: Path, tmp_path: Path) -> Non
 # --- several parts, further formats --------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_vision_tower_is_left_alone(tmp_path: Path) -> None:
     """With the same names and shapes as the language model's own."""

@@ -165,6 +165,7 @@ def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -
         convert(source, tmp_path / "file" / "converted", "interleaved")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_cannot_write_one_destination(source: Path, tmp_path: Path) -> None:
     """The second one fails at once and disturbs nothing."""

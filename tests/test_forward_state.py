@@ -233,7 +233,9 @@ def test_an_export_of_a_static_method_takes_any_length() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", REMAPPING)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "dca")) for name in REMAPPING]
+)
 def test_an_export_of_a_remapping_method_with_a_length_that_varies_is_refused(method: str) -> None:
     """Which tiles there are follows from the length."""
     shapes = {"ids": {1: torch.export.Dim("length", min=2, max=512)}}
@@ -301,6 +303,7 @@ def test_a_patched_model_in_a_file(method: str, tmp_path: Path) -> None:
     assert torch.equal(logits(again, ids), logits(build("llama"), ids))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_with_a_remapping_method_loads_in_a_new_process(tmp_path: Path) -> None:
     model, ids = patched("dca"), tokens(150)

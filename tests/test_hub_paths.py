@@ -315,6 +315,7 @@ def test_names_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
 # --- without a network ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_offline_the_cache_serves_what_it_has(hub: Hub, tmp_path: Path) -> None:
     ppl = ["ppl", "some/plain", *ONE_SPAN, "--json", "--out"]
     online = hub.run(*ppl, str(tmp_path / "online"))

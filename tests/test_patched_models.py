@@ -235,6 +235,7 @@ def test_compiles_in_one_graph(name: str, method: str) -> None:
     assert difference(logits(compiled, ids), expected) <= TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_can_be_patched_and_unpatched() -> None:
@@ -255,6 +256,7 @@ def test_exports() -> None:
         assert difference(program.module()(ids, use_cache=False).logits, logits(model, ids)) <= TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_to_no_more_graphs_than_the_stock_model() -> None:

@@ -47,6 +47,7 @@ def test_plain_rope_reads_at_its_trained_length_and_fails_beyond() -> None:
     assert plain[1024] >= plain[256] + 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_best_method_reads_on_at_four_times_the_trained_length() -> None:
     names = ("linear", "ntk", "by-parts", "yarn", "llama3")
