@@ -36,11 +36,11 @@ build/readers/mlx-lm/ready: Makefile
 
 # Models quantised by torchao and ONNX files, both installed below build/ (13 MB), where imports of PEFT do not meet them.
 test-exports: .venv/ready build/exports/ready
-	OMP_NUM_THREADS=1 PYTHONPATH=build/exports $(RUN)/python -m pytest tests/test_torchao_and_onnx.py
+	ROPE_EXT_EXPORTS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/exports $(RUN)/python -m pytest tests/test_torchao_and_onnx.py
 
 build/exports/ready: Makefile
 	$(RUN)/pip install -q --target build/exports --no-deps \
-		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0
+		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2
 	touch $@
 
 # Every method on every family and all the rest: half an hour, before a release.

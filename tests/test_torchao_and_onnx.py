@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,14 @@ pytestmark = pytest.mark.filterwarnings("default")  # both libraries warn of the
 NATIVE = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": TRAINED}
 
 
+def library(name: str) -> Any:
+    """A library, without which a test is skipped; under `make test-exports` it fails."""
+    return importlib.import_module(name) if "ROPE_EXT_EXPORTS" in os.environ else pytest.importorskip(name)
+
+
 def quantised(config: str, model: Any | None = None) -> Any:
     """A model whose linear layers torchao has quantised by one of its configs."""
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = library("torchao.quantization")
     model = build("llama") if model is None else model
     quantization.quantize_(model, getattr(quantization, config)())
     return model
@@ -62,7 +69,7 @@ class TestQuantised:
 
 
 def test_a_quantised_folder_loads_patched(tmp_path: Path) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = library("torchao.quantization")
     from transformers import TorchAoConfig
 
     build("llama").save_pretrained(tmp_path / "plain")
@@ -96,8 +103,8 @@ class Logits(nn.Module):
 def test_onnx_computes_the_same(
     method: str, params: dict[str, Any], varies: bool, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
-    onnx, reference = pytest.importorskip("onnx"), pytest.importorskip("onnx.reference")
-    pytest.importorskip("onnxscript")
+    onnx, reference = library("onnx"), library("onnx.reference")
+    library("onnxscript")
     model = rope.patch(build("llama"), method, **params)
     shapes = ({1: torch.export.Dim("length", min=2, max=4 * LONG)},) if varies else None
     program = torch.onnx.export(Logits(model), (tokens(LONG),), dynamo=True, dynamic_shapes=shapes, verbose=False)
