@@ -217,9 +217,7 @@ def patch_geometry(model: nn.Module, *, over: str = "own", context_length: int |
         UnsupportedModelError: a model without rotary embeddings.
     """
     slots = find_slots(model)
-    config = copy.deepcopy(slots[0].config)
-    undo_saved_patch(config)
-    return what_is_underneath(model, slots, config, over, context_length).rotary
+    return what_is_underneath(model, slots, _before_patches(slots[0].config), over, context_length).rotary
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,10 @@ import hypothesis
 import pytest
 import torch
 
-from tests.tiers import ALL, KINDS_OF_FAMILIES, QUICK_FAMILIES, in_turn
+from tests.tiers import ALL, KINDS_OF_FAMILIES, OLDER, QUICK_FAMILIES, in_turn
 
 if TYPE_CHECKING:
     from tests.saved_models import Lookup
-
-OLDER = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
 
 hypothesis.settings.register_profile(
     "tests", deadline=None, database=None, derandomize=True, max_examples=100 if ALL else 40

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rope_ext_hf.patches.families import families, family
+from tests.tiers import OLDER
 
 VOCABULARY = 97
 TRAINED = 64
@@ -380,8 +381,6 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
 }
 
 
-OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-"""Whether this transformers is older than the pinned one, and lacks some of the families."""
 WITH_A_CLASS = [
     name
     for name, known in families().items()

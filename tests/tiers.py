@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 
 QUICK_FAMILIES = frozenset({"llama", "gemma3"})
 """Those of `make test-fast`."""
@@ -19,6 +20,9 @@ KINDS_OF_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_
 """One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
 
 ALL = os.environ.get("ROPE_EXT_TESTS") == "all"
+
+OLDER = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
+"""Whether transformers is older than the pinned one, and lacks some of the families."""
 
 
 def spread(families: Iterable[str], cases: Callable[[str], Iterable[str]]) -> list[tuple[str, str]]:
