@@ -17,6 +17,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,15 +43,16 @@ __all__ = [
     "make_trials",
     "passkey",
     "plan_passkey",
+    "shared_trials",
 ]
 
 MOST = {"trials": 10_000, "distractors": 1_000, "keys": 1_000}
 """All prompts and answers are made and tokenised before anything is measured; more would take hours."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """One prompt less its haystack, as token ids; the same at every length and depth and for every method.
+    """One prompt less its haystack, as token ids; the same at every length and for every method.
 
     Attributes:
         head, question: (tokens,) int64.
@@ -58,6 +60,7 @@ class Trial:
         depths: of the other statements, as shares of the haystack.
         answers: (1 + distractors, A) int64, the right one first.
         start: where in the haystack its text begins, as a share.
+        spare: tokens that are left free, so that the haystack is as long as under a longer question.
     """
 
     head: Tensor
@@ -66,14 +69,20 @@ class Trial:
     question: Tensor
     answers: Tensor
     start: float
+    spare: int = 0
 
     @property
     def wording(self) -> int:
-        """Tokens of prompt and answer besides the haystack."""
-        return sum(map(len, (self.head, *self.statements, self.question, self.answers[0])))
+        """Tokens of prompt and answer besides the haystack, and those left free."""
+        return sum(map(len, (self.head, *self.statements, self.question, self.answers[0]))) + self.spare
+
+    @property
+    def tail(self) -> int:
+        """Tokens of question and answer."""
+        return len(self.question) + len(self.answers[0])
 
     def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
-        """(length - A,): with the answer, exactly `length` tokens; a haystack that is too short is repeated."""
+        """(length - spare - A,): with the answer `length` tokens less `spare`; a short haystack is repeated."""
         filled = length - self.wording
         hay = haystack[(int(self.start * len(haystack)) + torch.arange(filled)) % len(haystack)]
         pieces = [self.head]
@@ -90,6 +99,8 @@ def make_trials(
     trials: int,
     distractors: int,
     keys: int = 1,
+    asked: int = 0,
+    depths: Sequence[float] = (),
     seed: int = 0,
     repeated: bool = False,
 ) -> list[Trial]:
@@ -99,13 +110,15 @@ def make_trials(
     other keys are among them, where they have.
 
     Args:
+        asked: index of the statement that is asked for; the statements and their places are the same for each.
+        depths: of the first statements, shares of the haystack; the others stand at random depths.
         repeated: the haystack is one short text again and again; every prompt then starts at its beginning.
 
     Raises:
         MethodError: a tokenizer without enough answers of one length, or more keys than the form can tell apart.
     """
     return [
-        _trial(form, tokenizer, distractors, keys, index, random.Random(f"{seed} {index}"), repeated)
+        _trial(form, tokenizer, distractors, keys, asked, depths, index, random.Random(f"{seed} {index}"), repeated)
         for index in range(trials)
     ]
 
@@ -115,14 +128,18 @@ def _trial(
     tokenizer: PreTrainedTokenizerBase,
     distractors: int,
     keys: int,
+    asked: int,
+    depths: Sequence[float],
     index: int,
     rng: random.Random,
     repeated: bool,
 ) -> Trial:
     try:
-        drawn = ask(form, rng, keys=keys, wording=index)
+        drawn = ask(form, rng, keys=keys, wording=index).about(asked)
     except ValueError as error:
         raise MethodError(str(error)) from error
+    start = 0.0 if repeated else rng.random()
+    places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
     prefix = prefix_token(tokenizer, None)
     question = _encode(tokenizer, drawn.question)
     # A tokenizer may merge the end of the question with the answer: what both have in common is the prompt.
@@ -147,11 +164,25 @@ def _trial(
     return Trial(
         head=torch.tensor(([] if prefix is None else [prefix]) + _encode(tokenizer, drawn.head), dtype=torch.int64),
         statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
-        depths=tuple(rng.random() for _ in range(keys - 1)),
+        depths=tuple(places[:asked] + places[asked + 1 :]),
         question=torch.tensor(question[:shared], dtype=torch.int64),
         answers=torch.tensor([ids[shared:] for ids in answers]),
-        start=0.0 if repeated else rng.random(),
+        start=start,
     )
+
+
+def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:
+    """One list of trials per depth, whose prompts hold a statement at every depth and differ in their question only.
+
+    Args:
+        make: `make_trials` less `asked` and `depths`.
+    """
+    lists = [make(asked=index, depths=depths) for index in range(len(depths))]
+    for same in zip(*lists, strict=True):
+        longest = max(trial.wording for trial in same)
+        for trial in same:
+            trial.spare = longest - trial.wording
+    return lists
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -160,24 +191,33 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class RetrievalMeasurement(Measurement):
-    """The ranks of right answers, at every depth of every context length; an item is one trial."""
+    """The ranks of right answers, at every depth of every context length; an item is one trial.
+
+    Args:
+        trials: one list per depth, the same one or those of `shared_trials`.
+        depths: ascending, all different.
+        shared: prompts of one trial and length differ in their question only, which alone is read after the first.
+    """
 
     kind = "passkey"
 
     def __init__(
         self,
         setting: RetrievalSetting,
-        trials: Sequence[Trial],
+        trials: Sequence[Sequence[Trial]],
         haystack: Tensor,
         lengths: Sequence[int],
         depths: Sequence[float],
+        shared: bool,
     ) -> None:
-        self._setting, self.trials, self.haystack = setting, trials, haystack
-        self._cells = [(length, float(depth)) for length in sorted(set(lengths)) for depth in sorted(set(depths))]
+        self._setting, self.haystack, self.shared = setting, haystack, shared
+        self.trials = dict(zip(depths, trials, strict=True))
+        self.lengths = sorted(set(lengths))
+        self._cells = [(length, depth) for length in self.lengths for depth in depths]
 
     @property
     def items(self) -> Sequence[str]:
-        return [f"trial {index}" for index in range(len(self.trials))]
+        return [f"trial {index}" for index in range(len(next(iter(self.trials.values()))))]
 
     @property
     def setting(self) -> RetrievalSetting:
@@ -185,36 +225,44 @@ class RetrievalMeasurement(Measurement):
 
     @property
     def passes(self) -> Sequence[int]:
-        return [int(cell[0]) for _ in self.trials for cell in self._cells]
+        return [
+            length if index == 0 or not self.shared else trial.tail
+            for length in self.lengths
+            for index, trials in enumerate(self.trials.values())
+            for trial in trials
+        ]
 
     @property
     def scored(self) -> int:
-        return sum(trial.answers.numel() for trial in self.trials) * len(self._cells)
+        return sum(trial.answers.numel() for depth in self.trials.values() for trial in depth) * len(self.lengths)
 
     def cells(self, item: int) -> Sequence[Cell]:
         return self._cells
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self.haystack.numpy().tobytes())
-        for trial in self.trials:
+        for trial in (trial for trials in self.trials.values() for trial in trials):
             for ids in (trial.head, *trial.statements, trial.question, trial.answers):
                 digest.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
-            digest.update(f"{trial.start} {trial.depths}".encode())
+            digest.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
         return digest.hexdigest()
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
     ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
         """Read one trial's prompt at every length and depth asked for."""
-        trial = self.trials[item]
         scorer.take_cost()
+        read = 0  # the length that was read last
         for cell in cells:
             length, depth = int(cell[0]), cell[1]
+            trial = self.trials[depth][item]
             prompt = trial.prompt(self.haystack, length, depth)
-            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length)
+            kept = len(prompt) - len(trial.question) if self.shared and read == length else 0
+            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, kept=kept)
             exact = torch.equal(likeliest[0], trial.answers[0])
+            read = length
             if progress is not None:
-                progress(length)
+                progress(trial.tail if kept else length)
             yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
 
 
@@ -246,7 +294,13 @@ def plan_passkey(
         tokenizer = own_tokenizer(model, needed=True)
         assert tokenizer is not None
     repeated = haystack is None and form.filler is not None
-    made = make_trials(form, tokenizer, trials=trials, distractors=distractors, keys=keys, seed=seed, repeated=repeated)
+    make = partial(
+        make_trials, form, tokenizer, trials=trials, distractors=distractors, keys=keys, seed=seed, repeated=repeated
+    )
+    places = sorted({float(depth) for depth in depths})
+    shared = keys >= len(places) > 1
+    by_depth = shared_trials(make, places) if shared else [make()] * len(places)
+    made = [trial for trials_there in (by_depth if shared else by_depth[:1]) for trial in trials_there]
     least = max(trial.wording for trial in made)
     if min(lengths) < least:
         raise MethodError(f"length {min(lengths)} is too short for task {task!r}: its wording alone has {least} tokens")
@@ -255,7 +309,7 @@ def plan_passkey(
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
     if (warning := sliding_window_warning(model, max(lengths))) is not None:
         warnings.warn(warning, stacklevel=3)
-    return RetrievalMeasurement(RetrievalSetting(task, keys, distractors, seed), made, hay, lengths, depths)
+    return RetrievalMeasurement(RetrievalSetting(task, keys, distractors, seed), by_depth, hay, lengths, places, shared)
 
 
 def passkey(
@@ -283,7 +337,9 @@ def passkey(
         depths: shares of the haystack that stand before the statement asked for, 0 to 1.
         tokenizer: default: the one beside the model's weights. Its BOS token stands first if it adds one itself.
         trials: prompts per length and depth; names and values are the same at each.
-        keys: statements of the same kind in every prompt, of which one is asked for; the others stand at random depths.
+        keys: statements of the same kind in every prompt, of which one is asked for. With as many keys as depths or
+            more, a statement stands at every depth, and each prompt is read once and asked about all of them: that
+            takes as many times less. All others stand at random depths.
         seed: of names, values and of where in the haystack a prompt's text is taken from.
         haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents; default: the task's own.
         task: a name of `FORMS`: "passkey" (instructions, repeated filler) and "needle" (a sentence in other text) for

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["FORMS", "Form", "ask", "insert", "other_answers", "training_prompt"]
 
@@ -172,15 +172,19 @@ FORMS: dict[str, Form] = {
         name=identifier,
         value=number,
         training=tuple(
-            Wording(f"\n{statement}\n".replace("{name}", name), f"\n{use}".replace("{name}", name), "{value}")
-            for statement in (
-                "{name} = {value}",
-                "    {name} = {value}",
-                "self.{name} = {value}",
-                "let {name} = {value};",
-                "{name}: int = {value}",
-                "set {name} {value}",
-                "#define {name} {value}",
+            Wording(
+                f"\n{statement}{opening}{{value}}{end}\n".replace("{name}", name),
+                f"\n{use}{opening}".replace("{name}", name),
+                "{value}",
+            )
+            for statement, end in (
+                ("{name} = ", ""),
+                ("    {name} = ", ""),
+                ("self.{name} = ", ""),
+                ("let {name} = ", ";"),
+                ("{name}: int = ", ""),
+                ("set {name} ", ""),
+                ("#define {name} ", ""),
             )
             for use in (
                 "assert {name} == ",
@@ -192,6 +196,7 @@ FORMS: dict[str, Form] = {
                 "check({name}, ",
             )
             for name in ("{name}", "{NAME}")
+            for opening in ("", "", "-", "int(", '"', "1e")
         ),
         held_out=(
             Wording("\n{NAME} = 0x{value}\n", "\nassert {NAME} == 0x", "{value}"),
@@ -292,6 +297,19 @@ class Question:
     @property
     def answer(self) -> str:
         return self.answers[0]
+
+    def about(self, index: int) -> Question:
+        """The same statements, asked for the one of this index, which comes first."""
+
+        def first(texts: tuple[str, ...]) -> tuple[str, ...]:
+            return (texts[index], *texts[:index], *texts[index + 1 :])
+
+        return replace(
+            self,
+            statements=first(self.statements),
+            questions=first(self.questions),
+            answers=first(self.answers),
+        )
 
 
 def ask(

@@ -113,7 +113,9 @@ class TokenScorer:
             return torch.cat(list(self._by_chunks(ids, first))).cpu()
 
     @torch.inference_mode()
-    def candidates(self, prompt: Tensor, answers: Tensor, *, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def candidates(
+        self, prompt: Tensor, answers: Tensor, *, length: int | None = None, kept: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Losses of several answers to one prompt, and the greedy prediction at each answer token (teacher forcing).
 
         The prompt is read once; every answer then starts from its cache, A tokens each. (A model that cannot be read
@@ -123,6 +125,8 @@ class TokenScorer:
             prompt: (P,) int64.
             answers: (count, A) int64.
             length: what length-dependent methods are held at; default P + A.
+            kept: so many tokens at the beginning are those of the call before, which had the same model and length, and
+                are not read again.
 
         Returns:
             Negative log-likelihoods in nats, float32, and likeliest tokens, int64; both (count, A) on the CPU.
@@ -131,9 +135,11 @@ class TokenScorer:
         prompt, answers = prompt.to(device), answers.to(device)
         known, count = len(prompt), answers.shape[1]
         whole = self._reads_whole()
+        if whole or self.cache is None or self.cache.capacity < known + count - 1:
+            kept = 0
         losses: list[Tensor] = []
         likeliest: list[Tensor] = []
-        with self._timed(known + count * len(answers)), _length(self.model, length or known + count):
+        with self._timed(known - kept + count * len(answers)), _length(self.model, length or known + count):
             for index, answer in enumerate(answers):
                 ids = torch.cat([prompt, answer])
                 if whole:
@@ -141,7 +147,7 @@ class TokenScorer:
                     logits = out.logits[0, -count - 1 : -1].float()
                 else:
                     if index == 0:
-                        for _ in self._hidden(ids):  # what stays is the cache
+                        for _ in self._hidden(ids, kept):  # what stays is the cache
                             pass
                     # the state at the prompt's last token predicts the first token of the answer
                     states = [state for _, state in self._hidden(ids, known - 1)]

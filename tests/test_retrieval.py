@@ -19,8 +19,9 @@ from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plots import heat_map
 from rope_ext_hf.eval.results import Retrieval
-from rope_ext_hf.eval.retrieval import make_trials, passkey
+from rope_ext_hf.eval.retrieval import make_trials, passkey, plan_passkey, shared_trials
 from rope_ext_hf.eval.retrieval_prompts import FORMS
+from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.eval.tables import retrieval_table
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reference import path
@@ -99,6 +100,50 @@ def test_prompt_and_answer_fill_the_context_and_the_statement_stands_at_its_dept
             assert at - len(trial.head) - before == pytest.approx(depth * filled, abs=0.5)
 
 
+@pytest.mark.parametrize("task", ["key-value", "quote"])
+@pytest.mark.parametrize("keys", [3, 4])
+def test_with_a_key_for_every_depth_prompts_of_a_trial_differ_in_their_question_only(task: str, keys: int) -> None:
+    tokenizer, depths, length = byte_tokenizer(), (0.0, 0.5, 1.0), 700
+    hay = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    by_depth = shared_trials(
+        lambda **given: make_trials(FORMS[task], tokenizer, trials=4, distractors=4, keys=keys, **given), depths
+    )
+    for same in zip(*by_depth, strict=True):
+        prompts = [trial.prompt(hay, length, depth) for trial, depth in zip(same, depths, strict=True)]
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        answers = [tokenizer.decode(trial.answers[0]).strip() for trial in same]
+        before = {prompt[: len(prompt) - len(t.question)] for prompt, t in zip(texts, same, strict=True)}
+        assert len(before) == 1
+        (before_all,) = before
+        assert len(set(answers)) == 3
+        assert [before_all.index(answer) for answer in answers] == sorted(before_all.index(a) for a in answers)
+        assert before_all.count("\n" + tokenizer.decode(same[0].statements[0]).strip()) == 1
+        tails = [trial.tail for trial in same]
+        assert max(len(p) + len(t.answers[0]) for p, t in zip(prompts, same, strict=True)) == length
+        assert [len(p) - len(t.question) + max(tails) for p, t in zip(prompts, same, strict=True)] == [length] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [None, "dynamic-yarn", "rerope"])
+def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompts(method: str | None) -> None:
+    model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
+    read: list[int] = []
+    with rope.patched(model, method) if method else nullcontext():
+        plan = plan_passkey(
+            model, lengths=[150, 250], depths=[0, 0.5, 1], trials=2, keys=3, task="key-value", tokenizer=tokenizer,
+            haystack=HAY,
+        )  # fmt: skip
+        scorer = TokenScorer(model, chunk=32)
+        for item in range(2):
+            cells = plan.cells(item)
+            together = [(cell, score) for cell, score, _ in plan.measure(scorer, item, cells, read.append)]
+            apart = [(c, s) for cell in cells for c, s, _ in plan.measure(scorer, item, [cell], None)]
+            assert together == apart
+    assert sorted(read) == sorted(plan.passes)
+    assert read.count(250) == read.count(150) == 2
+    assert sum(read) < 2 * (150 + 250) + 4 * 2 * 30
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
@@ -167,19 +212,22 @@ def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize("method", [None, pytest.param("yarn", marks=pytest.mark.thorough), "dynamic-ntk"])
-def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("keys", [1, 2])
+def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Callable[[], Any], keys: int) -> None:
     model, words = build("llama", vocab_size=420), tokenizer()
     params = {"factor": 2.0} if method == "yarn" else {}
+    hay = torch.tensor(words(TEXT, add_special_tokens=False)["input_ids"])
+    settings: dict[str, Any] = {
+        "lengths": [120, 200], "depths": [0.3, 1], "trials": 3, "distractors": 7, "tokenizer": words, "keys": keys,
+        "task": "assignment", "haystack": HAY,
+    }  # fmt: skip
     with rope.patched(model, method, **params) if method else nullcontext():
-        results = passkey(
-            model, lengths=[120, 200], depths=[0.3, 1], trials=3, distractors=7, tokenizer=words, task="assignment",
-            keys=2, haystack=HAY, chunk=32,
-        )  # fmt: skip
+        results = passkey(model, chunk=32, **settings)
+        trials = plan_passkey(model, **settings).trials
         assert asked(results) == [(120, 0.3), (120, 1), (200, 0.3), (200, 1)]
-        hay = torch.tensor(words(TEXT, add_special_tokens=False)["input_ids"])
         for result in results:
             expected = []
-            for trial in make_trials(FORMS["assignment"], words, trials=3, distractors=7, keys=2):
+            for trial in trials[result.depth]:
                 prompt = trial.prompt(hay, result.length, result.depth)
                 with fixed_length(model, result.length):  # the prompt alone is shorter than the context
                     expected.append(naive(model, prompt, trial.answers))

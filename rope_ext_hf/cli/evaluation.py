@@ -179,7 +179,13 @@ def passkey(
         typer.Option(metavar="SHARES", help="Where the statement stands: 0 at the start, 1 at the end."),
     ] = "0,0.25,0.5,0.75,1",
     trials: Annotated[int, typer.Option(min=1, help="Prompts per length and depth.")] = 10,
-    keys: Annotated[int, typer.Option(min=1, help="Statements in every prompt, of which one is asked for.")] = 1,
+    keys: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Statements in every prompt, of which one is asked for. As many as depths: each prompt is read once.",
+        ),
+    ] = 1,
     distractors: Annotated[int, typer.Option(min=1, help="Wrong answers that the right one is ranked among.")] = 19,
     task: Annotated[
         str | None,
