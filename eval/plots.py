@@ -6,7 +6,7 @@ Names come from files and models and may hold anything: `plot_text` makes them s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ from rope_ext_hf.eval.tables import by_method, by_method_and_depth
 
 __all__ = [
     "curves",
+    "draw_heat_map",
+    "draw_lines",
     "finish_axes",
     "heat_map",
+    "line_styles",
+    "loss_lines",
     "name_ends",
     "new_figure",
     "plot_text",
@@ -55,15 +59,15 @@ def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
     return placed
 
 
-def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
     """Write the names of lines to the right of their ends; `ends` are (height, name, colour)."""
     places = sorted(ends)
     # heights as shares of the axes, whatever their scale
     scale = axes.transData + axes.transAxes.inverted()
     shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
-    for share, (_, name, colour) in zip(space_out(shares, 1 / 26, 1.0), places, strict=True):
+    for share, (_, name, colour) in zip(space_out(shares, size / 180, 1.0), places, strict=True):
         axes.annotate(
-            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=7, color=colour, va="center"
+            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=size, color=colour, va="center"
         )
 
 
@@ -90,6 +94,69 @@ def _family(name: str) -> str:
     return name.rpartition(" x")[0] or name
 
 
+def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How the line of each method is drawn; the factors of one method share a colour."""
+    families = list(dict.fromkeys(_family(name) for name in names if name != _LOADED))
+    markers = "osD^vP*Xhd"
+    styles: dict[str, dict[str, Any]] = {}
+    for name in names:
+        siblings = [other for other in names if _family(other) == _family(name)]
+        which, nth = families.index(_family(name)) if name != _LOADED else 0, siblings.index(name)
+        styles[name] = {
+            "marker": markers[(which + 3 * nth) % len(markers)],
+            "markersize": 5,
+            "linewidth": 2.4 if name == _LOADED else 1.6,
+            "linestyle": "--" if name == _LOADED else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
+            "color": "#222222" if name == _LOADED else f"C{which % 10}",
+        }
+    return styles
+
+
+def draw_lines(
+    axes: Any,
+    lines: Mapping[str, Sequence[tuple[int, float]]],
+    styles: Mapping[str, Mapping[str, Any]],
+    context_length: int,
+) -> None:
+    """One line per method over context lengths, its name at its end; a dotted line marks the model's own length.
+
+    Args:
+        lines: (length, value) by the method's label, in ascending order; a line without points is left out.
+        styles: of `line_styles`, for all labels.
+    """
+    for name, points in lines.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), **styles[name])
+    axes.axvline(context_length, color="#888888", linewidth=1, linestyle=":")
+    axes.annotate(
+        "context length of the model as loaded",
+        (context_length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+        color="#666666",
+    )
+    lengths = sorted({length for points in lines.values() for length, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}\n{length / context_length:g}x" for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("context length (tokens)")
+    axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(axes.get_ylim())  # the names' heights are shares of these
+    name_ends(axes, [(points[-1][1], name, styles[name]["color"]) for name, points in lines.items() if points], 8)
+
+
+def loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
+    """Bits per byte where they are finite, as `draw_lines` takes them."""
+    return {
+        name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
+        for name, row in by_method(results).items()
+    }
+
+
 def curves(results: Sequence[Result], context_length: int, path: Path, title: str) -> None:
     """Draw loss against context length, one line per method, as a PNG; the factors of one method share a colour.
 
@@ -104,61 +171,43 @@ def curves(results: Sequence[Result], context_length: int, path: Path, title: st
     """
     figure = new_figure(8.2, 4.8)
     axes = figure.subplots()
-    lengths = sorted({result.length for result in results})
-    markers = "osD^vP*Xhd"
-    ends: list[tuple[float, str, str]] = []
-    methods = by_method(results)
-    families = list(dict.fromkeys(_family(name) for name in methods if name != _LOADED))
-    for name, row in methods.items():
-        points = [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
-        if not points:
-            continue
-        which = families.index(_family(name)) if name != _LOADED else 0
-        siblings = [other for other in methods if _family(other) == _family(name)]
-        nth = siblings.index(name)
-        colour = "#222222" if name == _LOADED else f"C{which % 10}"
-        axes.plot(
-            *zip(*points, strict=True),
-            marker=markers[(which + 3 * nth) % len(markers)],
-            markersize=5,
-            linewidth=2.4 if name == _LOADED else 1.6,
-            linestyle="--" if name == _LOADED else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
-            color=colour,
-        )
-        ends.append((points[-1][1], name, colour))
-    axes.axvline(context_length, color="#888888", linewidth=1, linestyle=":")
-    axes.annotate(
-        "context length of the model as loaded",
-        (context_length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -4),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
-        color="#666666",
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}\n{length / context_length:g}x" for length in lengths])
-    axes.minorticks_off()
-    axes.set_xlabel("context length (tokens)")
+    lines = loss_lines(results)
+    draw_lines(axes, lines, line_styles(list(lines)), context_length)
     axes.set_ylabel("bits per byte (lower is better)")
     axes.set_title(plot_text(title), fontsize=11)
-    axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    low, high = axes.get_ylim()
-    ends.sort()
-    heights = space_out([value for value, _, _ in ends], (high - low) / 22, high)
-    for height, (_, name, colour) in zip(heights, ends, strict=True):
-        axes.annotate(
-            plot_text(name, 40),
-            (1.01, height),
-            xycoords=("axes fraction", "data"),
-            fontsize=8,
-            color=colour,
-            va="center",
-            annotation_clip=False,
-        )
     figure.savefig(path, format="png")
+
+
+def draw_heat_map(
+    axes: Any,
+    rows: Mapping[float, Mapping[int, Retrieval]],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    context_length: int,
+) -> Any:
+    """One method's exact match by length and depth, the mean rank below each; matplotlib's image is returned.
+
+    Args:
+        rows: by depth and length; what is missing stays empty.
+    """
+    cells = [[rows.get(depth, {}).get(length) for length in lengths] for depth in depths]
+    values = [[math.nan if cell is None else cell.exact_match for cell in row] for row in cells]
+    image = axes.imshow(values, cmap="YlGn", vmin=0.0, vmax=1.0, aspect="auto")
+    for y, row in enumerate(cells):
+        for x, cell in enumerate(row):
+            if cell is not None:
+                ink = "white" if cell.exact_match > 0.7 else "#222222" if cell.above_chance else "#777777"
+                centred = {"ha": "center", "va": "center", "color": ink}
+                axes.text(x, y - 0.12, f"{cell.exact_match:.0%}", fontsize=9, **centred)
+                axes.text(x, y + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
+    axes.set_xticks(range(len(lengths)), [f"{n:,}\n{n / context_length:g}x" for n in lengths], fontsize=8)
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
+    axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
+    axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
+    axes.grid(visible=True, which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+    return image
 
 
 def heat_map(results: Sequence[Retrieval], context_length: int, path: Path, title: str) -> None:
@@ -180,24 +229,8 @@ def heat_map(results: Sequence[Retrieval], context_length: int, path: Path, titl
     figure = new_figure(1.6 + len(panels) * max(2.0, 0.75 * len(lengths)), 1.9 + 0.5 * len(depths))
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, rows) in zip(grid, panels.items(), strict=True):
-        cells = [[rows.get(depth, {}).get(length) for length in lengths] for depth in depths]
-        values = [[math.nan if cell is None else cell.exact_match for cell in row] for row in cells]
-        image = axes.imshow(values, cmap="YlGn", vmin=0.0, vmax=1.0, aspect="auto")
-        for y, row in enumerate(cells):
-            for x, cell in enumerate(row):
-                if cell is not None:
-                    ink = "white" if cell.exact_match > 0.7 else "#222222" if cell.above_chance else "#777777"
-                    centred = {"ha": "center", "va": "center", "color": ink}
-                    axes.text(x, y - 0.12, f"{cell.exact_match:.0%}", fontsize=9, **centred)
-                    axes.text(x, y + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
+        image = draw_heat_map(axes, rows, lengths, depths, context_length)
         axes.set_title(plot_text(name, 40), fontsize=10)
-        axes.set_xticks(range(len(lengths)), [f"{n:,}\n{n / context_length:g}x" for n in lengths], fontsize=8)
-        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
-        axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
-        axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)
-        axes.grid(visible=True, which="minor", color="white", linewidth=1.5)
-        axes.tick_params(which="both", length=0)
-        axes.spines[:].set_visible(False)
     grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
     note = (
         f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "

@@ -133,7 +133,8 @@ def test_training_prompts_have_their_length_and_their_answers_at_the_end(
         assert all(before.count(statement) == 1 for statement in statements)
         for piece in pieces:
             value = piece.strip()
-            assert sum(value in statement for statement in statements) == 1
+            bound = rb"(?<!\d)%b(?!\d)" if value.isdigit() else rb"%b"  # a number may be a part of a longer one
+            assert sum(bool(re.search(bound % re.escape(value), statement)) for statement in statements) == 1
 
 
 def test_statements_stand_at_all_depths() -> None:
