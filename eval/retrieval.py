@@ -147,7 +147,7 @@ def _trial(
     shared = next((i for i, (a, b) in enumerate(zip(question, answers[0], strict=False)) if a != b), len(question))
     others = other_answers(form, drawn, rng, wording=index)
     texts = {drawn.answer}
-    for _ in range(100 * (distractors + 1)):
+    for _ in range(1000 * (distractors + 1)):
         if len(answers) == distractors + 1:
             break
         if (other := next(others)) in texts:

@@ -13,7 +13,9 @@ out. Only the form of the task is the same.
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +54,8 @@ HELD_OUT_VERBS = ("admires", "chases", "forgives", "polishes", "rescues", "tease
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 """What made-up words consist of."""
+OPENINGS = ("-", "int(", '"', "1e", "0b", "0o", "b'", "~", "N", "Decimal(", "$", "+")
+"""What may stand before a number."""
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 Draw = Callable[[random.Random, bool], str]
@@ -130,6 +134,11 @@ class Wording:
     statement: str
     question: str
     answer: str = " {value}"
+
+    def with_opening(self, opening: str) -> Wording:
+        """The same with characters before the value, which the question ends with."""
+        question = self.question + self.answer.removesuffix("{value}") + opening
+        return Wording(self.statement.replace("{value}", opening + "{value}"), question, "{value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,12 +322,20 @@ class Question:
 
 
 def ask(
-    form: Form, rng: random.Random, *, keys: int = 1, held_out: bool = True, wording: int | None = None
+    form: Form,
+    rng: random.Random,
+    *,
+    keys: int = 1,
+    held_out: bool = True,
+    wording: int | None = None,
+    alike: bool = False,
 ) -> Question:
     """Draw `keys` names with their values, and ask for the first.
 
     Args:
         wording: number of the wording, counted on from 0 after the last; default: a random one.
+        alike: names and values share words, and numbers often have the same characters before them, so that only the
+            whole name tells the statements apart.
 
     Raises:
         ValueError: more keys than the form can tell apart, or a form without wordings to train on.
@@ -331,6 +348,10 @@ def ask(
         raise ValueError(f"this form has no names that tell {keys} keys apart; ask for one key or another form")
     names = _distinct(lambda: form.name(rng, held_out), keys)
     values = _distinct(lambda: form.value(rng, held_out), keys)
+    if alike:
+        names, values = _share_words(rng, names), _share_words(rng, values)
+        if values[0].isdigit() and rng.random() < 0.5:
+            chosen = chosen.with_opening(rng.choice(OPENINGS))
     pairs = [{"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)]
     return Question(
         head=form.head,
@@ -349,12 +370,28 @@ def _distinct(draw: Callable[[], str], count: int) -> list[str]:
     raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
 
 
+def _share_words(rng: random.Random, texts: list[str]) -> list[str]:
+    """Texts of several words, some words of each replaced by the one at the same place of another text."""
+    split = [re.split("([ _])", text) for text in texts]
+    shared = []
+    for words in split:
+        at = rng.randrange(0, len(words), 2)
+        other = rng.choice(split)
+        if rng.random() < 0.6 and len(other) == len(words) > 1:
+            words = [*words[:at], other[at], *words[at + 1 :]]
+        shared.append("".join(words))
+    return shared if len(set(shared)) == len(texts) else texts
+
+
 def other_answers(form: Form, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
-    """Wrong answers without end: first those to the question's other statements, then random ones of the same form."""
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same form.
+
+    After many of these, values that training draws: of long held-out ones there are few of one length.
+    """
     yield from question.answers[1:]
     answer = form.held_out[wording % len(form.held_out)].answer
-    while True:
-        yield answer.format(value=form.value(rng, True))
+    for drawn in itertools.count():
+        yield answer.format(value=form.value(rng, drawn < 1000))
 
 
 def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
@@ -412,14 +449,16 @@ def training_prompt(
     asked: int = 1,
     held_out: bool = False,
     wording: int | None = None,
+    alike: bool = False,
 ) -> Prompt:
     """A prompt of `length` bytes with statements at random depths, of fewer keys where so many do not fit.
 
     Args:
         asked: questions at the end, each with its answer, about different statements.
+        alike: as `ask` takes it.
     """
     for count in range(keys, 0, -1):
-        question = ask(form, rng, keys=count, held_out=held_out, wording=wording)
+        question = ask(form, rng, keys=count, held_out=held_out, wording=wording, alike=alike)
         tail = []
         for index in range(min(asked, count)):
             tail += [(question.questions[index].encode(), False), (question.answers[index].encode(), True)]

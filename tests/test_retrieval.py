@@ -156,6 +156,12 @@ def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
     assert sizes == {5} if name == "bytes" else len(sizes) > 1  # the merges do make numbers of different lengths
 
 
+@pytest.mark.parametrize("task", [name for name in FORMS if FORMS[name].training])
+def test_every_form_has_as_many_distractors_as_a_default_run_asks_for(task: str) -> None:
+    for trial in make_trials(FORMS[task], byte_tokenizer(), trials=20, distractors=19):
+        assert len({tuple(ids) for ids in trial.answers.tolist()}) == 20
+
+
 def test_answers_to_the_other_keys_are_among_the_distractors() -> None:
     tokenizer = byte_tokenizer()
     for trial in make_trials(FORMS["key-value"], tokenizer, trials=6, distractors=5, keys=4):
