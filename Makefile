@@ -96,7 +96,9 @@ pictures: .venv/ready
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready
-	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/demo.png)
+	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
+	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
+	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/angles.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-$(DEVICE).jsonl --out $(RESULTS)
 	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)

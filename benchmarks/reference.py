@@ -1,6 +1,6 @@
-"""Bits per byte of the bundled model by context length and method: the table and the curve of README.
+"""Bits per byte of the bundled model by context length and method: the tables of README and docs/choosing.md.
 
-    python benchmarks/reference.py [--spans 32] [--device cuda] [--plot docs/demo.png] [--out benchmarks/results.jsonl]
+    python benchmarks/reference.py [--spans 32] [--device cuda] [--out benchmarks/results.jsonl]
 
 Protocol `matched` on the held-out modules of Python's standard library: the same tokens are scored at every length.
 `increase` is how much higher the loss is than that of the model as loaded at its context length, in bits per byte, with
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.plots import curves
 from rope_ext_hf.eval.results import difference, label
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod
@@ -69,7 +68,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--spans", type=int, default=32, help="spans per length")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--plot", type=Path, help="draw the curves into this PNG")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval().to(arguments.device)
@@ -88,8 +86,6 @@ def main() -> None:
         everything += results
         rows += rows_of(method, results, everything[0])
         print(rows[-len(lengths)]["method"], *(f"{row['bits_per_byte']:.3f}" for row in rows[-len(lengths) :]))
-    if arguments.plot is not None:
-        curves(everything, trained, arguments.plot, "the bundled model on held-out modules of the standard library")
     result = {
         "benchmark": "reference",
         "parameters": model.num_parameters(),

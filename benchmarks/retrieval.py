@@ -1,12 +1,14 @@
-"""Retrieval by length and method: the share of prompts that the bundled model answers exactly.
+"""Retrieval by length and method: the share of questions that the bundled model answers exactly.
 
     python benchmarks/retrieval.py --cells retrieval.jsonl [--lengths 256,512,1024] [--methods as-loaded,self-extend]
         [--device cuda] [--out benchmarks/results.jsonl]
 
-One cell is 100 prompts, 20 at each of five depths, all different; the same prompts for every method. Every finished
-cell is a line of JSON in --cells, and a cell that is there already is not measured again, so that an interrupted run
-continues with the same command. A markdown table with 95% Wilson intervals is printed at the end; the last line is
-JSON.
+One cell is 100 questions, in equal shares of the forms that the model is trained on (with wordings, names and values
+that it is not), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25
+prompts with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the
+length that it extends to, and a method that answers nothing at two lengths in a row no further. Every finished cell is
+a line of JSON in --cells, and a cell that is there already is not measured again, so that an interrupted run continues
+with the same command. A markdown table with 95% Wilson intervals is printed at the end; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ from typing import Any
 
 from record import record
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DEPTHS = {1: (0.0, 0.25, 0.5, 0.75, 1.0), 4: (0.0, 1 / 3, 2 / 3, 1.0)}
+"""By number of keys."""
+QUESTIONS = 100
+FORMS = ("key-value", "assignment", "quote", "copy")
 METHODS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "as-loaded": None,
+    "linear": ("linear", {"factor": 8.0}),
+    "ntk": ("ntk", {"factor": 8.0}),
+    "by-parts": ("by-parts", {"factor": 8.0}),
     "yarn": ("yarn", {"factor": 8.0}),
-    "dca": ("dca", {}),
+    "dynamic-ntk": ("dynamic-ntk", {}),
+    "dynamic-yarn": ("dynamic-yarn", {}),
     "rerope": ("rerope", {}),
     "leaky-rerope": ("leaky-rerope", {}),
     "self-extend": ("self-extend", {}),
+    "dca": ("dca", {}),
 }
 """Everything that is not given is a default; remapping methods are fitted for the longest of the lengths."""
 
@@ -44,17 +54,17 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def markdown(cells: list[dict[str, Any]], trained_length: int) -> str:
-    """One row per task and method, one column per length: exact match and its interval, by number of keys."""
+    """One row per method, one column per length: exact match and its interval, by number of keys."""
     lengths = sorted({cell["length"] for cell in cells})
     keys = sorted({cell["keys"] for cell in cells})
     head = [f"{length:,} ({length / trained_length:g}x)" for length in lengths]
     rows = [f"| | {' | '.join(head)} |", "|---" * (len(lengths) + 1) + "|"]
-    for task, name in dict.fromkeys((cell["task"], cell["name"]) for cell in cells):
-        by_cell = {(c["length"], c["keys"]): c for c in cells if (c["task"], c["name"]) == (task, name)}
+    for name in dict.fromkeys(cell["name"] for cell in cells):
+        by_cell = {(c["length"], c["keys"]): c for c in cells if c["name"] == name}
         texts = [
             " / ".join(_cell(by_cell[length, key]) for key in keys if (length, key) in by_cell) for length in lengths
         ]
-        rows.append(f"| {name}, {task} | {' | '.join(texts)} |")
+        rows.append(f"| {name} | {' | '.join(texts)} |")
     return "\n".join(rows)
 
 
@@ -67,6 +77,34 @@ def settings(given: dict[str, Any], target_length: int) -> dict[str, Any]:
     return given if "factor" in given else given | {"target_length": target_length}
 
 
+def shares(total: int, parts: int) -> list[int]:
+    """Whole numbers that differ by at most one and sum to the total."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+def nothing_found(cells: list[dict[str, Any]], name: str, length: int) -> bool:
+    """Whether a method answered nothing at two lengths in a row: it is not measured at longer ones."""
+    found: dict[int, float] = {}
+    for cell in cells:
+        if cell["name"] == name and cell["length"] < length:
+            found[cell["length"]] = found.get(cell["length"], 0.0) + cell["exact"]
+    return len(found) >= 2 and not any(found[shorter] for shorter in sorted(found)[-2:])
+
+
+def grouped(results: list[Any], attribute: str) -> dict[Any, list[Any]]:
+    """Results by the value of an attribute."""
+    groups: dict[Any, list[Any]] = {}
+    for result in results:
+        groups.setdefault(getattr(result, attribute), []).append(result)
+    return groups
+
+
+def mean_exact(results: list[Any]) -> float:
+    """The share of exact answers over results with different numbers of trials."""
+    total = sum(result.trials for result in results)
+    return round(sum(result.exact_match * result.trials for result in results) / total, 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--cells", type=Path, required=True, help="JSON lines, one per cell")
@@ -76,9 +114,8 @@ def main() -> None:
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--target-length", type=int, default=None, help="default: the longest of the lengths")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--tasks", default="key-value", help="names of forms")
+    parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--keys", default="1,4")
-    parser.add_argument("--trials", type=int, default=100)
     arguments = parser.parse_args()
 
     import torch
@@ -100,30 +137,34 @@ def main() -> None:
     trained = model.config.max_position_embeddings
     lines = arguments.cells.read_text(encoding="utf-8").splitlines() if arguments.cells.exists() else []
     cells = [json.loads(line) for line in lines]
-    known = {(cell["task"], cell["name"], cell["length"], cell["keys"]) for cell in cells}
+    known = {(cell["name"], cell["length"], cell["keys"]) for cell in cells}
+    forms = arguments.forms.split(",")
     todo = [
-        (task, name, length, keys)
+        (name, length, keys)
         for length in sorted(lengths)
-        for task in arguments.tasks.split(",")
         for name in arguments.methods.split(",")
         for keys in map(int, arguments.keys.split(","))
     ]
-    for task, name, length, keys in todo:
-        if (task, name, length, keys) in known:
+    for name, length, keys in todo:
+        chosen = METHODS[name]
+        if (name, length, keys) in known or (chosen and length > chosen[1].get("factor", math.inf) * trained):
+            continue
+        if nothing_found(cells, name, length):
             continue
         started = time.perf_counter()
-        chosen = METHODS[name]
+        # of one key, prompts at different depths have names and values of their own
+        together = [DEPTHS[keys]] if keys > 1 else [(depth,) for depth in DEPTHS[keys]]
         results = []
         with nullcontext() if chosen is None else rope.patched(model, chosen[0], **settings(chosen[1], target)):
-            for seed, depth in enumerate(DEPTHS):
-                results += passkey(
-                    model, lengths=[length], depths=[depth], trials=arguments.trials // len(DEPTHS), keys=keys,
-                    seed=seed, task=task, distractors=3, tokenizer=tokenizer, haystack=haystack,
-                )  # fmt: skip
+            for seed, depths in enumerate(together):
+                for form, trials in zip(forms, shares(QUESTIONS // len(DEPTHS[keys]), len(forms)), strict=True):
+                    results += passkey(
+                        model, lengths=[length], depths=depths, trials=trials, keys=keys, seed=seed, task=form,
+                        distractors=3, tokenizer=tokenizer, haystack=haystack,
+                    )  # fmt: skip
         trials = sum(result.trials for result in results)
         successes = round(sum(result.exact_match * result.trials for result in results))
         cell = {
-            "task": task,
             "name": name,
             "length": length,
             "keys": keys,
@@ -131,7 +172,10 @@ def main() -> None:
             "exact": successes / trials,
             "interval": wilson(successes, trials),
             "rank": sum(result.rank * result.trials for result in results) / trials,
-            "exact_by_depth": {str(result.depth): result.exact_match for result in results},
+            "exact_by": {
+                kind: {str(value): mean_exact(some) for value, some in grouped(results, kind).items()}
+                for kind in ("depth", "task")
+            },
             "method": results[0].method,
             "seconds": round(time.perf_counter() - started, 1),
             "machine": platform.machine(),
@@ -141,11 +185,17 @@ def main() -> None:
         arguments.cells.parent.mkdir(parents=True, exist_ok=True)
         with arguments.cells.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cell) + "\n")
-        print(f"{task} {name} {length} keys={keys}: {_cell(cell)} rank {cell['rank']:.1f}", flush=True)
+        print(f"{name} {length} keys={keys}: {_cell(cell)} rank {cell['rank']:.1f}", flush=True)
     print(markdown(cells, trained))
-    kept = ("task", "name", "length", "keys", "trials", "exact", "interval", "rank")
+    kept = ("name", "length", "keys", "trials", "exact", "interval", "rank", "exact_by")
     rows = [{key: cell[key] for key in kept} for cell in cells]
-    result = {"benchmark": "retrieval", "context_length": trained, "rows": rows, "threads": torch.get_num_threads()}
+    result = {
+        "benchmark": "retrieval",
+        "context_length": trained,
+        "forms": forms,
+        "rows": rows,
+        "threads": torch.get_num_threads(),
+    }
     record(result, arguments.out, arguments.device)
 
 

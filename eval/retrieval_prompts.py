@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "
 """What made-up words consist of."""
 OPENINGS = ("-", "int(", '"', "1e", "0b", "0o", "b'", "~", "N", "Decimal(", "$", "+")
 """What may stand before a number."""
+OPENING_CHARACTERS = (string.ascii_letters + string.digits + string.punctuation).translate({ord(c): None for c in "{}"})
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 Draw = Callable[[random.Random, bool], str]
@@ -329,13 +331,15 @@ def ask(
     held_out: bool = True,
     wording: int | None = None,
     alike: bool = False,
+    openings: Sequence[str] = OPENINGS,
 ) -> Question:
     """Draw `keys` names with their values, and ask for the first.
 
     Args:
         wording: number of the wording, counted on from 0 after the last; default: a random one.
-        alike: names and values share words, and numbers often have the same characters before them, so that only the
+        alike: names and values share words, and numbers often have the same opening before them, so that only the
             whole name tells the statements apart.
+        openings: that are drawn from; empty: any characters.
 
     Raises:
         ValueError: more keys than the form can tell apart, or a form without wordings to train on.
@@ -351,7 +355,7 @@ def ask(
     if alike:
         names, values = _share_words(rng, names), _share_words(rng, values)
         if values[0].isdigit() and rng.random() < 0.5:
-            chosen = chosen.with_opening(rng.choice(OPENINGS))
+            chosen = chosen.with_opening(rng.choice(openings) if openings else _any_opening(rng))
     pairs = [{"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)]
     return Question(
         head=form.head,
@@ -368,6 +372,14 @@ def _distinct(draw: Callable[[], str], count: int) -> list[str]:
         if len(drawn) == count:
             return list(drawn)
     raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
+
+
+def _any_opening(rng: random.Random) -> str:
+    """One to three characters, never those of a held-out wording."""
+    while True:
+        opening = "".join(rng.choices(OPENING_CHARACTERS, k=rng.randint(1, 3)))
+        if "0x" not in opening:
+            return opening
 
 
 def _share_words(rng: random.Random, texts: list[str]) -> list[str]:
@@ -450,15 +462,16 @@ def training_prompt(
     held_out: bool = False,
     wording: int | None = None,
     alike: bool = False,
+    openings: Sequence[str] = OPENINGS,
 ) -> Prompt:
     """A prompt of `length` bytes with statements at random depths, of fewer keys where so many do not fit.
 
     Args:
         asked: questions at the end, each with its answer, about different statements.
-        alike: as `ask` takes it.
+        alike, openings: as `ask` takes them.
     """
     for count in range(keys, 0, -1):
-        question = ask(form, rng, keys=count, held_out=held_out, wording=wording, alike=alike)
+        question = ask(form, rng, keys=count, held_out=held_out, wording=wording, alike=alike, openings=openings)
         tail = []
         for index in range(min(asked, count)):
             tail += [(question.questions[index].encode(), False), (question.answers[index].encode(), True)]

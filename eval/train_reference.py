@@ -1,9 +1,10 @@
-"""Train the bundled reference model: a small Llama over bytes, on the Python standard library.
+"""Train the bundled reference model: a small Llama over bytes, on Python's standard library and retrieval prompts.
 
     python -m rope_ext_hf.eval.train_reference --out rope_ext_hf/reference
 
-Seeded, a few million parameters, well under an hour on two CPU cores. It exists so that the effect of every RoPE
-method on real text can be seen and tested without a download: the model is trained at 256 bytes and no further.
+Seeded, a few million parameters, about an hour on two CPU cores. It exists so that the effect of every RoPE method on
+real text, and on finding something in it, can be shown and tested without a download: the model is trained at 256
+bytes and no further. An interrupted run continues from its last checkpoint with the same command.
 """
 
 from __future__ import annotations
@@ -12,25 +13,97 @@ import argparse
 import json
 import math
 import platform
+import random
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.retrieval_prompts import FORMS, OPENINGS, ask, training_prompt
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out, stdlib_training
 
 SEED = 20240517
 TRAINED_LENGTH = 256
-BATCH = 32
-STEPS = 3000
-LOG_EVERY = 100
-PROBES = 96  # held-out windows at every log line
-PEAK_LEARNING_RATE = 2e-3
-WARMUP_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the training with its own schedule of the learning rate: linear warm-up, then a cosine down to zero.
+
+    Attributes:
+        batch: rows in every step.
+        prompts: how many of them are retrieval prompts; the others are text.
+        alike, openings: the statements of a prompt share words, see `retrieval_prompts.ask`.
+        forms: names of the prompts' forms, one as often as it is named; empty: all that have wordings to train on.
+        seed: of the rows.
+    """
+
+    steps: int
+    batch: int
+    prompts: int
+    peak_learning_rate: float
+    warmup_steps: int
+    alike: bool = False
+    openings: tuple[str, ...] = OPENINGS
+    forms: tuple[str, ...] = ()
+    seed: int = SEED
+
+    def learning_rate(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak_learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.peak_learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+PHASES = {
+    "text": Phase(steps=3000, batch=32, prompts=0, peak_learning_rate=2e-3, warmup_steps=100),
+    "retrieval": Phase(steps=700, batch=32, prompts=16, peak_learning_rate=1e-3, warmup_steps=40),
+    "statements alike": Phase(
+        steps=400, batch=32, prompts=24, peak_learning_rate=1e-3, warmup_steps=20, alike=True, seed=SEED + 1
+    ),
+    "harder forms": Phase(
+        steps=300,
+        batch=32,
+        prompts=24,
+        peak_learning_rate=1e-3,
+        warmup_steps=20,
+        alike=True,
+        forms=("quote", "quote", "assignment", "assignment", "key-value", "copy"),
+        seed=SEED + 2,
+    ),
+    "any opening": Phase(
+        steps=150,
+        batch=32,
+        prompts=24,
+        peak_learning_rate=1e-3,
+        warmup_steps=20,
+        alike=True,
+        openings=(),
+        forms=("assignment", "assignment", "quote", "key-value"),
+        seed=SEED + 3,
+    ),
+}
+"""One after the other."""
+AVERAGED = ("harder forms", "any opening")
+"""Phases whose last weights are averaged: their mean is better than either at text and at retrieval."""
+MAX_KEYS = 8
+"""Statements in a training prompt; fewer where so many do not fit."""
+ANSWER_WEIGHT, PROMPT_WEIGHT = 5.0, 0.2
+"""Weights in the loss of the bytes of a prompt's answers and of its other bytes; a byte of text weighs 1."""
+LOG_EVERY = 50
+TEXT_PROBES = 96  # held-out windows at every log line
+PROBES, FINAL_PROBES = 64, 400  # held-out prompts at every log line and at the end, for each number of keys
+PROBED_KEYS = {"exact_match": 1, "exact_match_of_4": 4}
 END_OF_TEXT = 1  # ByT5's </s>
 BYTE_OFFSET = 3  # ByT5 puts <pad>, </s>, <unk> before the 256 bytes
 
@@ -54,7 +127,7 @@ def config() -> LlamaConfig:
     )
 
 
-def encode(documents: list[Document]) -> torch.Tensor:
+def encode(documents: list[Document]) -> Tensor:
     """All documents in one stream of token ids, (tokens,) int16, each closed by end-of-text."""
     ids: list[int] = []
     for document in documents:
@@ -63,86 +136,264 @@ def encode(documents: list[Document]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int16)
 
 
-def windows(stream: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def windows(stream: Tensor, starts: Tensor) -> Tensor:
     """(batch, TRAINED_LENGTH + 1) int64: inputs and, shifted by one, targets."""
     return stream[starts[:, None] + torch.arange(TRAINED_LENGTH + 1)].long()
 
 
-def mean_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    with torch.autocast(batch.device.type, torch.bfloat16):
-        logits = model(batch[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+TRAINED_FORMS = tuple(name for name, form in FORMS.items() if form.training)
 
 
-def learning_rate(step: int) -> float:
-    """Linear warm-up, then a cosine down to zero."""
-    if step < WARMUP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / max(1, STEPS - WARMUP_STEPS)
-    return PEAK_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * progress))
+def prompt_windows(
+    text: bytes,
+    rng: random.Random,
+    count: int,
+    *,
+    forms: Sequence[str] = TRAINED_FORMS,
+    keys: int | None = None,
+    held_out: bool = False,
+    alike: bool = False,
+    openings: Sequence[str] = OPENINGS,
+) -> tuple[Tensor, Tensor]:
+    """Retrieval prompts with pieces of `text` around their statements.
+
+    Args:
+        forms: names of forms that have wordings to train on.
+        keys: statements in every prompt; None: 1 to MAX_KEYS at random.
+        held_out: names, values and wordings that training never uses, all forms and wordings in turn.
+        alike, openings: as `ask` takes them.
+
+    Returns:
+        (count, TRAINED_LENGTH + 1) int64, and which of these tokens belong to an answer, bool.
+    """
+    rows, answers = [], []
+    for index in range(count):
+        prompt = training_prompt(
+            FORMS[forms[index % len(forms)] if held_out else rng.choice(forms)],
+            rng,
+            length=TRAINED_LENGTH + 1,
+            keys=keys or rng.randint(1, MAX_KEYS),
+            asked=1 if held_out else MAX_KEYS,
+            held_out=held_out,
+            wording=index // len(forms) if held_out else None,
+            alike=alike,
+            openings=openings,
+        )
+        start = rng.randrange(len(text) - TRAINED_LENGTH)
+        filled, is_answer = prompt.fill(text[start : start + prompt.filler_length])
+        rows.append([byte + BYTE_OFFSET for byte in filled])
+        answers.append(is_answer)
+    return torch.tensor(rows), torch.tensor(answers)
+
+
+def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """(rows, tokens - 1, vocabulary) float32: what each token but the last predicts."""
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=_has_bfloat16(batch.device)):
+        logits: Tensor = model(batch[:, :-1], use_cache=False).logits
+    return logits.float()
+
+
+@cache
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is faster than float32: CPUs without instructions for it emulate it at half the speed."""
+    if device.type != "cpu":
+        return True
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def token_losses(logits: Tensor, batch: Tensor) -> Tensor:
+    """(rows, tokens - 1): nats of every token but the first given those before."""
+    return functional.cross_entropy(logits.mT, batch[:, 1:], reduction="none")
+
+
+def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Nats per token, a scalar."""
+    return token_losses(logits_of(model, batch), batch).mean()
+
+
+@torch.no_grad()
+def exact_match(model: nn.Module, prompts: Tensor, answers: Tensor) -> float:
+    """Share of prompts whose answer greedy decoding gives: every token of it is the likeliest after those before."""
+    right = logits_of(model, prompts).argmax(-1) == prompts[:, 1:]
+    return (right | ~answers[:, 1:]).all(-1).float().mean().item()
+
+
+class Material:
+    """What is trained on and what is probed with, on a device."""
+
+    def __init__(self, device: str) -> None:
+        documents, unread = stdlib_training(), stdlib_held_out()
+        self.device = device
+        self.stream, held_out = encode(documents), encode(unread)
+        self.text, unread_text = (
+            "\n".join(document.text for document in some).encode("utf-8") for some in (documents, unread)
+        )
+        starts = torch.linspace(0, len(held_out) - TRAINED_LENGTH - 2, TEXT_PROBES).long()
+        self.probe = windows(held_out, starts).to(device)
+        self.prompt_probes = {
+            name: prompt_windows(unread_text, random.Random(SEED), FINAL_PROBES, keys=keys, held_out=True)
+            for name, keys in PROBED_KEYS.items()
+        }
+
+    def batches(self, phase: Phase) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every step: rows of text, then prompts, (batch, TRAINED_LENGTH + 1) int64; weights of the predictions."""
+        sampler, rng = torch.Generator().manual_seed(phase.seed), random.Random(phase.seed)
+        count = phase.batch - phase.prompts
+        for _ in range(phase.steps):
+            starts = torch.randint(0, len(self.stream) - TRAINED_LENGTH - 1, (count,), generator=sampler)
+            rows = windows(self.stream, starts)
+            weights = torch.ones(phase.batch, TRAINED_LENGTH)
+            if phase.prompts:
+                prompts, answers = prompt_windows(
+                    self.text,
+                    rng,
+                    phase.prompts,
+                    forms=phase.forms or TRAINED_FORMS,
+                    alike=phase.alike,
+                    openings=phase.openings,
+                )
+                rows = torch.cat([rows, prompts])
+                weights[count:] = torch.where(answers[:, 1:], ANSWER_WEIGHT, PROMPT_WEIGHT)
+            yield rows.to(self.device), weights.to(self.device)
+
+    def measure(self, model: nn.Module, prompts: int) -> dict[str, float]:
+        """Held-out bits per byte, and the share answered exactly of this many prompts for each number of keys."""
+        with torch.no_grad():
+            measured = {"held_out_bits_per_byte": round(mean_loss(model, self.probe).item() / math.log(2), 4)}
+        if prompts:
+            for name, (rows, answers) in self.prompt_probes.items():
+                some = rows[:prompts].to(self.device), answers[:prompts].to(self.device)
+                measured[name] = round(exact_match(model, *some), 4)
+        return measured
 
 
 def train(out: Path, device: str) -> None:
+    """Train, and write model, tokenizer, card and record into `out`; continue what `out` has a checkpoint of."""
     torch.manual_seed(SEED)
-    stream = encode(stdlib_training())
-    held_out = encode(stdlib_held_out())
-    probe = windows(held_out, torch.linspace(0, len(held_out) - TRAINED_LENGTH - 2, PROBES).long()).to(device)
+    material = Material(device)
     model = LlamaForCausalLM(config()).to(device)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
-    )
-    sampler = torch.Generator().manual_seed(SEED)
-    print(
-        f"{model.num_parameters():,} parameters, {len(stream):,} training bytes, {len(held_out):,} held out", flush=True
-    )
-
-    curve = []
-    running, started = 0.0, time.perf_counter()
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        starts = torch.randint(0, len(stream) - TRAINED_LENGTH - 1, (BATCH,), generator=sampler)
-        loss = mean_loss(model, windows(stream, starts).to(device))
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        running += loss.item()
-        if (step + 1) % LOG_EVERY == 0:
-            with torch.no_grad():
-                held_out_bits = mean_loss(model, probe).item() / math.log(2)
-            point = {
-                "step": step + 1,
-                "seconds": round(time.perf_counter() - started, 1),
-                "train_bits_per_byte": round(running / LOG_EVERY / math.log(2), 4),
-                "held_out_bits_per_byte": round(held_out_bits, 4),
-            }
-            curve.append(point)
-            print(json.dumps(point), flush=True)
-            running = 0.0
-            if not math.isfinite(loss.item()):
-                sys.exit(f"the loss is {loss.item()} at step {step + 1}; stopping")
+    print(f"{model.num_parameters():,} parameters, {len(material.stream):,} training bytes", flush=True)
 
     out.mkdir(parents=True, exist_ok=True)
+    checkpoint = out / "checkpoint.pt"
+    record: dict[str, Any] = {}
+    ends: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Any] = {}
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        record, ends = state["record"], state["ends"]
+        model.load_state_dict(state["model"])
+    for name, phase in PHASES.items():
+        if name in record and name != state.get("phase"):
+            continue  # done before
+        run_phase(name, phase, model, material, record, ends, state if state.get("phase") == name else {}, checkpoint)
+        if name in AVERAGED:
+            ends[name] = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(mean_of_weights(list(ends.values())))
+
+    final = material.measure(model, FINAL_PROBES)
     model.to(torch.bfloat16).save_pretrained(out)
     ByT5Tokenizer(extra_ids=0).save_pretrained(out)
-    record = {
+    whole = {
         "seed": SEED,
-        "steps": STEPS,
-        "batch": BATCH,
         "trained_length": TRAINED_LENGTH,
-        "peak_learning_rate": PEAK_LEARNING_RATE,
-        "training_bytes": len(stream),
-        "device": device,
+        "training_bytes": len(material.stream),
+        "max_keys": MAX_KEYS,
+        "answer_weight": ANSWER_WEIGHT,
+        "prompt_weight": PROMPT_WEIGHT,
+        "probes": FINAL_PROBES,
+        "phases": record,
+        "averaged": AVERAGED,
+        "final": final,
+    }
+    (out / "training.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_card(out)
+    checkpoint.unlink(missing_ok=True)
+
+
+def mean_of_weights(ends: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([weights[key] for weights in ends]).mean(0) for key in ends[0]}
+
+
+def run_phase(
+    name: str,
+    phase: Phase,
+    model: LlamaForCausalLM,
+    material: Material,
+    record: dict[str, Any],
+    ends: dict[str, dict[str, Tensor]],
+    state: dict[str, Any],
+    checkpoint: Path,
+) -> None:
+    """Train the model, add what was measured to `record`, and keep `checkpoint` up to date.
+
+    Args:
+        ends: weights at the ends of earlier phases, which the checkpoint holds too.
+        state: a checkpoint of this phase to continue from, or nothing.
+    """
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    curve: list[dict[str, Any]] = []
+    done, seconds, cpu_seconds = 0, 0.0, 0.0
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        curve = record[name]["curve"]
+        done, seconds, cpu_seconds = (curve[-1][key] for key in ("step", "seconds", "cpu_seconds"))
+    record[name] = asdict(phase) | {
+        "device": material.device,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "curve": curve,
     }
-    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    write_card(out)
+    started, cpu_started = time.perf_counter() - seconds, time.process_time() - cpu_seconds
+    text_bits: list[float] = []
+    answer_bits: list[float] = []
+    for step, (rows, weights) in enumerate(material.batches(phase)):
+        if step < done:  # a continued run reads what an uninterrupted one reads
+            continue
+        for group in optimizer.param_groups:
+            group["lr"] = phase.learning_rate(step)
+        losses = token_losses(logits_of(model, rows), rows)
+        loss = (losses * weights).sum() / weights.sum()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        text_bits.append(losses[: phase.batch - phase.prompts].mean().item() / math.log(2))
+        if phase.prompts:
+            answer_bits.append(losses[weights == ANSWER_WEIGHT].mean().item() / math.log(2))
+        if not math.isfinite(loss.item()):
+            sys.exit(f"the loss is {loss.item()} at step {step + 1}; stopping")
+        if (step + 1) % LOG_EVERY and step + 1 < phase.steps:
+            continue
+        point = {
+            "step": step + 1,
+            "seconds": round(time.perf_counter() - started, 1),
+            "cpu_seconds": round(time.process_time() - cpu_started, 1),
+            "train_bits_per_byte": round(fmean(text_bits), 4),
+            **({"answer_bits_per_byte": round(fmean(answer_bits), 4)} if answer_bits else {}),
+            **material.measure(model, PROBES if phase.prompts else 0),
+        }
+        curve.append(point)
+        print(json.dumps({"phase": name} | point), flush=True)
+        text_bits, answer_bits = [], []
+        kept = {
+            "phase": name,
+            "record": record,
+            "ends": ends,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
+        partial = checkpoint.with_suffix(".partial")
+        torch.save(kept, partial)
+        partial.replace(checkpoint)
 
 
 CARD = """---
@@ -157,56 +408,141 @@ tags: [llama, byte-level, rope, long-context]
 
 A Llama of {parameters:,} parameters over bytes (ByT5 tokenizer, no vocabulary file): {layers} layers, {heads} query and
 {kv_heads} key/value heads of 64, RoPE with theta 10,000, trained at {trained_length} bytes and no further. It is there
-so that the effect of RoPE methods beyond the trained length can be seen and tested without a download. It writes
-plausible Python and is of no other use.
+so that the effect of RoPE methods beyond the trained length can be seen and tested without a download: how well it
+predicts text, and whether it finds what the text stated.
 
 ## Training
 
-`python -m rope_ext_hf.eval.train_reference --out DIR`, seed {seed}: {steps:,} steps of {batch} x {trained_length} bytes
-(AdamW, peak learning rate {peak_learning_rate:g}, cosine to zero) on {training_bytes:,} bytes: the sources and
-documentation of the standard library of Python {python}, less tests, encoding tables and the modules held out for
-measurements: {held_out}.
+`python -m rope_ext_hf.eval.train_reference --out DIR`, seed {seed}, in phases:
 
-The shipped weights were made on {device} with {threads} threads by torch {torch} in {minutes:.0f} minutes. At the end,
-over whole windows of {trained_length} bytes: {train:.3f} bits per byte on training text, {held:.3f} on held-out text.
+{phases}
 
-![loss curve](loss.png)
+All use AdamW with a linear warm-up and a cosine down to zero, in rows of {trained_length} bytes. The text is
+{training_bytes:,} bytes: the sources and documentation of the standard library of Python {python}, less tests, encoding
+tables and the modules held out for measurements: {held_out}.
+
+A retrieval prompt is a piece of that text with 1 to {max_keys} statements at random places (fewer where they do not
+fit), and a question about each at its end, followed by its answer. In the loss, a byte of an answer weighs
+{answer_weight:g}, any other byte of a prompt {prompt_weight:g}, a byte of text 1. There are {forms} forms, one a line:
+a statement, its question, its answer.
+
+{examples}
+
+The wordings, names and values of measurements are never trained on. Each form has wordings of its own for them, names
+come from a second list of words, and of numbers and codes one in eight, by a checksum, is held out. The text around
+the statements is then from the held-out modules. Only the form of the task is the same.
+
+## At the end of training
+
+The shipped weights are the mean of those at the ends of the last two phases, made by torch {torch} on {device} with
+{threads} threads, in {minutes:.0f} minutes. Over {windows} whole windows of {trained_length} bytes of held-out text:
+{held:.3f} bits per byte ({before:.3f} before the first retrieval prompt). Of {probes} held-out prompts of
+{trained_length} bytes, {one:.1%} are answered exactly where one key is stated, and {many:.1%} where 4 are.
+
+![loss and retrieval during training](loss.png)
+
+## What it cannot do
+
+It writes plausible Python of no use. It answers no questions but those of the forms above, where the answer stands in
+the text word for word; it follows no instructions. Without a RoPE method it reads nothing beyond {trained_length}
+bytes. That a method works on it does not show that the method works as well on a large model.
 
 The text it was trained on is under the Python Software Foundation License; the weights are under Apache-2.0.
 """
 
 
-def write_card(folder: Path) -> None:
-    """The model card and its loss curve, from the folder's config.json and training.json."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _phase_text(phase: dict[str, Any]) -> str:
+    rows = f"{phase['batch'] - phase['prompts']} of text"
+    if phase["prompts"]:
+        rows += f", {phase['prompts']} retrieval prompts"
+        rows += " whose statements share words" if phase.get("alike") else ""
+        rows += " and have any characters before their numbers" if phase.get("openings") == [] else ""
+        rows += f", of the forms {', '.join(phase['forms'])}" if phase.get("forms") else ""
+    return (
+        f"{phase['steps']:,} steps of {phase['batch']} rows ({rows}), peak learning rate "
+        f"{phase['peak_learning_rate']:g}, {phase['curve'][-1]['seconds'] / 60:.0f} minutes"
+    )
 
+
+def _examples() -> str:
+    """A training prompt of every form that has any, in one line each."""
+    lines = []
+    for name, form in FORMS.items():
+        if form.training:
+            question = ask(form, random.Random(SEED), held_out=False, wording=0)
+            texts = (question.statements[0], question.question, question.answer)
+            lines.append(f"- {name}: " + ", ".join(f"`{text.strip()}`" for text in texts))
+    return "\n".join(lines)
+
+
+def write_card(folder: Path) -> None:
+    """The model card and its picture, from the folder's training.json."""
     record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    model = LlamaForCausalLM(config())
-    curve = record["curve"]
+    phases = record["phases"]
+    curve: list[dict[str, Any]] = []
+    for phase in phases.values():
+        done = curve[-1]["step"] if curve else 0
+        curve += [point | {"step": done + point["step"]} for point in phase["curve"]]
+    begin = phases["text"]["curve"][-1]
+    last = list(phases.values())[-1]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config())
     card = CARD.format(
-        **record,
+        **{key: value for key, value in record.items() if key not in ("phases", "averaged", "final")},
+        **{key: last[key] for key in ("python", "torch", "device", "threads")},
+        phases="\n".join(f"{number}. {_phase_text(phase)}" for number, phase in enumerate(phases.values(), 1)),
         parameters=model.num_parameters(),
         layers=model.config.num_hidden_layers,
         heads=model.config.num_attention_heads,
         kv_heads=model.config.num_key_value_heads,
         held_out=", ".join(f"`{name}`" for name in HELD_OUT),
-        minutes=curve[-1]["seconds"] / 60,
-        train=curve[-1]["train_bits_per_byte"],
-        held=curve[-1]["held_out_bits_per_byte"],
+        forms=sum(bool(form.training) for form in FORMS.values()),
+        examples=_examples(),
+        minutes=sum(phase["curve"][-1]["seconds"] for phase in phases.values()) / 60,
+        windows=TEXT_PROBES,
+        held=record["final"]["held_out_bits_per_byte"],
+        before=begin["held_out_bits_per_byte"],
+        one=record["final"]["exact_match"],
+        many=record["final"]["exact_match_of_4"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
-    figure = Figure(figsize=(6.4, 3.6), dpi=110, layout="constrained")
+    _draw(curve, begin["step"], folder / "loss.png")
+
+
+def _draw(curve: list[dict[str, Any]], begin: int, path: Path) -> None:
+    """Bits per byte over all phases, and the share of prompts answered from step `begin` on."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    loss, found = figure.subplots(1, 2, width_ratios=(3, 2))
     steps = [point["step"] for point in curve]
-    axes.plot(steps, [point["train_bits_per_byte"] for point in curve], label="training text (mean of 100 steps)")
-    axes.plot(steps, [point["held_out_bits_per_byte"] for point in curve], label="held-out text")
-    axes.set(xlabel="step", ylabel="bits per byte", title="Training of the reference model")
-    axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(folder / "loss.png")
+    for key, label in (("train_bits_per_byte", "training text"), ("held_out_bits_per_byte", "held-out text")):
+        loss.plot(steps, [point[key] for point in curve], label=label)
+    loss.axvline(begin, color="#888888", linewidth=1, linestyle=":")
+    loss.annotate(
+        "retrieval prompts from here",
+        (begin, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8,
+        color="#666666",
+    )
+    loss.set(xlabel="step", ylabel="bits per byte", title="Loss on text")
+    for key, label in (("exact_match", "one key"), ("exact_match_of_4", "one of 4 keys")):
+        points = [(point["step"], point[key]) for point in curve if point["step"] > begin]
+        found.plot(*zip(*points, strict=True), label=label)
+    found.set(xlabel="step", ylim=(0, 1.02), title="Held-out prompts answered exactly")
+    found.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    for axes in (loss, found):
+        axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right" if axes is found else "center right")
+    figure.savefig(path)
 
 
 def main() -> None:

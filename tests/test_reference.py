@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import torch
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, train_reference
 from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.retrieval_prompts import HELD_OUT_WORDS, TRAINING_WORDS
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
@@ -94,21 +99,82 @@ def test_the_card_tells_how_it_was_made() -> None:
     record = json.loads((path() / "training.json").read_text(encoding="utf-8"))
     assert all(f"`{name}`" in card for name in HELD_OUT)
     assert f"seed {record['seed']}" in card
-    assert f"{record['curve'][-1]['held_out_bits_per_byte']:.3f}" in card
+    final = record["final"]
+    assert f"{final['held_out_bits_per_byte']:.3f} bits per byte" in card
+    assert f"{final['exact_match']:.1%} are answered" in card
+    assert all(f"- {name}: " in card for name in ("key-value", "assignment", "quote", "copy"))
     assert (path() / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert record["steps"] == train_reference.STEPS
     assert record["seed"] == train_reference.SEED
+    assert {name: phase["steps"] for name, phase in record["phases"].items()} == {
+        name: phase.steps for name, phase in train_reference.PHASES.items()
+    }
 
 
 @pytest.mark.slow
-def test_training_is_seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STEPS": 2, "BATCH": 2, "LOG_EVERY": 2, "PROBES": 2}.items():
+def test_training_is_seeded_and_continues_after_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOG_EVERY": 1, "TEXT_PROBES": 2, "FINAL_PROBES": 2}.items():
         monkeypatch.setattr(train_reference, name, value)
     for name in ("stdlib_training", "stdlib_held_out"):
         monkeypatch.setattr(train_reference, name, lambda: stdlib_held_out()[:1])
-    for folder in ("one", "two"):
-        train_reference.train(tmp_path / folder, "cpu")
+    short = {
+        name: replace(phase, steps=2, batch=2, prompts=phase.prompts and 1)
+        for name, phase in train_reference.PHASES.items()
+    }
+    monkeypatch.setattr(train_reference, "PHASES", short)
+    train_reference.train(tmp_path / "one", "cpu")
+
+    kept: list[bool] = []
+    whole_save = torch.save
+
+    def save_and_stop(*args: Any) -> None:
+        whole_save(*args)
+        kept.append(True)
+        if len(kept) in (1, 3):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save_and_stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train_reference.train(tmp_path / "two", "cpu")
+        (tmp_path / "two" / "checkpoint.partial").replace(tmp_path / "two" / "checkpoint.pt")
+    train_reference.train(tmp_path / "two", "cpu")
+    assert len(kept) == 2 * len(short)
+
     one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
     assert one == two
     assert one != (path() / "model.safetensors").read_bytes()
-    assert "trained at 256 bytes" in (tmp_path / "one" / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "one" / "README.md").read_text(encoding="utf-8")
+    assert "trained at 256 bytes" in card
+    assert "2 steps of 2 rows (1 of text, 1 retrieval prompts)" in card
+    assert not (tmp_path / "two" / "checkpoint.pt").exists()
+
+
+def prompts_of_training(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    text = stdlib_held_out()[0].text.encode("utf-8")
+    return train_reference.prompt_windows(text, random.Random(0), count)
+
+
+def test_training_prompts_are_whole_and_mark_their_answers() -> None:
+    rows, answers = prompts_of_training(200)
+    assert rows.shape == answers.shape == (200, train_reference.TRAINED_LENGTH + 1)
+    for row, marks in zip(rows.tolist(), answers.tolist(), strict=True):
+        text = bytes(token - train_reference.BYTE_OFFSET for token in row)
+        begin = marks.index(True)
+        pieces = "".join(chr(byte) if mark else "|" for byte, mark in zip(text[begin:], marks[begin:], strict=True))
+        for answer in filter(None, pieces.split("|")):
+            assert answer.strip().encode() in text[:begin]  # it was stated before the first question
+    assert 5 < answers.float().sum(-1).mean() < 60
+
+
+def test_nothing_of_the_measurements_is_in_training_prompts() -> None:
+    """Independent of how prompts are drawn: their bytes are searched for what measurements use."""
+    rows, _ = prompts_of_training(400)
+    texts = [bytes(token - train_reference.BYTE_OFFSET for token in row).decode("latin-1") for row in rows.tolist()]
+    lines = [line for text in texts for line in text.lower().split("\n")]
+    stated = [line for line in lines if re.search(r"\d{3,}", line)]
+    names = {name for line in stated for name in re.findall(r"[a-z]+", line)}
+    assert len(names & set(TRAINING_WORDS)) > 30  # the search finds what is there
+    assert not names & set(HELD_OUT_WORDS)
+    assert not [line for line in lines if re.match(r"\| \w+ \| \d+ \|$|\w+ := \d+$|[a-z_]+ = 0x\d{5}$", line)]

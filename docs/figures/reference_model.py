@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from .registry import Row, figure, lines_of, markdown_table, read_result, stamp
 
-IN_SHORT = ("as loaded", "linear", "ntk", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
-"""The methods of the table in README.md."""
+IN_SHORT = ("as loaded", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
+"""The methods of the tables in README.md."""
 
 
 def _named(row: Row) -> str:
@@ -101,22 +101,29 @@ def remapping() -> str:
 
 @figure
 def temperature_choice() -> str:
-    return _temperatures("temperature-choice")
+    return _temperatures(
+        "choice", "Over four of the held-out modules (`_pydecimal`, `inspect`, `pydoc_data/topics`, `turtle`)."
+    )
 
 
 @figure
 def temperature_confirmation() -> str:
-    return _temperatures("temperature-confirmation")
+    return _temperatures("confirmation", "Over the other four held-out modules.")
 
 
-def _temperatures(name: str) -> str:
-    older = read_result(name)
-    rows = (
-        [f"`{row['method']}`", row["temperature"], *("–" if x is None else f"{x:.3f}" for x in row["bits_per_byte"])]
-        for row in older["rows"]
+def _temperatures(documents: str, note: str) -> str:
+    """Bits per byte of some documents at 8 times the context length and more, by method and temperature."""
+    line = [line for line in lines_of("remapping") if line.get("temperatures")][-1]
+    rows = [row for row in line["rows"] if row["length"] >= 8 * line["context_length"]]
+    lengths = sorted({row["length"] for row in rows})
+    cells = {(row["method"], row["temperature"], row["length"]): row[documents] for row in rows}
+    table = (
+        [f"`{method}`", temperature, *(f"{cells[method, temperature, length]:.3f}" for length in lengths)]
+        for method, temperature in dict.fromkeys(key[:2] for key in cells)
     )
-    head = ["method", "temperature", *(f"{scale}x" for scale in older["scales"])]
-    return markdown_table(head, rows, f"*{older['note']}*")
+    head = ["method", "temperature", *(f"{length // line['context_length']}x" for length in lengths)]
+    command = f"benchmarks/remapping.py --spans {line['spans']} --temperatures {line['temperatures']}"
+    return markdown_table(head, table, f"*{note}* " + stamp(line, command))
 
 
 @figure
@@ -126,23 +133,59 @@ def novels() -> str:
     return markdown_table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
 
 
+def _retrieval_cells() -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
+    """The last measurement: its cells by method, keys and length; all lengths; the whole line."""
+    line = lines_of("retrieval")[-1]
+    cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
+    return cells, sorted({length for _, _, length in cells}), line
+
+
 @figure
 def retrieval() -> str:
-    lines = lines_of("retrieval")
-    if not lines:
-        return "\n\n`benchmarks/retrieval.py` measures it; its figures are not among the results yet.\n\n"
-    cells = {(row["name"], row["task"], row["keys"], row["length"]): row for row in lines[-1]["rows"]}
-    lengths = sorted({key[-1] for key in cells})
+    cells, lengths, line = _retrieval_cells()
     rows = (
-        [f"`{name}`, {task}, {keys} stated"]
+        [f"`{name}`, {'one key' if keys == 1 else f'one of {keys}'}"]
         + [
             "{:.2f} [{:.2f}, {:.2f}]".format(cell["exact"], *cell["interval"]) if cell else "–"
-            for cell in (cells.get((name, task, keys, length)) for length in lengths)
+            for cell in (cells.get((name, keys, length)) for length in lengths)
         ]
-        for name, task, keys in dict.fromkeys(key[:-1] for key in cells)
+        for name in dict.fromkeys(name for name, _, _ in cells)
+        for keys in sorted({keys for other, keys, _ in cells if other == name})
     )
-    head = ["answered exactly at", *(f"{length:,}" for length in lengths)]
-    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/retrieval.py"))
+    head = ["answered exactly at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    return markdown_table(head, rows, stamp(line, "benchmarks/retrieval.py"))
+
+
+@figure
+def retrieval_short() -> str:
+    """Of one key and of four, in README."""
+    cells, lengths, line = _retrieval_cells()
+
+    def text(name: str, length: int) -> str:
+        shares = [cells.get((name, keys, length)) for keys in (1, 4)]
+        return " / ".join(f"{share['exact']:.0%}" for share in shares if share) or "–"
+
+    names = dict.fromkeys(name for name, _, _ in cells if name in IN_SHORT or name == "as-loaded")
+    head = ["found at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    return markdown_table(
+        head, ([name.replace("as-", "as "), *(text(name, length) for length in lengths)] for name in names)
+    )
+
+
+@figure
+def retrieval_forms() -> str:
+    """By form, of one key, at three lengths."""
+    cells, lengths, line = _retrieval_cells()
+    shown = [length for length in lengths if length // line["context_length"] in (1, 8, 32)]
+    rows = (
+        [f"`{name}`", form, *(f"{cell['exact_by']['task'][form]:.0%}" if cell else "–" for cell in of_length)]
+        for name in dict.fromkeys(name for name, _, _ in cells)
+        for form in line["forms"]
+        if name in ("as-loaded", "rerope", "self-extend", "dca")
+        for of_length in [[cells.get((name, 1, length)) for length in shown]]
+    )
+    head = ["one key, by form", "", *(f"{length:,} ({length // line['context_length']}x)" for length in shown)]
+    return markdown_table(head, rows)
 
 
 @figure

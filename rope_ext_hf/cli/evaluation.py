@@ -44,45 +44,64 @@ if TYPE_CHECKING:
 __all__ = ["demo", "passkey", "ppl", "report", "sweep"]
 
 _RESULTS = Path("rope-ext-results")
+_DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this package"
 
 
 def demo(
     out: Out = _RESULTS,
-    spans: Annotated[int, typer.Option(min=1, help="Spans per length; more is slower and steadier.")] = 32,
+    spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
+    trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 4,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Measure the bundled model beyond its trained length, as loaded and with several methods; offline, a few minutes.
+    """Show what the bundled model loses beyond its trained length and what methods bring back: loss, and retrieval.
+
+    Offline, about two minutes on two CPU cores.
 
     Example: `rope-ext demo`
     """
     from rope_ext_hf.eval.measuring import PerplexityMeasurement
+    from rope_ext_hf.eval.overview import Overview
     from rope_ext_hf.eval.plan import prepare
+    from rope_ext_hf.eval.retrieval import haystack_name, plan_passkey
     from rope_ext_hf.eval.runner import length_of_model
     from rope_ext_hf.hub import load_model
-    from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn
-    from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE
-    from rope_ext_hf.methods.static import NTK, Linear, Yarn
+    from rope_ext_hf.methods.registry import resolve_method
+    from rope_ext_hf.patches.geometry import bind, patch_geometry
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    length = length_of_model(model)
-    methods: list[RopeMethod | None] = [
-        None,
-        Linear(factor=8.0),
-        NTK(factor=8.0),
-        DynamicNTK(growth="hf", factor=4.0),
-        DynamicYarn(),
-        Yarn(factor=4.0),
-        Yarn(factor=8.0),
-        LeakyReRoPE(),
-        DualChunk(),
-    ]
-    plan = prepare(model, "stdlib", lengths=[length, 2 * length, 4 * length, 8 * length], max_spans=spans)
+    trained = length_of_model(model)
+
+    def methods(longest: int) -> list[RopeMethod | None]:
+        """As loaded, and the demo's methods for texts up to this length."""
+        rotary = patch_geometry(model)
+        resolved = (resolve_method(name, rotary, target_length=longest) for name in _DEMO_METHODS)
+        return [None, *(bind(model, method, longest) for method in resolved)]
+
+    read = [trained * 2**doublings for doublings in range(4)]
+    plan = prepare(model, "stdlib", lengths=read, max_spans=spans)
+    asked = [trained * 2**doublings for doublings in range(6)]
+    questions = plan_passkey(model, lengths=asked, task="key-value", keys=5, trials=trials, distractors=4)
     make_folder(out)
-    run = _measure(model, methods, PerplexityMeasurement(plan), "stdlib", out, as_json)
-    _stop_if_not_finite(run)
+    show = not as_json
+    loss = _measure(model, methods(read[-1]), PerplexityMeasurement(plan), "stdlib", out, show=show)
+    _stop_if_not_finite(loss)
+    found = _measure(model, methods(asked[-1]), questions, haystack_name("key-value", None), out, show=show)
+    overview = Overview(loss.results, found.results, trained)
+    picture = out / "demo.png"
+    try:
+        overview.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
+    except ImportError:
+        note = _NO_PICTURE
+    else:
+        note = str(picture)
+    if as_json:
+        whole = {"perplexity": loss.to_dict(), "passkey": found.to_dict(), "conclusions": overview.conclusions()}
+        print_text(json_text(whole))
+    else:
+        print_text("\n".join(["", *overview.conclusions(), "", f"picture  {note}"]))
 
 
 def ppl(
@@ -301,12 +320,13 @@ def _measure(
     measurement: Measurement,
     data: str,
     out: Path,
-    as_json: bool,
+    as_json: bool = False,
     load: EvalOptions | None = None,
     workers: Workers | None = None,
     underneath: Mapping[str, Any] | None = None,
+    show: bool = True,
 ) -> Run[Any]:
-    """Run every method in a run's folder, show progress, print the results."""
+    """Run every method in a run's folder, show progress, and print the results where `show` is true."""
     from rope_ext_hf.eval.runner import run_methods
 
     first = workers is None or workers.rank == 0
@@ -330,7 +350,7 @@ def _measure(
             progress=bar.advance,
             started=started,
         )
-    if first:
+    if first and show:
         _print_run(run, as_json)
     return run
 
