@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["FORMS", "Form", "ask", "insert", "other_answers", "training_prompt"]
+__all__ = ["FORMS", "OPENINGS", "Form", "ask", "insert", "other_answers", "training_prompt"]
 
 _TRAINING = """
 acorn alarm alley anchor ankle apple apron arrow attic autumn badge bakery ballad bamboo banner barrel basket beacon

@@ -29,8 +29,9 @@ from torch.nn import functional
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.retrieval_prompts import FORMS, OPENINGS, ask, training_prompt
-from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.reference_card import write_card
+from rope_ext_hf.eval.retrieval_prompts import FORMS, OPENINGS, training_prompt
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
 
 SEED = 20240517
 TRAINED_LENGTH = 256
@@ -302,6 +303,7 @@ def train(out: Path, device: str) -> None:
         "max_keys": MAX_KEYS,
         "answer_weight": ANSWER_WEIGHT,
         "prompt_weight": PROMPT_WEIGHT,
+        "windows": TEXT_PROBES,
         "probes": FINAL_PROBES,
         "phases": record,
         "averaged": AVERAGED,
@@ -394,155 +396,6 @@ def run_phase(
         partial = checkpoint.with_suffix(".partial")
         torch.save(kept, partial)
         partial.replace(checkpoint)
-
-
-CARD = """---
-license: apache-2.0
-language: en
-library_name: transformers
-pipeline_tag: text-generation
-tags: [llama, byte-level, rope, long-context]
----
-
-# rope_ext_hf reference model
-
-A Llama of {parameters:,} parameters over bytes (ByT5 tokenizer, no vocabulary file): {layers} layers, {heads} query and
-{kv_heads} key/value heads of 64, RoPE with theta 10,000, trained at {trained_length} bytes and no further. It is there
-so that the effect of RoPE methods beyond the trained length can be seen and tested without a download: how well it
-predicts text, and whether it finds what the text stated.
-
-## Training
-
-`python -m rope_ext_hf.eval.train_reference --out DIR`, seed {seed}, in phases:
-
-{phases}
-
-All use AdamW with a linear warm-up and a cosine down to zero, in rows of {trained_length} bytes. The text is
-{training_bytes:,} bytes: the sources and documentation of the standard library of Python {python}, less tests, encoding
-tables and the modules held out for measurements: {held_out}.
-
-A retrieval prompt is a piece of that text with 1 to {max_keys} statements at random places (fewer where they do not
-fit), and a question about each at its end, followed by its answer. In the loss, a byte of an answer weighs
-{answer_weight:g}, any other byte of a prompt {prompt_weight:g}, a byte of text 1. There are {forms} forms, one a line:
-a statement, its question, its answer.
-
-{examples}
-
-The wordings, names and values of measurements are never trained on. Each form has wordings of its own for them, names
-come from a second list of words, and of numbers and codes one in eight, by a checksum, is held out. The text around
-the statements is then from the held-out modules. Only the form of the task is the same.
-
-## At the end of training
-
-The shipped weights are the mean of those at the ends of the last two phases, made by torch {torch} on {device} with
-{threads} threads, in {minutes:.0f} minutes. Over {windows} whole windows of {trained_length} bytes of held-out text:
-{held:.3f} bits per byte ({before:.3f} before the first retrieval prompt). Of {probes} held-out prompts of
-{trained_length} bytes, {one:.1%} are answered exactly where one key is stated, and {many:.1%} where 4 are.
-
-![loss and retrieval during training](loss.png)
-
-## What it cannot do
-
-It writes plausible Python of no use. It answers no questions but those of the forms above, where the answer stands in
-the text word for word; it follows no instructions. Without a RoPE method it reads nothing beyond {trained_length}
-bytes. That a method works on it does not show that the method works as well on a large model.
-
-The text it was trained on is under the Python Software Foundation License; the weights are under Apache-2.0.
-"""
-
-
-def _phase_text(phase: dict[str, Any]) -> str:
-    rows = f"{phase['batch'] - phase['prompts']} of text"
-    if phase["prompts"]:
-        rows += f", {phase['prompts']} retrieval prompts"
-        rows += " whose statements share words" if phase.get("alike") else ""
-        rows += " and have any characters before their numbers" if phase.get("openings") == [] else ""
-        rows += f", of the forms {', '.join(phase['forms'])}" if phase.get("forms") else ""
-    return (
-        f"{phase['steps']:,} steps of {phase['batch']} rows ({rows}), peak learning rate "
-        f"{phase['peak_learning_rate']:g}, {phase['curve'][-1]['seconds'] / 60:.0f} minutes"
-    )
-
-
-def _examples() -> str:
-    """A training prompt of every form that has any, in one line each."""
-    lines = []
-    for name, form in FORMS.items():
-        if form.training:
-            question = ask(form, random.Random(SEED), held_out=False, wording=0)
-            texts = (question.statements[0], question.question, question.answer)
-            lines.append(f"- {name}: " + ", ".join(f"`{text.strip()}`" for text in texts))
-    return "\n".join(lines)
-
-
-def write_card(folder: Path) -> None:
-    """The model card and its picture, from the folder's training.json."""
-    record = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    phases = record["phases"]
-    curve: list[dict[str, Any]] = []
-    for phase in phases.values():
-        done = curve[-1]["step"] if curve else 0
-        curve += [point | {"step": done + point["step"]} for point in phase["curve"]]
-    begin = phases["text"]["curve"][-1]
-    last = list(phases.values())[-1]
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config())
-    card = CARD.format(
-        **{key: value for key, value in record.items() if key not in ("phases", "averaged", "final")},
-        **{key: last[key] for key in ("python", "torch", "device", "threads")},
-        phases="\n".join(f"{number}. {_phase_text(phase)}" for number, phase in enumerate(phases.values(), 1)),
-        parameters=model.num_parameters(),
-        layers=model.config.num_hidden_layers,
-        heads=model.config.num_attention_heads,
-        kv_heads=model.config.num_key_value_heads,
-        held_out=", ".join(f"`{name}`" for name in HELD_OUT),
-        forms=sum(bool(form.training) for form in FORMS.values()),
-        examples=_examples(),
-        minutes=sum(phase["curve"][-1]["seconds"] for phase in phases.values()) / 60,
-        windows=TEXT_PROBES,
-        held=record["final"]["held_out_bits_per_byte"],
-        before=begin["held_out_bits_per_byte"],
-        one=record["final"]["exact_match"],
-        many=record["final"]["exact_match_of_4"],
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    _draw(curve, begin["step"], folder / "loss.png")
-
-
-def _draw(curve: list[dict[str, Any]], begin: int, path: Path) -> None:
-    """Bits per byte over all phases, and the share of prompts answered from step `begin` on."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, found = figure.subplots(1, 2, width_ratios=(3, 2))
-    steps = [point["step"] for point in curve]
-    for key, label in (("train_bits_per_byte", "training text"), ("held_out_bits_per_byte", "held-out text")):
-        loss.plot(steps, [point[key] for point in curve], label=label)
-    loss.axvline(begin, color="#888888", linewidth=1, linestyle=":")
-    loss.annotate(
-        "retrieval prompts from here",
-        (begin, 0.97),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, 0),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color="#666666",
-    )
-    loss.set(xlabel="step", ylabel="bits per byte", title="Loss on text")
-    for key, label in (("exact_match", "one key"), ("exact_match_of_4", "one of 4 keys")):
-        points = [(point["step"], point[key]) for point in curve if point["step"] > begin]
-        found.plot(*zip(*points, strict=True), label=label)
-    found.set(xlabel="step", ylim=(0, 1.02), title="Held-out prompts answered exactly")
-    found.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    for axes in (loss, found):
-        axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right" if axes is found else "center right")
-    figure.savefig(path)
 
 
 def main() -> None:
