@@ -7,13 +7,14 @@ print(picture.conclusions())
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
-from typing import Any
+from typing import Any, TypeVar
 
 from rope_ext_hf.eval.plots import (
     draw_heat_map,
@@ -29,6 +30,7 @@ from rope_ext_hf.eval.tables import by_method, by_method_and_depth
 __all__ = ["Overview"]
 
 _LOADED = "as loaded"
+R = TypeVar("R", Result, Retrieval)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Overview:
     def found(self) -> dict[str, dict[int, float]]:
         """The share of exact answers over all depths, by method and length."""
         shares: dict[str, dict[int, float]] = {}
-        for name, rows in by_method(self.retrievals).items():
+        for name, rows in _by_short_name(self.retrievals).items():
             lengths = sorted({row.length for row in rows})
             shares[name] = {n: fmean(row.exact_match for row in rows if row.length == n) for n in lengths}
         return shares
@@ -68,7 +70,9 @@ class Overview:
         return self._of_loss(), self._of_retrieval(), self._of_depth()
 
     def _of_loss(self) -> str:
-        at = {name: {r.length: r.bits_per_byte for r in rows} for name, rows in by_method(self.perplexities).items()}
+        at = {
+            name: {r.length: r.bits_per_byte for r in rows} for name, rows in _by_short_name(self.perplexities).items()
+        }
         longest = max(at[_LOADED])
         best = min((name for name in at if name != _LOADED), key=lambda name: at[name].get(longest, float("inf")))
         return (
@@ -87,11 +91,14 @@ class Overview:
         )
 
     def _of_depth(self) -> str:
-        beyond = [r for r in by_method(self.retrievals)[self.best] if r.length > self.context_length]
+        beyond = [r for r in _by_short_name(self.retrievals)[self.best] if r.length > self.context_length]
         worst = min(beyond, key=lambda r: r.exact_match)
+        share = fmean(r.exact_match for r in beyond)
+        if worst.exact_match == share:
+            return f"Beyond {self.context_length:,}, {self.best} finds {share:.0%} at every length and depth."
         return (
-            f"Beyond {self.context_length:,}, {self.best} finds {fmean(r.exact_match for r in beyond):.0%} over all "
-            f"depths, and least, {worst.exact_match:.0%}, at depth {worst.depth:.0%} of {worst.length:,}."
+            f"Beyond {self.context_length:,}, {self.best} finds {share:.0%} over all depths, and least, "
+            f"{worst.exact_match:.0%}, at depth {worst.depth:.0%} of {worst.length:,}."
         )
 
     def draw(self, path: Path, title: str) -> None:
@@ -106,26 +113,27 @@ class Overview:
         """
         of_loss, of_retrieval, of_depth = self.conclusions()
         one = self.retrievals[0]
-        losses = loss_lines(self.perplexities)
+        by_name = zip(_by_short_name(self.perplexities), loss_lines(self.perplexities).values(), strict=True)
+        losses = dict(by_name)
         styles = line_styles(list(dict.fromkeys([*losses, *self.found])))
         figure = new_figure(12.4, 8.6)
         (left, right), below = figure.subplots(2, 2, height_ratios=(5, 4))
 
-        draw_lines(left, losses, styles, self.context_length)
+        most = max(value for points in losses.values() for _, value in points)
+        draw_lines(left, losses, styles, self.context_length, (0.0, 1.15 * most))
         left.set_ylabel("bits per byte (lower is better)")
         left.set_title("Loss on the same held-out text, by context length", fontsize=11)
         _conclude(left, of_loss)
 
         shares = {name: list(row.items()) for name, row in self.found.items()}
-        draw_lines(right, shares, styles, self.context_length)
-        right.set_ylim(-0.03, 1.06)
+        draw_lines(right, shares, styles, self.context_length, (-0.03, 1.15))
         right.set_ylabel("answered exactly (higher is better)")
-        right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        right.set_yticks([share / 5 for share in range(6)], [f"{share / 5:.0%}" for share in range(6)])
         keys = f"one of {one.keys} statements" if one.keys > 1 else "a statement"
         right.set_title(f"Retrieval: {keys} in a long text is asked for at its end", fontsize=11)
         _conclude(right, of_retrieval)
 
-        by_depth = by_method_and_depth(self.retrievals)
+        by_depth = dict(zip(self.found, by_method_and_depth(self.retrievals).values(), strict=True))
         lengths = sorted({r.length for r in self.retrievals})
         depths = sorted({r.depth for r in self.retrievals})
         for axes, name in zip(below, (_LOADED, self.best), strict=True):
@@ -141,5 +149,12 @@ class Overview:
         figure.savefig(path, format="png")
 
 
+def _by_short_name(results: Sequence[R]) -> dict[str, list[R]]:
+    """Results by method and factor, without further parameters where that tells them apart."""
+    rows = by_method(results)
+    names = {name: name if name == _LOADED else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in rows}
+    return rows if len(set(names.values())) < len(rows) else {names[name]: row for name, row in rows.items()}
+
+
 def _conclude(axes: Any, text: str) -> None:
-    axes.set_xlabel(f"context length (tokens)\n{fill(plot_text(text, 200), 90)}", fontsize=9)
+    axes.set_xlabel(f"context length (tokens)\n{fill(plot_text(text, 200), 100)}", fontsize=9)

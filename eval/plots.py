@@ -117,12 +117,14 @@ def draw_lines(
     lines: Mapping[str, Sequence[tuple[int, float]]],
     styles: Mapping[str, Mapping[str, Any]],
     context_length: int,
+    limits: tuple[float, float] | None = None,
 ) -> None:
     """One line per method over context lengths, its name at its end; a dotted line marks the model's own length.
 
     Args:
         lines: (length, value) by the method's label, in ascending order; a line without points is left out.
         styles: of `line_styles`, for all labels.
+        limits: lowest and highest value that is shown; default: those of the lines.
     """
     for name, points in lines.items():
         if points:
@@ -145,7 +147,7 @@ def draw_lines(
     axes.set_xlabel("context length (tokens)")
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylim(axes.get_ylim())  # the names' heights are shares of these
+    axes.set_ylim(limits or axes.get_ylim())  # the names' heights are shares of these
     name_ends(axes, [(points[-1][1], name, styles[name]["color"]) for name, points in lines.items() if points], 8)
 
 

@@ -51,7 +51,7 @@ _NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this packa
 def demo(
     out: Out = _RESULTS,
     spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
-    trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 4,
+    trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
     as_json: Json = False,
 ) -> None:
