@@ -18,7 +18,7 @@ def _named(row: Row) -> str:
     )
 
 
-def _reference(wanted: Sequence[str] = ()) -> str:
+def _reference() -> str:
     result = lines_of("reference")[-1]
     lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
     trained = result["context_length"]
@@ -36,7 +36,6 @@ def _reference(wanted: Sequence[str] = ()) -> str:
             for row in rows
         ]
         for name, rows in methods.items()
-        if not wanted or name in wanted or name.split()[0] in wanted
     }
     head = ["bits per byte at", *(f"{length:,} ({length // trained}x)" for length in lengths)]
     return markdown_table(head, ([name, *cells] for name, cells in shown.items()))
@@ -44,7 +43,30 @@ def _reference(wanted: Sequence[str] = ()) -> str:
 
 @figure
 def reference_short() -> str:
-    return _reference(IN_SHORT)
+    """Loss at the context length and the longest, and retrieval, for README; parameters but the factor are left out."""
+    line = lines_of("reference")[-1]
+    trained, longest = line["context_length"], max(row["length"] for row in line["rows"])
+    loss = {(_named(row), row["length"]): row["bits_per_byte"] for row in line["rows"]}
+    cells, lengths, _ = _retrieval_cells()
+    asked = [length for length in lengths if length in (trained, longest, lengths[-1])]
+
+    def share(name: str, length: int) -> str:
+        shares = [cells.get((name, keys, length)) for keys in (1, 4)]
+        return " / ".join(f"{each['exact']:.0%}" for each in shares if each) or "–"
+
+    rows = []
+    for label in dict.fromkeys(name for name, _ in loss):
+        name = label if label == "as loaded" else label.split()[0]
+        if name in IN_SHORT:
+            shown = label if " x" in label else name
+            losses = [f"{loss[label, length]:.2f}" for length in (trained, longest)]
+            rows.append([shown, *losses, *(share(name.replace(" ", "-"), length) for length in asked)])
+    head = [
+        "",
+        *(f"loss at {length:,}" for length in (trained, longest)),
+        *(f"found at {length:,}" for length in asked),
+    ]
+    return markdown_table(head, rows)
 
 
 @figure
@@ -113,7 +135,10 @@ def temperature_confirmation() -> str:
 
 def _temperatures(documents: str, note: str) -> str:
     """Bits per byte of some documents at 8 times the context length and more, by method and temperature."""
-    line = [line for line in lines_of("remapping") if line.get("temperatures")][-1]
+    lines = [line for line in lines_of("remapping") if line.get("temperatures")]
+    if not lines:
+        return _missing("remapping.py --temperatures")
+    line = lines[-1]
     rows = [row for row in line["rows"] if row["length"] >= 8 * line["context_length"]]
     lengths = sorted({row["length"] for row in rows})
     cells = {(row["method"], row["temperature"], row["length"]): row[documents] for row in rows}
@@ -154,22 +179,6 @@ def retrieval() -> str:
     )
     head = ["answered exactly at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
     return markdown_table(head, rows, stamp(line, "benchmarks/retrieval.py"))
-
-
-@figure
-def retrieval_short() -> str:
-    """Of one key and of four, in README."""
-    cells, lengths, line = _retrieval_cells()
-
-    def text(name: str, length: int) -> str:
-        shares = [cells.get((name, keys, length)) for keys in (1, 4)]
-        return " / ".join(f"{share['exact']:.0%}" for share in shares if share) or "–"
-
-    names = dict.fromkeys(name for name, _, _ in cells if name in IN_SHORT or name == "as-loaded")
-    head = ["found at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
-    return markdown_table(
-        head, ([name.replace("as-", "as "), *(text(name, length) for length in lengths)] for name in names)
-    )
 
 
 @figure
