@@ -145,6 +145,7 @@ def main() -> None:
         rows = [row for heads in (4, 12) for tokens in lengths for row in cost(heads, tokens, *settings)]
     result = {
         "benchmark": "dynamic text" if arguments.text else "dynamic",
+        **({"documents": arguments.documents} if arguments.text else {}),
         "rows": rows,
         "threads": torch.get_num_threads(),
     }

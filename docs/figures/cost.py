@@ -80,7 +80,7 @@ def dynamic_text() -> str:
         for row in line["rows"]
     )
     head = ["factor", "positions", "transformers", "this package", "difference"]
-    return markdown_table(head, rows, stamp(line, "benchmarks/dynamic.py --text"))
+    return markdown_table(head, rows, stamp(line, f"benchmarks/dynamic.py --text --documents {line['documents']}"))
 
 
 @figure
