@@ -151,13 +151,21 @@ def test_training_is_seeded_and_continues_after_an_interruption(
     assert not (tmp_path / "two" / "checkpoint.pt").exists()
 
 
-def prompts_of_training(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts_of_training(phase: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     text = stdlib_held_out()[0].text.encode("utf-8")
-    return train_reference.prompt_windows(text, random.Random(0), count)
+    given = train_reference.PHASES[phase]
+    forms = given.forms or train_reference.TRAINED_FORMS
+    return train_reference.prompt_windows(
+        text, random.Random(0), count, forms=forms, alike=given.alike, openings=given.openings
+    )
 
 
-def test_training_prompts_are_whole_and_mark_their_answers() -> None:
-    rows, answers = prompts_of_training(200)
+WITH_PROMPTS = [name for name, phase in train_reference.PHASES.items() if phase.prompts]
+
+
+@pytest.mark.parametrize("phase", WITH_PROMPTS)
+def test_training_prompts_are_whole_and_mark_their_answers(phase: str) -> None:
+    rows, answers = prompts_of_training(phase, 200)
     assert rows.shape == answers.shape == (200, train_reference.TRAINED_LENGTH + 1)
     for row, marks in zip(rows.tolist(), answers.tolist(), strict=True):
         text = bytes(token - train_reference.BYTE_OFFSET for token in row)
@@ -168,9 +176,10 @@ def test_training_prompts_are_whole_and_mark_their_answers() -> None:
     assert 5 < answers.float().sum(-1).mean() < 60
 
 
-def test_nothing_of_the_measurements_is_in_training_prompts() -> None:
+@pytest.mark.parametrize("phase", WITH_PROMPTS)
+def test_nothing_of_the_measurements_is_in_training_prompts(phase: str) -> None:
     """Independent of how prompts are drawn: their bytes are searched for what measurements use."""
-    rows, _ = prompts_of_training(400)
+    rows, _ = prompts_of_training(phase, 400)
     texts = [bytes(token - train_reference.BYTE_OFFSET for token in row).decode("latin-1") for row in rows.tolist()]
     lines = [line for text in texts for line in text.lower().split("\n")]
     stated = [line for line in lines if re.search(r"\d{3,}", line)]
