@@ -157,4 +157,4 @@ def _by_short_name(results: Sequence[R]) -> dict[str, list[R]]:
 
 
 def _conclude(axes: Any, text: str) -> None:
-    axes.set_xlabel(f"context length (tokens)\n{fill(plot_text(text, 200), 100)}", fontsize=9)
+    axes.set_xlabel(f"context length (tokens)\n{fill(plot_text(text, 200), 110)}", fontsize=8.3)
