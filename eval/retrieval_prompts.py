@@ -184,18 +184,16 @@ FORMS: dict[str, Form] = {
         value=number,
         training=tuple(
             Wording(
-                f"\n{statement}{opening}{{value}}{end}\n".replace("{name}", name),
-                f"\n{use}{opening}".replace("{name}", name),
-                "{value}",
-            )
-            for statement, end in (
-                ("{name} = ", ""),
-                ("    {name} = ", ""),
-                ("self.{name} = ", ""),
-                ("let {name} = ", ";"),
-                ("{name}: int = ", ""),
-                ("set {name} ", ""),
-                ("#define {name} ", ""),
+                f"\n{statement}\n".replace("{name}", name), f"\n{use}".replace("{name}", name), "{value}"
+            ).with_opening(opening)
+            for statement in (
+                "{name} = {value}",
+                "    {name} = {value}",
+                "self.{name} = {value}",
+                "let {name} = {value};",
+                "{name}: int = {value}",
+                "set {name} {value}",
+                "#define {name} {value}",
             )
             for use in (
                 "assert {name} == ",

@@ -2,8 +2,8 @@
 
     python -m rope_ext_hf.eval.train_reference --out rope_ext_hf/reference
 
-Seeded, a few million parameters, about an hour on two CPU cores. It exists so that the effect of every RoPE method on
-real text, and on finding something in it, can be shown and tested without a download: the model is trained at 256
+Seeded, a few million parameters, one to two hours on two CPU cores. It exists so that the effect of every RoPE method
+on real text, and on finding something in it, can be shown and tested without a download: the model is trained at 256
 bytes and no further. An interrupted run continues from its last checkpoint with the same command.
 """
 
@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -66,32 +66,19 @@ class Phase:
         return self.peak_learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+_ALIKE = Phase(steps=400, batch=32, prompts=24, peak_learning_rate=1e-3, warmup_steps=20, alike=True, seed=SEED + 1)
 PHASES = {
     "text": Phase(steps=3000, batch=32, prompts=0, peak_learning_rate=2e-3, warmup_steps=100),
     "retrieval": Phase(steps=700, batch=32, prompts=16, peak_learning_rate=1e-3, warmup_steps=40),
-    "statements alike": Phase(
-        steps=400, batch=32, prompts=24, peak_learning_rate=1e-3, warmup_steps=20, alike=True, seed=SEED + 1
-    ),
-    "harder forms": Phase(
+    "statements alike": _ALIKE,
+    "harder forms": replace(
+        _ALIKE,
         steps=300,
-        batch=32,
-        prompts=24,
-        peak_learning_rate=1e-3,
-        warmup_steps=20,
-        alike=True,
         forms=("quote", "quote", "assignment", "assignment", "key-value", "copy"),
         seed=SEED + 2,
     ),
-    "any opening": Phase(
-        steps=150,
-        batch=32,
-        prompts=24,
-        peak_learning_rate=1e-3,
-        warmup_steps=20,
-        alike=True,
-        openings=(),
-        forms=("assignment", "assignment", "quote", "key-value"),
-        seed=SEED + 3,
+    "any opening": replace(
+        _ALIKE, steps=150, openings=(), forms=("assignment", "assignment", "quote", "key-value"), seed=SEED + 3
     ),
 }
 """One after the other."""

@@ -18,29 +18,6 @@ def _named(row: Row) -> str:
     )
 
 
-def _reference() -> str:
-    result = lines_of("reference")[-1]
-    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
-    trained = result["context_length"]
-    methods: dict[str, list[Row]] = {}
-    for row in result["rows"]:
-        methods.setdefault(_named(row), []).append(row)
-    best = {
-        length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths
-    }
-    shown = {
-        name: [
-            f"**{row['bits_per_byte']:.2f}**"
-            if round(row["bits_per_byte"], 2) == round(best[row["length"]], 2)
-            else f"{row['bits_per_byte']:.2f}"
-            for row in rows
-        ]
-        for name, rows in methods.items()
-    }
-    head = ["bits per byte at", *(f"{length:,} ({length // trained}x)" for length in lengths)]
-    return markdown_table(head, ([name, *cells] for name, cells in shown.items()))
-
-
 @figure
 def reference_short() -> str:
     """Loss at the context length and the longest, and retrieval, for README; parameters but the factor are left out."""
@@ -72,8 +49,26 @@ def reference_short() -> str:
 @figure
 def reference() -> str:
     result = lines_of("reference")[-1]
-    command = f"benchmarks/reference.py --spans {result['spans']}"
-    return _reference() + f"{stamp(result, command)}\n\n"
+    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
+    trained = result["context_length"]
+    methods: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        methods.setdefault(_named(row), []).append(row)
+    best = {
+        length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths
+    }
+    shown = {
+        name: [
+            f"**{row['bits_per_byte']:.2f}**"
+            if round(row["bits_per_byte"], 2) == round(best[row["length"]], 2)
+            else f"{row['bits_per_byte']:.2f}"
+            for row in rows
+        ]
+        for name, rows in methods.items()
+    }
+    head = ["bits per byte at", *(f"{length:,} ({length // trained}x)" for length in lengths)]
+    note = stamp(result, f"benchmarks/reference.py --spans {result['spans']}")
+    return markdown_table(head, ([name, *cells] for name, cells in shown.items()), note)
 
 
 @figure
