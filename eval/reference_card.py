@@ -39,14 +39,15 @@ predicts text, and whether it finds what the text stated.
 
 {phases}
 
-All use AdamW with a linear warm-up and a cosine down to zero, in rows of {trained_length} bytes. The text is
+Both use AdamW with a linear warm-up and a cosine down to zero, in rows of {trained_length} bytes. The text is
 {training_bytes:,} bytes: the sources and documentation of the standard library of Python {python}, less tests, encoding
 tables and the modules held out for measurements: {held_out}.
 
 A retrieval prompt is a piece of that text with 1 to {max_keys} statements at random places (fewer where they do not
-fit), and a question about each at its end, followed by its answer. In the loss, a byte of an answer weighs
-{answer_weight:g}, any other byte of a prompt {prompt_weight:g}, a byte of text 1. There are {forms} forms, one a line:
-a statement, its question, its answer.
+fit), and up to {asked} questions about them at its end, each followed by its answer. Its statements share words, and
+often the same random characters stand before all its numbers. In the loss, a byte of an answer weighs {answer:g}, any
+other byte of statements and questions {statement_or_question:g}, a byte of text {filler:g}. There are {forms} forms,
+one a line: a statement, its question, its answer.
 
 {examples}
 
@@ -56,10 +57,10 @@ the statements is then from the held-out modules. Only the form of the task is t
 
 ## At the end of training
 
-The shipped weights are the mean of those at the ends of the last two phases, made by torch {torch} on {device} with
-{threads} threads, in {minutes:.0f} minutes. Over {windows} whole windows of {trained_length} bytes of held-out text:
-{held:.3f} bits per byte ({before:.3f} before the first retrieval prompt). Of {probes} held-out prompts of
-{trained_length} bytes, {one:.1%} are answered exactly where one key is stated, and {many:.1%} where 4 are.
+Made by torch {torch} on {device} with {threads} threads, in {minutes:.0f} minutes. Over {windows} whole windows of
+{trained_length} bytes of held-out text: {held:.3f} bits per byte ({before:.3f} before the first retrieval prompt). Of
+{probes} held-out prompts of {trained_length} bytes, {one:.1%} are answered exactly where one key is stated, and
+{many:.1%} where 4 are.
 
 ![loss and retrieval during training](loss.png)
 
@@ -74,14 +75,9 @@ The text it was trained on is under the Python Software Foundation License; the 
 
 
 def _phase_text(phase: dict[str, Any]) -> str:
-    rows = f"{phase['batch'] - phase['prompts']} of text"
-    if phase["prompts"]:
-        rows += f", {phase['prompts']} retrieval prompts"
-        rows += " whose statements share words" if phase.get("alike") else ""
-        rows += " and have any characters before their numbers" if phase.get("openings") == [] else ""
-        rows += f", of the forms {', '.join(phase['forms'])}" if phase.get("forms") else ""
+    prompts = f" and {phase['prompt_rows']} retrieval prompts" if phase["prompt_rows"] else ""
     return (
-        f"{phase['steps']:,} steps of {phase['batch']} rows ({rows}), peak learning rate "
+        f"{phase['steps']:,} steps of {phase['text_rows']} rows of text{prompts}, peak learning rate "
         f"{phase['peak_learning_rate']:g}, {phase['curve'][-1]['seconds'] / 60:.0f} minutes"
     )
 
@@ -111,7 +107,8 @@ def write_card(folder: Path) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     card = CARD.format(
-        **{key: value for key, value in record.items() if key not in ("phases", "averaged", "final")},
+        **{key: value for key, value in record.items() if key not in ("phases", "loss_weights", "final")},
+        **record["loss_weights"],
         **{key: last[key] for key in ("python", "torch", "device", "threads")},
         phases="\n".join(f"{number}. {_phase_text(phase)}" for number, phase in enumerate(phases.values(), 1)),
         parameters=model.num_parameters(),

@@ -180,7 +180,7 @@ def _retrieval_rows(run: Run[Retrieval]) -> Iterable[list[Any]]:
     names = labels(result.method for result in run.results)
     for r in run.results:
         yield [
-            *(names[method_key(r.method)], r.length, r.depth, r.top1, r.rank, r.exact_match, r.trials),
+            *(names[method_key(r.method)], r.task, r.keys, r.length, r.depth, r.top1, r.rank, r.exact_match, r.trials),
             *(r.distractors, r.chance, r.chance_rank, json.dumps(r.method)),
         ]
 
@@ -246,8 +246,8 @@ _VIEWS = {
         heading="Retrieval by depth and context length",
         items="prompts per length and depth",
         columns=(
-            *("method", "length", "depth", "top1", "rank", "exact_match", "trials", "distractors", "chance"),
-            *("chance_rank", "parameters"),
+            *("method", "task", "keys", "length", "depth", "top1", "rank", "exact_match", "trials", "distractors"),
+            *("chance", "chance_rank", "parameters"),
         ),
         rows=_retrieval_rows,
         picture="passkey.png",

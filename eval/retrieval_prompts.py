@@ -20,8 +20,9 @@ import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
-__all__ = ["FORMS", "OPENINGS", "Form", "ask", "insert", "other_answers", "training_prompt"]
+__all__ = ["FORMS", "Form", "Part", "Prompt", "ask", "insert", "other_answers", "training_prompt"]
 
 _TRAINING = """
 acorn alarm alley anchor ankle apple apron arrow attic autumn badge bakery ballad bamboo banner barrel basket beacon
@@ -55,9 +56,8 @@ HELD_OUT_VERBS = ("admires", "chases", "forgives", "polishes", "rescues", "tease
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 """What made-up words consist of."""
-OPENINGS = ("-", "int(", '"', "1e", "0b", "0o", "b'", "~", "N", "Decimal(", "$", "+")
-"""What may stand before a number."""
 OPENING_CHARACTERS = (string.ascii_letters + string.digits + string.punctuation).translate({ord(c): None for c in "{}"})
+"""What may stand before a number in training, so that no opening of a measurement is new to it."""
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 Draw = Callable[[random.Random, bool], str]
@@ -85,9 +85,9 @@ def word(rng: random.Random, held_out: bool) -> str:
     if rng.random() < 0.35:
         return rng.choice(TRAINING_WORDS)
     while True:
-        syllables = range(rng.choice((2, 2, 3, 3, 4)))
+        syllables = range(rng.choice((1, 2, 2, 3)))
         made = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice("  lnrst") for _ in syllables)
-        if (made := made.replace(" ", "")) not in HELD_OUT_WORDS:
+        if len(made := made.replace(" ", "")) > 2 and made not in HELD_OUT_WORDS:
             return made
 
 
@@ -102,17 +102,16 @@ def identifier(rng: random.Random, held_out: bool) -> str:
 
 
 def subject(rng: random.Random, held_out: bool) -> str:
-    """What a sentence begins with."""
-    return "The " + " ".join(words(rng, held_out))
+    """What a sentence begins with; in training sometimes shorter, so that more sentences fit into a prompt."""
+    return " ".join(["The", *words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
 
 
 def predicate(rng: random.Random, held_out: bool) -> str:
-    """The rest of a sentence."""
+    """The rest of a sentence: a verb and, in training not always, a noun."""
     if held_out:
-        verb = rng.choice(HELD_OUT_VERBS)
-    else:
-        verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else word(rng, False) + "s"
-    return f"{verb} {word(rng, held_out)}"
+        return f"{rng.choice(HELD_OUT_VERBS)} {word(rng, True)}"
+    verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else word(rng, False) + "s"
+    return verb if rng.random() < 0.25 else f"{verb} {word(rng, False)}"
 
 
 def code(rng: random.Random, held_out: bool) -> str:
@@ -328,16 +327,14 @@ def ask(
     keys: int = 1,
     held_out: bool = True,
     wording: int | None = None,
-    alike: bool = False,
-    openings: Sequence[str] = OPENINGS,
 ) -> Question:
     """Draw `keys` names with their values, and ask for the first.
 
     Args:
+        held_out: what measurements use, else what the bundled model is trained on. Names and values of training share
+            words, so that only the whole name tells the statements apart, and often all numbers of a prompt have the
+            same characters before them.
         wording: number of the wording, counted on from 0 after the last; default: a random one.
-        alike: names and values share words, and numbers often have the same opening before them, so that only the
-            whole name tells the statements apart.
-        openings: that are drawn from; empty: any characters.
 
     Raises:
         ValueError: more keys than the form can tell apart, or a form without wordings to train on.
@@ -350,10 +347,10 @@ def ask(
         raise ValueError(f"this form has no names that tell {keys} keys apart; ask for one key or another form")
     names = _distinct(lambda: form.name(rng, held_out), keys)
     values = _distinct(lambda: form.value(rng, held_out), keys)
-    if alike:
+    if not held_out:
         names, values = _share_words(rng, names), _share_words(rng, values)
         if values[0].isdigit() and rng.random() < 0.5:
-            chosen = chosen.with_opening(rng.choice(openings) if openings else _any_opening(rng))
+            chosen = chosen.with_opening(_any_opening(rng))
     pairs = [{"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)]
     return Question(
         head=form.head,
@@ -422,32 +419,38 @@ def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
     return places
 
 
+class Part(IntEnum):
+    """What a byte of a training prompt belongs to."""
+
+    FILLER = 0
+    STATEMENT_OR_QUESTION = 1
+    ANSWER = 2
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A training prompt in bytes, less its filler.
 
     Attributes:
         statements: in the order of the text, with how many bytes of filler stand before each.
-        tail: what stands after all filler: pieces, and whether each is an answer.
+        tail: what stands after all filler: questions, each with its answer.
         filler_length: bytes of filler in all.
     """
 
     statements: tuple[tuple[int, bytes], ...]
-    tail: tuple[tuple[bytes, bool], ...]
+    tail: tuple[tuple[bytes, bytes], ...]
     filler_length: int
 
-    def fill(self, filler: bytes) -> tuple[bytes, list[bool]]:
-        """The whole prompt, and for each of its bytes whether it belongs to an answer."""
-        text, at = b"", 0
+    def fill(self, filler: bytes) -> tuple[bytes, list[Part]]:
+        """The whole prompt, and what each of its bytes belongs to."""
+        pieces, at = [], 0
         for before, statement in self.statements:
-            text += filler[at:before] + statement
+            pieces += [(filler[at:before], Part.FILLER), (statement, Part.STATEMENT_OR_QUESTION)]
             at = before
-        text += filler[at : self.filler_length]
-        answers = [False] * len(text)
-        for piece, is_answer in self.tail:
-            text += piece
-            answers += [is_answer] * len(piece)
-        return text, answers
+        pieces.append((filler[at : self.filler_length], Part.FILLER))
+        for question, answer in self.tail:
+            pieces += [(question, Part.STATEMENT_OR_QUESTION), (answer, Part.ANSWER)]
+        return b"".join(text for text, _ in pieces), [part for text, part in pieces for _ in text]
 
 
 def training_prompt(
@@ -459,23 +462,20 @@ def training_prompt(
     asked: int = 1,
     held_out: bool = False,
     wording: int | None = None,
-    alike: bool = False,
-    openings: Sequence[str] = OPENINGS,
 ) -> Prompt:
     """A prompt of `length` bytes with statements at random depths, of fewer keys where so many do not fit.
 
     Args:
         asked: questions at the end, each with its answer, about different statements.
-        alike, openings: as `ask` takes them.
+        held_out, wording: as `ask` takes them.
     """
     for count in range(keys, 0, -1):
-        question = ask(form, rng, keys=count, held_out=held_out, wording=wording, alike=alike, openings=openings)
-        tail = []
-        for index in range(min(asked, count)):
-            tail += [(question.questions[index].encode(), False), (question.answers[index].encode(), True)]
+        question = ask(form, rng, keys=count, held_out=held_out, wording=wording)
+        pairs = zip(question.questions, question.answers, strict=True)
+        tail = tuple((asks.encode(), answer.encode()) for asks, answer in itertools.islice(pairs, asked))
         statements = [(question.head + statement).encode() for statement in question.statements]
-        room = length - sum(map(len, statements)) - sum(len(piece) for piece, _ in tail)
+        room = length - sum(map(len, statements)) - sum(map(len, itertools.chain(*tail)))
         if room >= 0:
             places = insert(room, [rng.random() for _ in statements])
-            return Prompt(tuple((stop, statements[index]) for index, _, stop in places), tuple(tail), room)
+            return Prompt(tuple((stop, statements[index]) for index, _, stop in places), tail, room)
     raise ValueError(f"{length} bytes are too few for a statement and its question")

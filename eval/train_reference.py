@@ -2,7 +2,7 @@
 
     python -m rope_ext_hf.eval.train_reference --out rope_ext_hf/reference
 
-Seeded, a few million parameters, one to two hours on two CPU cores. It exists so that the effect of every RoPE method
+Seeded, a few million parameters, less than an hour on two CPU cores. It exists so that the effect of every RoPE method
 on real text, and on finding something in it, can be shown and tested without a download: the model is trained at 256
 bytes and no further. An interrupted run continues from its last checkpoint with the same command.
 """
@@ -16,8 +16,8 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +30,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.reference_card import write_card
-from rope_ext_hf.eval.retrieval_prompts import FORMS, OPENINGS, training_prompt
+from rope_ext_hf.eval.retrieval_prompts import FORMS, Part, Prompt, training_prompt
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
 
 SEED = 20240517
@@ -42,22 +42,14 @@ class Phase:
     """A part of the training with its own schedule of the learning rate: linear warm-up, then a cosine down to zero.
 
     Attributes:
-        batch: rows in every step.
-        prompts: how many of them are retrieval prompts; the others are text.
-        alike, openings: the statements of a prompt share words, see `retrieval_prompts.ask`.
-        forms: names of the prompts' forms, one as often as it is named; empty: all that have wordings to train on.
-        seed: of the rows.
+        text_rows, prompt_rows: of every step: rows of text, and retrieval prompts.
     """
 
     steps: int
-    batch: int
-    prompts: int
+    text_rows: int
+    prompt_rows: int
     peak_learning_rate: float
     warmup_steps: int
-    alike: bool = False
-    openings: tuple[str, ...] = OPENINGS
-    forms: tuple[str, ...] = ()
-    seed: int = SEED
 
     def learning_rate(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -66,29 +58,20 @@ class Phase:
         return self.peak_learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-_ALIKE = Phase(steps=400, batch=32, prompts=24, peak_learning_rate=1e-3, warmup_steps=20, alike=True, seed=SEED + 1)
 PHASES = {
-    "text": Phase(steps=3000, batch=32, prompts=0, peak_learning_rate=2e-3, warmup_steps=100),
-    "retrieval": Phase(steps=700, batch=32, prompts=16, peak_learning_rate=1e-3, warmup_steps=40),
-    "statements alike": _ALIKE,
-    "harder forms": replace(
-        _ALIKE,
-        steps=300,
-        forms=("quote", "quote", "assignment", "assignment", "key-value", "copy"),
-        seed=SEED + 2,
-    ),
-    "any opening": replace(
-        _ALIKE, steps=150, openings=(), forms=("assignment", "assignment", "quote", "key-value"), seed=SEED + 3
-    ),
+    "text": Phase(steps=3000, text_rows=32, prompt_rows=0, peak_learning_rate=2e-3, warmup_steps=100),
+    "retrieval": Phase(steps=1200, text_rows=3, prompt_rows=13, peak_learning_rate=1e-3, warmup_steps=40),
 }
 """One after the other."""
-AVERAGED = ("harder forms", "any opening")
-"""Phases whose last weights are averaged: their mean is better than either at text and at retrieval."""
-MAX_KEYS = 8
+PROMPT_FORMS = ("key-value", "assignment", "assignment", "quote", "quote", "copy")
+"""What prompts are drawn from; the harder forms twice."""
+MAX_KEYS = 12
 """Statements in a training prompt; fewer where so many do not fit."""
-ANSWER_WEIGHT, PROMPT_WEIGHT = 5.0, 0.2
-"""Weights in the loss of the bytes of a prompt's answers and of its other bytes; a byte of text weighs 1."""
-LOG_EVERY = 50
+ASKED = (1, 4, 8, 8)
+"""Questions at the end of a training prompt, as far as there are statements."""
+LOSS_WEIGHTS = {Part.FILLER: 1.0, Part.STATEMENT_OR_QUESTION: 0.2, Part.ANSWER: 5.0}
+"""Of a prompt's bytes; a byte of text weighs 1."""
+LOG_EVERY = 100
 TEXT_PROBES = 96  # held-out windows at every log line
 PROBES, FINAL_PROBES = 64, 400  # held-out prompts at every log line and at the end, for each number of keys
 PROBED_KEYS = {"exact_match": 1, "exact_match_of_4": 4}
@@ -129,49 +112,60 @@ def windows(stream: Tensor, starts: Tensor) -> Tensor:
     return stream[starts[:, None] + torch.arange(TRAINED_LENGTH + 1)].long()
 
 
-TRAINED_FORMS = tuple(name for name, form in FORMS.items() if form.training)
-
-
-def prompt_windows(
-    text: bytes,
-    rng: random.Random,
-    count: int,
-    *,
-    forms: Sequence[str] = TRAINED_FORMS,
-    keys: int | None = None,
-    held_out: bool = False,
-    alike: bool = False,
-    openings: Sequence[str] = OPENINGS,
-) -> tuple[Tensor, Tensor]:
-    """Retrieval prompts with pieces of `text` around their statements.
-
-    Args:
-        forms: names of forms that have wordings to train on.
-        keys: statements in every prompt; None: 1 to MAX_KEYS at random.
-        held_out: names, values and wordings that training never uses, all forms and wordings in turn.
-        alike, openings: as `ask` takes them.
+def training_prompts(text: bytes, rng: random.Random, count: int) -> tuple[Tensor, Tensor]:
+    """Retrieval prompts to train on, with pieces of `text` around their statements.
 
     Returns:
-        (count, TRAINED_LENGTH + 1) int64, and which of these tokens belong to an answer, bool.
+        (count, TRAINED_LENGTH + 1) int64 token ids, and the `Part` that each belongs to, int64.
     """
-    rows, answers = [], []
-    for index in range(count):
-        prompt = training_prompt(
-            FORMS[forms[index % len(forms)] if held_out else rng.choice(forms)],
-            rng,
-            length=TRAINED_LENGTH + 1,
-            keys=keys or rng.randint(1, MAX_KEYS),
-            asked=1 if held_out else MAX_KEYS,
-            held_out=held_out,
-            wording=index // len(forms) if held_out else None,
-            alike=alike,
-            openings=openings,
-        )
+    return _filled(
+        text,
+        rng,
+        (
+            training_prompt(
+                FORMS[rng.choice(PROMPT_FORMS)],
+                rng,
+                length=TRAINED_LENGTH + 1,
+                keys=rng.randint(1, MAX_KEYS),
+                asked=rng.choice(ASKED),
+            )
+            for _ in range(count)
+        ),
+    )
+
+
+def held_out_prompts(text: bytes, rng: random.Random, count: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Retrieval prompts with names, values and wordings that training never uses, all forms and wordings in turn.
+
+    Returns:
+        As `training_prompts`.
+    """
+    forms = sorted(set(PROMPT_FORMS))
+    return _filled(
+        text,
+        rng,
+        (
+            training_prompt(
+                FORMS[forms[index % len(forms)]],
+                rng,
+                length=TRAINED_LENGTH + 1,
+                keys=keys,
+                held_out=True,
+                wording=index // len(forms),
+            )
+            for index in range(count)
+        ),
+    )
+
+
+def _filled(text: bytes, rng: random.Random, prompts: Iterable[Prompt]) -> tuple[Tensor, Tensor]:
+    rows, parts = [], []
+    for prompt in prompts:
         start = rng.randrange(len(text) - TRAINED_LENGTH)
-        filled, is_answer = prompt.fill(text[start : start + prompt.filler_length])
+        filled, of_bytes = prompt.fill(text[start : start + prompt.filler_length])
         rows.append([byte + BYTE_OFFSET for byte in filled])
-        answers.append(is_answer)
-    return torch.tensor(rows), torch.tensor(answers)
+        parts.append(of_bytes)
+    return torch.tensor(rows), torch.tensor(parts)
 
 
 def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -201,10 +195,10 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def exact_match(model: nn.Module, prompts: Tensor, answers: Tensor) -> float:
-    """Share of prompts whose answer greedy decoding gives: every token of it is the likeliest after those before."""
+def exact_match(model: nn.Module, prompts: Tensor, parts: Tensor) -> float:
+    """Share of prompts whose answers greedy decoding gives: every token of them is the likeliest after those before."""
     right = logits_of(model, prompts).argmax(-1) == prompts[:, 1:]
-    return (right | ~answers[:, 1:]).all(-1).float().mean().item()
+    return (right | (parts[:, 1:] != Part.ANSWER)).all(-1).float().mean().item()
 
 
 class Material:
@@ -220,38 +214,29 @@ class Material:
         starts = torch.linspace(0, len(held_out) - TRAINED_LENGTH - 2, TEXT_PROBES).long()
         self.probe = windows(held_out, starts).to(device)
         self.prompt_probes = {
-            name: prompt_windows(unread_text, random.Random(SEED), FINAL_PROBES, keys=keys, held_out=True)
+            name: held_out_prompts(unread_text, random.Random(SEED), FINAL_PROBES, keys)
             for name, keys in PROBED_KEYS.items()
         }
 
     def batches(self, phase: Phase) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of every step: rows of text, then prompts, (batch, TRAINED_LENGTH + 1) int64; weights of the predictions."""
-        sampler, rng = torch.Generator().manual_seed(phase.seed), random.Random(phase.seed)
-        count = phase.batch - phase.prompts
+        """Of every step: rows of text, then prompts, (rows, TRAINED_LENGTH + 1) int64 token ids, and their parts."""
+        sampler, rng = torch.Generator().manual_seed(SEED), random.Random(SEED)
         for _ in range(phase.steps):
-            starts = torch.randint(0, len(self.stream) - TRAINED_LENGTH - 1, (count,), generator=sampler)
+            starts = torch.randint(0, len(self.stream) - TRAINED_LENGTH - 1, (phase.text_rows,), generator=sampler)
             rows = windows(self.stream, starts)
-            weights = torch.ones(phase.batch, TRAINED_LENGTH)
-            if phase.prompts:
-                prompts, answers = prompt_windows(
-                    self.text,
-                    rng,
-                    phase.prompts,
-                    forms=phase.forms or TRAINED_FORMS,
-                    alike=phase.alike,
-                    openings=phase.openings,
-                )
-                rows = torch.cat([rows, prompts])
-                weights[count:] = torch.where(answers[:, 1:], ANSWER_WEIGHT, PROMPT_WEIGHT)
-            yield rows.to(self.device), weights.to(self.device)
+            parts = torch.full_like(rows, Part.FILLER)
+            if phase.prompt_rows:
+                prompts, of_prompts = training_prompts(self.text, rng, phase.prompt_rows)
+                rows, parts = torch.cat([rows, prompts]), torch.cat([parts, of_prompts])
+            yield rows.to(self.device), parts.to(self.device)
 
     def measure(self, model: nn.Module, prompts: int) -> dict[str, float]:
         """Held-out bits per byte, and the share answered exactly of this many prompts for each number of keys."""
         with torch.no_grad():
             measured = {"held_out_bits_per_byte": round(mean_loss(model, self.probe).item() / math.log(2), 4)}
         if prompts:
-            for name, (rows, answers) in self.prompt_probes.items():
-                some = rows[:prompts].to(self.device), answers[:prompts].to(self.device)
+            for name, (rows, parts) in self.prompt_probes.items():
+                some = rows[:prompts].to(self.device), parts[:prompts].to(self.device)
                 measured[name] = round(exact_match(model, *some), 4)
         return measured
 
@@ -262,23 +247,18 @@ def train(out: Path, device: str) -> None:
     material = Material(device)
     model = LlamaForCausalLM(config()).to(device)
     print(f"{model.num_parameters():,} parameters, {len(material.stream):,} training bytes", flush=True)
-
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = out / "checkpoint.pt"
     record: dict[str, Any] = {}
-    ends: dict[str, dict[str, Tensor]] = {}
     state: dict[str, Any] = {}
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
-        record, ends = state["record"], state["ends"]
+        record = state["record"]
         model.load_state_dict(state["model"])
     for name, phase in PHASES.items():
-        if name in record and name != state.get("phase"):
-            continue  # done before
-        run_phase(name, phase, model, material, record, ends, state if state.get("phase") == name else {}, checkpoint)
-        if name in AVERAGED:
-            ends[name] = {key: value.clone() for key, value in model.state_dict().items()}
-    model.load_state_dict(mean_of_weights(list(ends.values())))
+        unfinished = state.get("phase") == name
+        if unfinished or name not in record:
+            run_phase(name, phase, model, material, record, state if unfinished else {}, checkpoint)
 
     final = material.measure(model, FINAL_PROBES)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -288,21 +268,16 @@ def train(out: Path, device: str) -> None:
         "trained_length": TRAINED_LENGTH,
         "training_bytes": len(material.stream),
         "max_keys": MAX_KEYS,
-        "answer_weight": ANSWER_WEIGHT,
-        "prompt_weight": PROMPT_WEIGHT,
+        "asked": max(ASKED),
+        "loss_weights": {part.name.lower(): weight for part, weight in LOSS_WEIGHTS.items()},
         "windows": TEXT_PROBES,
         "probes": FINAL_PROBES,
         "phases": record,
-        "averaged": AVERAGED,
         "final": final,
     }
     (out / "training.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     write_card(out)
     checkpoint.unlink(missing_ok=True)
-
-
-def mean_of_weights(ends: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {key: torch.stack([weights[key] for weights in ends]).mean(0) for key in ends[0]}
 
 
 def run_phase(
@@ -311,14 +286,12 @@ def run_phase(
     model: LlamaForCausalLM,
     material: Material,
     record: dict[str, Any],
-    ends: dict[str, dict[str, Tensor]],
     state: dict[str, Any],
     checkpoint: Path,
 ) -> None:
     """Train the model, add what was measured to `record`, and keep `checkpoint` up to date.
 
     Args:
-        ends: weights at the ends of earlier phases, which the checkpoint holds too.
         state: a checkpoint of this phase to continue from, or nothing.
     """
     optimizer = torch.optim.AdamW(
@@ -344,20 +317,22 @@ def run_phase(
     started, cpu_started = time.perf_counter() - seconds, time.process_time() - cpu_seconds
     text_bits: list[float] = []
     answer_bits: list[float] = []
-    for step, (rows, weights) in enumerate(material.batches(phase)):
+    weight_of_part = torch.tensor([LOSS_WEIGHTS[part] for part in Part], device=material.device)
+    for step, (rows, parts) in enumerate(material.batches(phase)):
         if step < done:  # a continued run reads what an uninterrupted one reads
             continue
         for group in optimizer.param_groups:
             group["lr"] = phase.learning_rate(step)
-        losses = token_losses(logits_of(model, rows), rows)
+        predicted = parts[:, 1:]
+        losses, weights = token_losses(logits_of(model, rows), rows), weight_of_part[predicted]
         loss = (losses * weights).sum() / weights.sum()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        text_bits.append(losses[: phase.batch - phase.prompts].mean().item() / math.log(2))
-        if phase.prompts:
-            answer_bits.append(losses[weights == ANSWER_WEIGHT].mean().item() / math.log(2))
+        text_bits.append(losses[: phase.text_rows].mean().item() / math.log(2))
+        if phase.prompt_rows:
+            answer_bits.append(losses[predicted == Part.ANSWER].mean().item() / math.log(2))
         if not math.isfinite(loss.item()):
             sys.exit(f"the loss is {loss.item()} at step {step + 1}; stopping")
         if (step + 1) % LOG_EVERY and step + 1 < phase.steps:
@@ -368,18 +343,12 @@ def run_phase(
             "cpu_seconds": round(time.process_time() - cpu_started, 1),
             "train_bits_per_byte": round(fmean(text_bits), 4),
             **({"answer_bits_per_byte": round(fmean(answer_bits), 4)} if answer_bits else {}),
-            **material.measure(model, PROBES if phase.prompts else 0),
+            **material.measure(model, PROBES if phase.prompt_rows else 0),
         }
         curve.append(point)
         print(json.dumps({"phase": name} | point), flush=True)
         text_bits, answer_bits = [], []
-        kept = {
-            "phase": name,
-            "record": record,
-            "ends": ends,
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
+        kept = {"phase": name, "record": record, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         partial = checkpoint.with_suffix(".partial")
         torch.save(kept, partial)
         partial.replace(checkpoint)

@@ -115,7 +115,9 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     ]
     assert Page(files.page).text.count("rank 1.5") == 8
     with files.csv.open(encoding="utf-8", newline="") as file:
-        assert [row["depth"] for row in csv.DictReader(file)] == ["0", "1"] * 4
+        rows = list(csv.DictReader(file))
+    assert [row["depth"] for row in rows] == ["0", "1"] * 4
+    assert {(row["task"], row["keys"]) for row in rows} == {("code", "1")}
     assert printed(run).count("90%  1.5") == 8
 
 

@@ -13,6 +13,7 @@ from rope_ext_hf.eval.retrieval_prompts import (
     TRAINING_VERBS,
     TRAINING_WORDS,
     Form,
+    Part,
     Wording,
     ask,
     insert,
@@ -118,23 +119,22 @@ def test_training_prompts_have_their_length_and_their_answers_at_the_end(
         prompt = training_prompt(
             FORMS[name], random.Random(seed), length=257, keys=keys, asked=asked, held_out=held_out
         )
-        text, answers = prompt.fill(FILLER)
-        assert len(text) == len(answers) == 257
-        assert text.count(b"\0") == prompt.filler_length
+        text, parts = prompt.fill(FILLER)
+        assert len(text) == len(parts) == 257
+        assert [byte == 0 for byte in text] == [part == Part.FILLER for part in parts]
+        assert parts.count(Part.FILLER) == prompt.filler_length
         statements = [statement for _, statement in prompt.statements]
         if asked == 1 and held_out:  # more questions, and long made-up words, may leave less room
             assert len(statements) == keys
-        pieces = [piece for piece, is_answer in prompt.tail if is_answer]
-        assert len(pieces) == min(asked, len(statements))
-        assert bytes(byte for byte, is_answer in zip(text, answers, strict=True) if is_answer) == b"".join(pieces)
-        assert text.endswith(pieces[-1])
-        assert answers[-1]
-        before = text[: len(text) - sum(len(piece) for piece, _ in prompt.tail)]
+        answers = [answer for _, answer in prompt.tail]
+        assert len(answers) == min(asked, len(statements))
+        assert bytes(byte for byte, part in zip(text, parts, strict=True) if part == Part.ANSWER) == b"".join(answers)
+        assert text.endswith(b"".join(itertools.chain(*prompt.tail)))
+        before = text[: len(text) - sum(map(len, itertools.chain(*prompt.tail)))]
         assert all(before.count(statement) == 1 for statement in statements)
-        for piece in pieces:
-            value = piece.strip()
-            bound = rb"(?<!\d)%b(?!\d)" if value.isdigit() else rb"%b"  # a number may be a part of a longer one
-            assert sum(bool(re.search(bound % re.escape(value), statement)) for statement in statements) == 1
+        for answer in answers:
+            whole = re.escape(answer.strip()) + rb"(?![0-9]| \w)"  # a value may begin as a longer one does
+            assert sum(bool(re.search(whole, statement)) for statement in statements) == 1
 
 
 def test_statements_stand_at_all_depths() -> None:
