@@ -101,6 +101,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/angles.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-$(DEVICE).jsonl --out $(RESULTS)
+	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-forms-$(DEVICE).jsonl --forms key-value,assignment,quote,copy --methods as-loaded,rerope,self-extend --lengths 256,2048,8192 --keys 1 --out $(RESULTS)
 	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/attention.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/attention.png)
 	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 200 --methods "self-extend,rerope,rerope window=192" --out $(RESULTS)

@@ -1,14 +1,14 @@
 """Retrieval by length and method: the share of questions that the bundled model answers exactly.
 
     python benchmarks/retrieval.py --cells retrieval.jsonl [--lengths 256,512,1024] [--methods as-loaded,self-extend]
-        [--device cuda] [--out benchmarks/results.jsonl]
+        [--forms key-value,quote] [--keys 1,4] [--device cuda] [--out benchmarks/results.jsonl]
 
-One cell is 100 questions, in equal shares of the forms that the model is trained on (with wordings, names and values
-that it is not), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25
-prompts with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the
-length that it extends to, and a method that answers nothing at two lengths in a row no further. Every finished cell is
-a line of JSON in --cells, and a cell that is there already is not measured again, so that an interrupted run continues
-with the same command. A markdown table with 95% Wilson intervals is printed at the end; the last line is JSON.
+One cell is 100 questions, in equal shares of the forms given (with wordings, names and values that the model is not
+trained on), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25 prompts
+with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the length
+that it extends to, and a method that answers nothing at two lengths in a row no further. Every finished cell is a line
+of JSON in --cells, and a cell that is there already is not measured again, so that an interrupted run continues with
+the same command. A markdown table with 95% Wilson intervals is printed at the end; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from record import record
 DEPTHS = {1: (0.0, 0.25, 0.5, 0.75, 1.0), 4: (0.0, 1 / 3, 2 / 3, 1.0)}
 """By number of keys."""
 QUESTIONS = 100
-FORMS = ("key-value", "assignment", "quote", "copy")
 METHODS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "as-loaded": None,
     "linear": ("linear", {"factor": 8.0}),
@@ -114,8 +113,8 @@ def main() -> None:
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--target-length", type=int, default=None, help="default: the longest of the lengths")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--keys", default="1,4")
+    parser.add_argument("--forms", default="key-value", help="such as 'key-value,assignment,quote,copy'")
+    parser.add_argument("--keys", default="1,4", help="statements in a prompt")
     arguments = parser.parse_args()
 
     import torch
@@ -190,7 +189,7 @@ def main() -> None:
     kept = ("name", "length", "keys", "trials", "exact", "interval", "rank", "exact_by")
     rows = [{key: cell[key] for key in kept} for cell in cells]
     result = {
-        "benchmark": "retrieval",
+        "benchmark": "retrieval" if len(forms) == 1 else "retrieval by form",
         "context_length": trained,
         "forms": forms,
         "rows": rows,

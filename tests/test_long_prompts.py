@@ -24,7 +24,7 @@ TRAINED = 256
 BYTE_OFFSET = 3  # of ByT5's tokens
 LICENSE = (Path(__file__).parent.parent / "LICENSE").read_bytes()
 COUNT = 8
-FORM_OF_PROMPT = ("key-value", "quote", "copy", "key-value")
+FORM_OF_PROMPT = ("key-value", "assignment", "copy", "key-value")  # not quotes, which it carries less far
 REMAPPING = ("rerope", "leaky-rerope", "self-extend", "dca")
 
 

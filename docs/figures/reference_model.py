@@ -153,9 +153,9 @@ def novels() -> str:
     return markdown_table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
 
 
-def _retrieval_cells() -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
+def _retrieval_cells(benchmark: str = "retrieval") -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
     """The last measurement: its cells by method, keys and length; all lengths; the whole line."""
-    line = lines_of("retrieval")[-1]
+    line = lines_of(benchmark)[-1]
     cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
     return cells, sorted({length for _, _, length in cells}), line
 
@@ -178,18 +178,17 @@ def retrieval() -> str:
 
 @figure
 def retrieval_forms() -> str:
-    """By form, of one key, at three lengths."""
-    cells, lengths, line = _retrieval_cells()
-    shown = [length for length in lengths if length // line["context_length"] in (1, 8, 32)]
+    """By form, of one key."""
+    cells, lengths, line = _retrieval_cells("retrieval by form")
     rows = (
         [f"`{name}`", form, *(f"{cell['exact_by']['task'][form]:.0%}" if cell else "–" for cell in of_length)]
         for name in dict.fromkeys(name for name, _, _ in cells)
         for form in line["forms"]
-        if name in ("as-loaded", "rerope", "self-extend", "dca")
-        for of_length in [[cells.get((name, 1, length)) for length in shown]]
+        for of_length in [[cells.get((name, 1, length)) for length in lengths]]
     )
-    head = ["one key, by form", "", *(f"{length:,} ({length // line['context_length']}x)" for length in shown)]
-    return markdown_table(head, rows)
+    head = ["one key, by form", "", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    questions = line["rows"][0]["trials"] // len(line["forms"])
+    return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(line, 'benchmarks/retrieval.py')}")
 
 
 @figure
