@@ -148,7 +148,7 @@ def main() -> None:
         chosen = METHODS[name]
         if (name, length, keys) in known or (chosen and length > chosen[1].get("factor", math.inf) * trained):
             continue
-        if nothing_found(cells, name, length):
+        if chosen and nothing_found(cells, name, length):
             continue
         started = time.perf_counter()
         # of one key, prompts at different depths have names and values of their own

@@ -2,9 +2,9 @@
 
     python -m rope_ext_hf.eval.train_reference --out rope_ext_hf/reference
 
-Seeded, a few million parameters, less than an hour on two CPU cores. It exists so that the effect of every RoPE method
-on real text, and on finding something in it, can be shown and tested without a download: the model is trained at 256
-bytes and no further. An interrupted run continues from its last checkpoint with the same command.
+Seeded, a few million parameters, one to two hours on two CPU cores, by their speed. It exists so that the effect of
+every RoPE method on real text, and on finding something in it, can be shown and tested without a download: the model is
+trained at 256 bytes and no further. An interrupted run continues from its last checkpoint with the same command.
 """
 
 from __future__ import annotations
