@@ -198,7 +198,8 @@ def draw_heat_map(
     for y, row in enumerate(cells):
         for x, cell in enumerate(row):
             if cell is not None:
-                ink = "white" if cell.exact_match > 0.7 else "#222222" if cell.above_chance else "#777777"
+                pale = not cell.above_chance and cell.exact_match < 0.4  # grey would not be seen on a darker green
+                ink = "white" if cell.exact_match > 0.7 else "#777777" if pale else "#222222"
                 centred = {"ha": "center", "va": "center", "color": ink}
                 axes.text(x, y - 0.12, f"{cell.exact_match:.0%}", fontsize=9, **centred)
                 axes.text(x, y + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)

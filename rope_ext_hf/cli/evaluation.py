@@ -57,7 +57,7 @@ def demo(
 ) -> None:
     """Show what the bundled model loses beyond its trained length and what methods bring back: loss, and retrieval.
 
-    Offline, about two minutes on two CPU cores.
+    Offline, two to three minutes on two CPU cores.
 
     Example: `rope-ext demo`
     """
