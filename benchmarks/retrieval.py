@@ -5,10 +5,11 @@
 
 One cell is 100 questions, in equal shares of the forms given (with wordings, names and values that the model is not
 trained on), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25 prompts
-with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the length
-that it extends to, and a method that answers nothing at two lengths in a row no further. Every finished cell is a line
-of JSON in --cells, and a cell that is there already is not measured again, so that an interrupted run continues with
-the same command. A markdown table with 95% Wilson intervals is printed at the end; the last line is JSON.
+with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the length that
+it extends to, and one that answers nothing at two lengths in a row no further; the model as loaded at every length.
+Every finished cell is a line of JSON in --cells, and a cell that is there already is not measured again, so that an
+interrupted run continues with the same command. A markdown table with 95% Wilson intervals is printed at the end; the
+last line is JSON.
 """
 
 from __future__ import annotations

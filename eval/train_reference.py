@@ -256,9 +256,9 @@ def train(out: Path, device: str) -> None:
         record = state["record"]
         model.load_state_dict(state["model"])
     for name, phase in PHASES.items():
-        unfinished = state.get("phase") == name
-        if unfinished or name not in record:
-            run_phase(name, phase, model, material, record, state if unfinished else {}, checkpoint)
+        continued = state.get("phase") == name
+        if continued or name not in record:
+            run_phase(name, phase, model, material, record, state if continued else {}, checkpoint)
 
     final = material.measure(model, FINAL_PROBES)
     model.to(torch.bfloat16).save_pretrained(out)

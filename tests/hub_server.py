@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 __all__ = ["Fault", "HubServer", "read_folder"]
 
-LARGE = 16_384  # bytes from which a file is kept outside git, and served by another host
+LARGE = 10_000  # bytes from which a file is kept outside git, and served by another host
 MISSING_REPOSITORY = (401, "RepoNotFound", "Repository not found")
 MISSING_REVISION = (404, "RevisionNotFound", "Invalid rev id")
 MISSING_FILE = (404, "EntryNotFound", "Entry not found")

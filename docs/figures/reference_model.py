@@ -188,7 +188,8 @@ def retrieval_forms() -> str:
     )
     head = ["one key, by form", "", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
     questions = line["rows"][0]["trials"] // len(line["forms"])
-    return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(line, 'benchmarks/retrieval.py')}")
+    command = f"benchmarks/retrieval.py --forms {','.join(line['forms'])}"
+    return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(line, command)}")
 
 
 @figure
