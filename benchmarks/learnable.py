@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from record import record
 from torch import Tensor, nn
+from train_reference import encode
 from training import take_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +27,6 @@ from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.stdlib_corpus import stdlib_training
-from rope_ext_hf.eval.train_reference import encode
 from rope_ext_hf.reference import path
 
 SEED = 0

@@ -34,11 +34,11 @@ from record import record
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
+from train_reference import BYTE_OFFSET, encode
 from training import take_steps
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
-from rope_ext_hf.eval.train_reference import BYTE_OFFSET, encode
 
 HEADS, DIM = 2, 64
 KERNELS = ("elu", "relu", "cosine")
@@ -66,7 +66,7 @@ def softmax(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor)
 
 
 def linear(kernel: str) -> Way:
-    return partial(rope.linear_attention, kernel=kernel)
+    return partial(rope.modules.linear_attention, kernel=kernel)
 
 
 def inputs(tokens: int, device: str) -> list[Tensor]:
@@ -105,7 +105,7 @@ def decode(way: str, made: list[Tensor]) -> Callable[[], object]:
         if way == "softmax":
             cached = [rotate(key, cos, sin)[:, :, :-1], value[:, :, :-1]]
         else:
-            before = rope.LinearAttentionState()
+            before = rope.modules.LinearAttentionState()
             linear(way)(*(x[:, :, :-1] for x in (query, key, value)), cos[:, :-1], sin[:, :-1], state=before)
 
     @torch.inference_mode()
@@ -163,7 +163,7 @@ def measured(what: str, tokens: int, rounds: int, device: str) -> list[dict[str,
 
 
 def unrotated(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rope.linear_attention(query, key, value, torch.ones_like(cos), torch.zeros_like(sin), kernel="elu")
+    return rope.modules.linear_attention(query, key, value, torch.ones_like(cos), torch.zeros_like(sin), kernel="elu")
 
 
 TEXT_WAYS: dict[str, Way] = {

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from record import record
 from torch.nn import functional
+from train_reference import encode
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import load as load_corpus
 from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.stdlib_corpus import stdlib_training
-from rope_ext_hf.eval.train_reference import encode
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
 

@@ -16,16 +16,10 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any, TypeVar
 
-from rope_ext_hf.eval.plots import (
-    draw_heat_map,
-    draw_lines,
-    line_styles,
-    loss_lines,
-    new_figure,
-    plot_text,
-)
 from rope_ext_hf.eval.results import Result, Retrieval
-from rope_ext_hf.eval.tables import by_method, by_method_and_depth
+from rope_ext_hf.eval.tables import by_method, by_method_and_depth, loss_lines
+from rope_ext_hf.pictures.drawing import new_figure, plot_text
+from rope_ext_hf.pictures.result_plots import draw_heat_map, draw_lines, line_styles
 
 __all__ = ["Overview"]
 

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, printable
-from rope_ext_hf.eval.html_page import embedded_picture, html_page, provenance
-from rope_ext_hf.eval.journal import plain_files
-from rope_ext_hf.eval.plots import curves, heat_map
+from rope_ext_hf.eval.journal import plain_files, read_plain
 from rope_ext_hf.eval.results import (
     Result,
     Retrieval,
@@ -35,12 +33,15 @@ from rope_ext_hf.eval.tables import (
     best_of_lengths,
     by_method,
     by_method_and_depth,
+    loss_lines,
     perplexity_text,
     retrieval_caption,
     scored_text,
     throughput_text,
 )
 from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.pictures.html_page import MAX_PICTURE_BYTES, embedded_picture, html_page, provenance
+from rope_ext_hf.pictures.result_plots import curves, heat_map
 
 __all__ = ["write_files"]
 
@@ -116,12 +117,19 @@ def _page(run: Run[Any], view: _View, picture: Path | None) -> str:
     return html_page(
         _title(run),
         summary,
-        *(embedded_picture(path) for path in [*([picture] if picture else []), *others]),
+        *(_embedded(path) for path in [*([picture] if picture else []), *others]),
         f"<h2>{view.heading}</h2>",
         f'<div class="wide">{view.table(run)}</div>',
         f"<p><small>{html.escape(view.caption(run) if run.results else 'Nothing is finished yet.')}</small></p>",
         provenance("Everything these numbers depend on", settings),
     )
+
+
+def _embedded(path: Path) -> str:
+    try:
+        return embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES))
+    except FileError:
+        return ""
 
 
 def _lengths_head(run: Run[Any]) -> tuple[list[int], str]:
@@ -197,6 +205,13 @@ def _retrieval_html(run: Run[Retrieval]) -> str:
     return f"<table><tr><th>method</th><th>depth</th>{head}</tr>{''.join(rows)}</table>"
 
 
+def _luck(one: Retrieval) -> str:
+    return (
+        f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
+        "grey where no better than chance"
+    )
+
+
 def _retrieval_cell(result: Retrieval | None) -> str:
     if result is None:
         return "<td></td>"
@@ -233,7 +248,9 @@ _VIEWS = {
         ),
         rows=_perplexity_rows,
         picture="perplexity.png",
-        draw=lambda run, path: curves(run.results, run.context_length, path, _title(run)),
+        draw=lambda run, path: curves(
+            loss_lines(run.results), run.context_length, path, _title(run), "bits per byte (lower is better)"
+        ),
         table=_perplexity_html,
         caption=lambda run: (
             f"{scored_text(run.results[0])}. Below each perplexity: bits per byte, and the 95% interval of the "
@@ -251,7 +268,9 @@ _VIEWS = {
         ),
         rows=_retrieval_rows,
         picture="passkey.png",
-        draw=lambda run, path: heat_map(run.results, run.context_length, path, _title(run)),
+        draw=lambda run, path: heat_map(
+            by_method_and_depth(run.results), run.context_length, path, _title(run), _luck(run.results[0])
+        ),
         table=_retrieval_html,
         caption=lambda run: (
             f"Exact match; below: mean rank. {retrieval_caption(run.results[0])}. Green: mean "

@@ -23,6 +23,7 @@ __all__ = [
     "best_of_lengths",
     "by_method",
     "by_method_and_depth",
+    "loss_lines",
     "perplexity_table",
     "perplexity_text",
     "retrieval_caption",
@@ -62,6 +63,14 @@ def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
         if math.isfinite(result.loss) and not best[result.length] <= result.loss:
             best[result.length] = result.loss
     return best
+
+
+def loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
+    """Bits per byte where they are finite, as (length, value) by label."""
+    return {
+        name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
+        for name, row in by_method(results).items()
+    }
 
 
 def scored_text(result: Result) -> str:

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
 from rope_ext_hf.patches.families import Family, family
 from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_step import PatchStep
-from rope_ext_hf.patches.readers import READER_KEYS, attention_factor_keys, former_keys
 
 __all__ = [
     "PAIRING_KEY",
@@ -58,7 +58,7 @@ _METHOD_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "alpha"}
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
     | {"short_factor", "long_factor"}
-    | READER_KEYS
+    | KEYS_FOR_OTHER_ENGINES
 )
 """The rope settings that describe a method; a family may keep others beside them."""
 _GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})

@@ -14,11 +14,11 @@ from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
 from rope_ext_hf.patches.config import RECORD, ConfigRope, NativeForm, read_rope, saved_steps
+from rope_ext_hf.patches.engine_keys import engines_agreeing, former_keys
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
 from rope_ext_hf.patches.layer_types import SLIDING, rotating_layers, sliding_layers
 from rope_ext_hf.patches.patch_record import Record
-from rope_ext_hf.patches.readers import former_keys, readers_right
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_steps
 
 __all__ = ["Description", "describe", "scalings_underneath", "sliding_note", "sliding_notes"]
@@ -199,7 +199,7 @@ def _describe_patched(slot: Slot, record: Record, method: RopeMethod, save_route
     notes = record.notes
     if isinstance(method, RemappingMethod):
         notes = (*notes, method.note)
-    others = readers_right(_saved_config(slot, form))
+    others = engines_agreeing(_saved_config(slot, form))
     route = f"transformers' own {form.rope_type!r}; known to be read right by {', '.join(['transformers 5', *others])}"
     if slot.is_table:
         route = f"a table of {form.saved_length:,} positions in the weights, which every version of transformers reads"

@@ -17,7 +17,7 @@ from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_record
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import RECORD
-from rope_ext_hf.patches.readers import former_spelling, readers_wrong
+from rope_ext_hf.patches.engine_keys import engines_disagreeing, former_spelling
 from rope_ext_hf.patches.trained_values import record_trained_values, trained_keys
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def rewrite_config(folder: Path) -> None:
             former = {} if _CHECKPOINT.fullmatch(folder.name) else former_spelling(part, record["layer_types"])
             part |= former
             record["former"] = sorted(former)
-            if wrong := readers_wrong(part):
+            if wrong := engines_disagreeing(part):
                 warnings.warn(
                     f"{', '.join(wrong)} would load {str(folder)!r} without an error and run another model: of these "
                     "rope settings such programs read a part only",

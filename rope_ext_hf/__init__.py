@@ -9,131 +9,88 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rope_ext_hf.attention.linear import LinearAttentionState, linear_attention
-    from rope_ext_hf.attention.rotary_attention import KeyValueCache, RotaryAttention
-    from rope_ext_hf.bounds import limits
-    from rope_ext_hf.checkpoints.conversion import convert_checkpoint
-    from rope_ext_hf.checkpoints.detection import PairingReport, detect_pairing
-    from rope_ext_hf.checkpoints.live_model import convert
-    from rope_ext_hf.checkpoints.migration import migrate_to_rope
-    from rope_ext_hf.checkpoints.report import ConversionReport
-    from rope_ext_hf.engines.base import ServingConfig
-    from rope_ext_hf.errors import (
-        CheckpointError,
-        CorpusError,
-        FileError,
-        LengthError,
-        MethodError,
-        RopeExtError,
-        ServingError,
-        UnsupportedModelError,
-    )
-    from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
-    from rope_ext_hf.methods.registry import frequencies, list_methods, register_method
-    from rope_ext_hf.patches.describing import Description, describe
-    from rope_ext_hf.patches.loading import from_pretrained
-    from rope_ext_hf.patches.patching import fixed_length, patch, patched, reset, unpatch
-    from rope_ext_hf.rotary.axial import AxialRotaryEmbedding
-    from rope_ext_hf.rotary.embedding import RotaryEmbedding
-    from rope_ext_hf.rotary.standalone import NTKAwareRoPE, apply_rotary_pos_emb
-    from rope_ext_hf.serving.advice import Advice, advise
-    from rope_ext_hf.serving.audit import Audit, audit
-    from rope_ext_hf.serving.configs import serving_config
-
 __version__ = "0.1.0"
 
-# Where each public name lives. They load when first used: the command line answers --help without torch, and importing
-# this package costs nothing.
-_HOMES = {
-    "rope_ext_hf.bounds": ("limits",),
-    "rope_ext_hf.errors": (
-        "CheckpointError",
-        "CorpusError",
-        "FileError",
-        "LengthError",
-        "MethodError",
-        "RopeExtError",
-        "ServingError",
-        "UnsupportedModelError",
-    ),
-    "rope_ext_hf.checkpoints.conversion": ("convert_checkpoint",),
-    "rope_ext_hf.checkpoints.report": ("ConversionReport",),
-    "rope_ext_hf.checkpoints.detection": ("PairingReport", "detect_pairing"),
-    "rope_ext_hf.checkpoints.live_model": ("convert",),
-    "rope_ext_hf.checkpoints.migration": ("migrate_to_rope",),
-    "rope_ext_hf.patches.describing": ("Description", "describe"),
-    "rope_ext_hf.patches.patching": ("fixed_length", "patch", "patched", "reset", "unpatch"),
-    "rope_ext_hf.patches.loading": ("from_pretrained",),
-    "rope_ext_hf.rotary.axial": ("AxialRotaryEmbedding",),
-    "rope_ext_hf.rotary.embedding": ("RotaryEmbedding",),
-    "rope_ext_hf.rotary.standalone": ("NTKAwareRoPE", "apply_rotary_pos_emb"),
-    "rope_ext_hf.attention.linear": ("LinearAttentionState", "linear_attention"),
-    "rope_ext_hf.attention.rotary_attention": ("KeyValueCache", "RotaryAttention"),
-    "rope_ext_hf.engines.base": ("ServingConfig",),
-    "rope_ext_hf.serving.advice": ("Advice", "advise"),
-    "rope_ext_hf.serving.audit": ("Audit", "audit"),
-    "rope_ext_hf.serving.configs": ("serving_config",),
-    "rope_ext_hf.methods.base": ("Frequencies", "RopeMethod", "Rotary"),
-    "rope_ext_hf.methods.registry": ("frequencies", "list_methods", "register_method"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "Advice",
-    "Audit",
-    "AxialRotaryEmbedding",
-    "CheckpointError",
-    "ConversionReport",
-    "CorpusError",
-    "Description",
-    "FileError",
-    "Frequencies",
-    "KeyValueCache",
-    "LengthError",
-    "LinearAttentionState",
-    "MethodError",
-    "NTKAwareRoPE",
-    "PairingReport",
-    "RopeExtError",
-    "RopeMethod",
-    "Rotary",
-    "RotaryAttention",
-    "RotaryEmbedding",
-    "ServingConfig",
-    "ServingError",
+# Every public name, by its module. They load when first used: the command line answers --help without torch, and
+# importing this package costs nothing.
+_NAMES = {
+    "": "modules",
+    "bounds": "limits",
+    "checkpoints.conversion": "convert_checkpoint",
+    "checkpoints.detection": "PairingReport detect_pairing",
+    "checkpoints.live_model": "convert",
+    "checkpoints.migration": "migrate_to_rope",
+    "checkpoints.report": "ConversionReport",
+    "engines.base": "ServingConfig",
+    "errors": "CheckpointError CorpusError FileError LengthError MethodError RopeExtError ServingError "
     "UnsupportedModelError",
-    "__version__",
-    "advise",
-    "apply_rotary_pos_emb",
-    "audit",
-    "convert",
-    "convert_checkpoint",
-    "describe",
-    "detect_pairing",
-    "fixed_length",
-    "frequencies",
-    "from_pretrained",
-    "limits",
-    "linear_attention",
-    "list_methods",
-    "migrate_to_rope",
-    "patch",
-    "patched",
-    "register_method",
-    "reset",
-    "serving_config",
-    "unpatch",
-]
+    "methods.base": "Frequencies RopeMethod Rotary",
+    "methods.registry": "frequencies list_methods register_method",
+    "modules.standalone": "NTKAwareRoPE apply_rotary_pos_emb",
+    "patches.describing": "Description describe",
+    "patches.loading": "from_pretrained",
+    "patches.patching": "fixed_length patch patched reset unpatch",
+    "rotary.embedding": "RotaryEmbedding",
+    "serving.advice": "Advice advise",
+    "serving.audit": "Audit audit",
+    "serving.configs": "serving_config",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    module = _MODULES[name]
+    value = getattr(import_module(f"{__name__}.{module}"), name) if module else import_module(f"{__name__}.{name}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)
+
+
+# Type checkers read imports alone; a test compares the two lists.
+if TYPE_CHECKING:
+    from rope_ext_hf import modules as modules
+    from rope_ext_hf.bounds import limits as limits
+    from rope_ext_hf.checkpoints.conversion import convert_checkpoint as convert_checkpoint
+    from rope_ext_hf.checkpoints.detection import PairingReport as PairingReport
+    from rope_ext_hf.checkpoints.detection import detect_pairing as detect_pairing
+    from rope_ext_hf.checkpoints.live_model import convert as convert
+    from rope_ext_hf.checkpoints.migration import migrate_to_rope as migrate_to_rope
+    from rope_ext_hf.checkpoints.report import ConversionReport as ConversionReport
+    from rope_ext_hf.engines.base import ServingConfig as ServingConfig
+    from rope_ext_hf.errors import CheckpointError as CheckpointError
+    from rope_ext_hf.errors import CorpusError as CorpusError
+    from rope_ext_hf.errors import FileError as FileError
+    from rope_ext_hf.errors import LengthError as LengthError
+    from rope_ext_hf.errors import MethodError as MethodError
+    from rope_ext_hf.errors import RopeExtError as RopeExtError
+    from rope_ext_hf.errors import ServingError as ServingError
+    from rope_ext_hf.errors import UnsupportedModelError as UnsupportedModelError
+    from rope_ext_hf.methods.base import Frequencies as Frequencies
+    from rope_ext_hf.methods.base import RopeMethod as RopeMethod
+    from rope_ext_hf.methods.base import Rotary as Rotary
+    from rope_ext_hf.methods.registry import frequencies as frequencies
+    from rope_ext_hf.methods.registry import list_methods as list_methods
+    from rope_ext_hf.methods.registry import register_method as register_method
+    from rope_ext_hf.modules.standalone import NTKAwareRoPE as NTKAwareRoPE
+    from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from rope_ext_hf.patches.describing import Description as Description
+    from rope_ext_hf.patches.describing import describe as describe
+    from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
+    from rope_ext_hf.patches.patching import fixed_length as fixed_length
+    from rope_ext_hf.patches.patching import patch as patch
+    from rope_ext_hf.patches.patching import patched as patched
+    from rope_ext_hf.patches.patching import reset as reset
+    from rope_ext_hf.patches.patching import unpatch as unpatch
+    from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
+    from rope_ext_hf.serving.advice import Advice as Advice
+    from rope_ext_hf.serving.advice import advise as advise
+    from rope_ext_hf.serving.audit import Audit as Audit
+    from rope_ext_hf.serving.audit import audit as audit
+    from rope_ext_hf.serving.configs import serving_config as serving_config

@@ -3,10 +3,10 @@
     make test-readers
     python -m tests.readers --transformers ENV/bin/python --mlx-lm ENV/bin/python
 
-Saves the bundled model, and small random models of the families in patches/readers.py, under every form; has both
+Saves the bundled model, and small random models of the families in patches/engine_keys.py, under every form; has both
 programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
 and compares them with ours. mlx-lm also runs the unpatched folders with the keys that serving_config prints for it. The
-result goes to docs/results/readers.json; the exit status is 1 where patches/readers.py, or serving_config, says
+result goes to docs/results/readers.json; the exit status is 1 where patches/engine_keys.py, or serving_config, says
 otherwise than what was measured.
 """
 
@@ -30,8 +30,8 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
+from rope_ext_hf.patches.engine_keys import OTHER_ENGINES, TRIED_FAMILIES, engines_agreeing, engines_disagreeing
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.readers import READERS, TRIED_FAMILIES, readers_right, readers_wrong
 from rope_ext_hf.reference import path as reference_folder
 from tests.models import build, logits
 
@@ -109,8 +109,8 @@ def save_all() -> dict[str, dict[str, Any]]:
                 "ours": ours,
                 "spread": spread,
                 "plain": float(np.abs(ours - plain).max()) / spread,
-                "right": readers_right(config),
-                "wrong": readers_wrong(config),
+                "right": engines_agreeing(config),
+                "wrong": engines_disagreeing(config),
                 "served": write_served(model, WORK / "plain" / name, WORK / "served" / folder.name),
             }
             rope.unpatch(model)
@@ -134,9 +134,9 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
 
 
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """One row for every folder, and what patches/readers.py has otherwise."""
+    """One row for every folder, and what patches/engine_keys.py has otherwise."""
     package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
-    reader = next(each.label for each in READERS if each.label.startswith(package))
+    reader = next(each.label for each in OTHER_ENGINES if each.label.startswith(package))
     rows, contradictions = [], []
     for folder, expected in saved.items():
         file = WORK / "models" / f"{folder}.{program}.npy"
@@ -184,7 +184,7 @@ def main() -> None:
         name = f"{program.replace('_', '-')} {done.stdout.split()[-1]}"
         more_rows, more = compare(program, saved)
         if not name.startswith(more_rows[0]["reader"]):
-            more.append(f"{name} was run; patches/readers.py names {more_rows[0]['reader']}")
+            more.append(f"{name} was run; patches/engine_keys.py names {more_rows[0]['reader']}")
         rows += [row | {"reader": name} for row in more_rows]
         contradictions += more
     subprocess.run([given.mlx_lm, worker[1], "mlx_lm", str(WORK / "served")], capture_output=True, check=True)
@@ -196,7 +196,7 @@ def main() -> None:
     for key, lines in (("rows", rows), ("served", served)):
         text = text.replace(f'"{key}": []', f'"{key}": [\n  ' + ",\n  ".join(map(json.dumps, lines)) + "\n ]")
     (ROOT / "docs" / "results" / "readers.json").write_text(text + "\n", encoding="utf-8")
-    print("\n".join(contradictions) or f"{len(rows)} folders read as patches/readers.py says")
+    print("\n".join(contradictions) or f"{len(rows)} folders read as patches/engine_keys.py says")
     sys.exit(bool(contradictions))
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rope_ext_hf import AxialRotaryEmbedding, Rotary, RotaryEmbedding
+from rope_ext_hf import Rotary, RotaryEmbedding
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Default, Linear
+from rope_ext_hf.modules import AxialRotaryEmbedding
 from tests import oracles
 from tests.rotary_examples import emptied
 

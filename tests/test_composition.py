@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods import Rotary, frequencies, method_from_dict, resolve_method
 from rope_ext_hf.methods.base import TrainedScaling, rotary_from_dict
-from rope_ext_hf.rotary import RotaryEmbedding
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 Table = tuple[list[float], float, int]  # inverse frequencies, attention factor, context length
 

@@ -14,10 +14,10 @@ from matplotlib.text import Text
 
 from rope_ext_hf import Rotary, patch
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
-from rope_ext_hf.eval.attention_vectors import mean_scores, spectra
-from rope_ext_hf.eval.explaining import explain
-from rope_ext_hf.eval.law_plots import draw_bound, draw_rotated
 from rope_ext_hf.methods.static import Linear
+from rope_ext_hf.pictures.attention_vectors import mean_scores, spectra
+from rope_ext_hf.pictures.explaining import explain
+from rope_ext_hf.pictures.law_plots import draw_bound, draw_rotated
 from tests import oracles
 from tests.models import tokens
 
@@ -139,12 +139,12 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     drawn: list[dict[str, Any]] = []
 
     def note(folder: Path, rotary: Rotary, methods: Any, **rest: Any) -> Any:
-        from rope_ext_hf.eval.explaining import Explanation
+        from rope_ext_hf.pictures.explaining import Explanation
 
         drawn.append({"rotary": rotary, "methods": methods, **rest})
         return Explanation(folder / "explanation.html", {})
 
-    monkeypatch.setattr("rope_ext_hf.eval.explaining.explain", note)
+    monkeypatch.setattr("rope_ext_hf.pictures.explaining.explain", note)
     out = ["--out", str(tmp_path / "made"), "--json"]
     stated = CliRunner().invoke(app, ["explain", "--dim", "64", "--trained-length", "1k", "--factor", "4", *out])
     assert stated.exit_code == 0, stated.output

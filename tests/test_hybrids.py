@@ -18,10 +18,10 @@ from transformers.masking_utils import sdpa_mask
 
 import rope_ext_hf as rope
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.hybrids import HybridAttention, KerpleBias, T5Bias, XPos
 from rope_ext_hf.attention.rules import LocalAttention, ScoreModifiers, TokenPositions
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.score_biases import ALiBi, Kerple, alibi_slopes
+from rope_ext_hf.modules.hybrids import HybridAttention, KerpleBias, T5Bias, XPos
 from tests.models import TRAINED, build, logits, tokens
 from tests.oracles import rotate_to
 

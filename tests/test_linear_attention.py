@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import rope_ext_hf as rope
-from rope_ext_hf import LinearAttentionState, linear_attention
+from rope_ext_hf.modules import LinearAttentionState, linear_attention
 from tests.oracles import naive_linear_attention
 
 KERNELS = ["elu", "relu", "cosine"]

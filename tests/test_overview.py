@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.eval.overview import Overview
-from rope_ext_hf.eval.plots import line_styles
 from rope_ext_hf.eval.results import DocumentLoss, Result, Retrieval, Setting
+from rope_ext_hf.pictures.result_plots import line_styles
 
 YARN: dict[str, Any] = {"method": "yarn", "factor": 8.0}
 REROPE: dict[str, Any] = {"method": "rerope", "window": 128, "temperature": "llama4"}

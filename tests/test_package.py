@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import inspect
 import os
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,61 +19,41 @@ import pytest
 import rope_ext_hf as rope
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = [
-    "Advice",
-    "Audit",
-    "AxialRotaryEmbedding",
-    "CheckpointError",
-    "ConversionReport",
-    "CorpusError",
-    "Description",
-    "FileError",
-    "Frequencies",
-    "KeyValueCache",
-    "LengthError",
-    "LinearAttentionState",
-    "MethodError",
-    "NTKAwareRoPE",
-    "PairingReport",
-    "RopeExtError",
-    "RopeMethod",
-    "Rotary",
-    "RotaryAttention",
-    "RotaryEmbedding",
-    "ServingConfig",
-    "ServingError",
-    "UnsupportedModelError",
-    "__version__",
-    "advise",
-    "apply_rotary_pos_emb",
-    "audit",
-    "convert",
-    "convert_checkpoint",
-    "describe",
-    "detect_pairing",
-    "fixed_length",
-    "frequencies",
-    "from_pretrained",
-    "limits",
-    "linear_attention",
-    "list_methods",
-    "migrate_to_rope",
-    "patch",
-    "patched",
-    "register_method",
-    "reset",
-    "serving_config",
-    "unpatch",
-]
 
 
 def test_exports() -> None:
-    assert rope.__all__ == PUBLIC
-    for name in PUBLIC:
+    for name in rope.__all__:
         value = getattr(rope, name)
         assert name == "__version__" or inspect.getdoc(value), f"{name} has no docstring"
+    assert dir(rope) == rope.__all__
     with pytest.raises(AttributeError, match="no attribute 'pacth'"):
         rope.pacth  # noqa: B018
+
+
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    """They read imports alone: the block under TYPE_CHECKING is the one other place where the names stand."""
+    tree = ast.parse(Path(rope.__file__).read_text(encoding="utf-8"))
+    seen = [
+        (f"{node.module}.{alias.name}", alias.asname)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    objects = {name: path for path, name in seen if name is not None}
+    assert sorted([*objects, "__version__"]) == rope.__all__
+    for name, path in objects.items():
+        module, _, own_name = path.rpartition(".")
+        assert own_name == name
+        assert getattr(rope, name) is getattr(import_module(module), name)
+
+
+def test_modules_for_other_models_stand_together() -> None:
+    assert rope.modules is import_module("rope_ext_hf.modules")
+    assert rope.modules.NTKAwareRoPE is rope.NTKAwareRoPE
+    for name in rope.modules.__all__:
+        assert inspect.getdoc(getattr(rope.modules, name)), f"{name} has no docstring"
 
 
 @pytest.mark.parametrize(
@@ -106,8 +88,7 @@ def test_importing_is_free_and_changes_nothing() -> None:
         "import sys, rope_ext_hf; heavy = {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules); "
         "assert not heavy, heavy; import torch; rope_ext_hf.Rotary, rope_ext_hf.RotaryEmbedding, rope_ext_hf.patch; "
         "assert 'transformers' not in sys.modules; "
-        "others = {'attention.linear', 'attention.rotary_attention', 'attention.hybrids', 'rotary.axial', "
-        "'checkpoints.migration'}; assert not {f'rope_ext_hf.{name}' for name in others} & set(sys.modules)"
+        "assert not {'rope_ext_hf.modules', 'rope_ext_hf.checkpoints.migration'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

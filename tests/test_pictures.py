@@ -17,7 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.rope_plots import (
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.dynamic import DynamicNTK
+from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.methods.remapping import DualChunk, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.static import NTK, ByParts, Default, Linear, Llama3, Yarn
+from rope_ext_hf.pictures.rope_plots import (
     decay,
     draw,
     pairs_without_full_cycle,
@@ -25,11 +30,6 @@ from rope_ext_hf.eval.rope_plots import (
     similarity_as_seen,
     unseen_angles,
 )
-from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.dynamic import DynamicNTK
-from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.methods.remapping import DualChunk, RemappingMethod, ReRoPE, SelfExtend
-from rope_ext_hf.methods.static import NTK, ByParts, Default, Linear, Llama3, Yarn
 from tests.method_examples import example_method
 
 LLAMA2 = Rotary(dim=128, theta=1e4, trained_length=4096)

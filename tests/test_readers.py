@@ -13,8 +13,15 @@ import torch
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
+from rope_ext_hf.patches.engine_keys import (
+    KEYS_FOR_OTHER_ENGINES,
+    OTHER_ENGINES,
+    TRIED_FAMILIES,
+    engines_agreeing,
+    engines_disagreeing,
+    former_keys,
+)
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.readers import READER_KEYS, READERS, TRIED_FAMILIES, former_keys, readers_right, readers_wrong
 from rope_ext_hf.patches.saving import save_patched_folder
 from tests.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope
@@ -122,9 +129,9 @@ def test_mlx_lm_is_called_right_where_it_is(name: str, which: str, saved: Lookup
     one_list = settings.get("short_factor") == settings.get("long_factor")
     right = same and one_list and settings.get("truncate", True)  # its yarn always rounds the ends of the ramp
     config = saved_config(folder)
-    assert ("mlx-lm 0.32.2" in readers_right(config)) == right
-    assert ("mlx-lm 0.32.2" in readers_wrong(config)) != right
-    assert "vLLM 0.33" in readers_right(config)
+    assert ("mlx-lm 0.32.2" in engines_agreeing(config)) == right
+    assert ("mlx-lm 0.32.2" in engines_disagreeing(config)) != right
+    assert "vLLM 0.33" in engines_agreeing(config)
 
 
 # --- both spellings -----------------------------------------------------------------------------------------------
@@ -240,7 +247,7 @@ def test_saving_warns_of_programs_that_run_another_model(
     build("llama").save_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match=f"^{', '.join(wrong)} would load"):
         save_patched_folder(model, tmp_path / "plain", tmp_path / "folder")
-    right = [each.label for each in READERS if each.label not in wrong]
+    right = [each.label for each in OTHER_ENGINES if each.label not in wrong]
     assert rope.describe(model).save_route.endswith(
         f"known to be read right by {', '.join(['transformers 5', *right])}"
     )
@@ -251,7 +258,7 @@ def test_saving_warns_of_programs_that_run_another_model(
 def test_forms_that_all_of_them_read(method: str, tmp_path: Path) -> None:
     model = rope.patch(build("llama"), method, factor=4)
     model.save_pretrained(tmp_path)
-    names = ", ".join(each.label for each in READERS)
+    names = ", ".join(each.label for each in OTHER_ENGINES)
     assert rope.describe(model).save_route.endswith(f"known to be read right by transformers 5, {names}")
 
 
@@ -265,7 +272,7 @@ def test_of_other_families_only_transformers_is_known(tmp_path: Path) -> None:
 def test_what_is_said_was_measured() -> None:
     measured = json.loads((ROOT / "docs" / "results" / "readers.json").read_text(encoding="utf-8"))
     programs = {row["reader"] for row in measured["rows"]}
-    assert {next(each.label for each in READERS if name.startswith(each.label)) for name in programs} == {
+    assert {next(each.label for each in OTHER_ENGINES if name.startswith(each.label)) for name in programs} == {
         "transformers 4.57",
         "mlx-lm 0.32.2",
     }
@@ -290,4 +297,4 @@ def test_keys_for_other_readers_are_no_settings_of_a_family(saved: Lookup, tmp_p
     del config["rope_ext_hf"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = rope.patch(load_empty(tmp_path), "linear", factor=2, over="original")
-    assert not READER_KEYS & model.config.rope_parameters.keys()
+    assert not KEYS_FOR_OTHER_ENGINES & model.config.rope_parameters.keys()

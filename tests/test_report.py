@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval import plots, report
+from rope_ext_hf.eval import report
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Retrieval, Setting, label, labels
 from rope_ext_hf.eval.run_folder import Run
 from rope_ext_hf.eval.tables import perplexity_table, run_table
 from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.pictures import result_plots
 
 SETTING = Setting("matched", 5, 256, False, 0)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -165,7 +166,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     def missing(*_: object) -> None:
         raise ImportError("matplotlib")
 
-    monkeypatch.setattr(plots, "new_figure", missing)
+    monkeypatch.setattr(result_plots, "new_figure", missing)
     assert write_files(a_run(tmp_path, RESULTS)).picture is None
 
 

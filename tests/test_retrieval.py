@@ -17,13 +17,13 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.plots import heat_map
 from rope_ext_hf.eval.results import Retrieval
 from rope_ext_hf.eval.retrieval import make_trials, passkey, plan_passkey, shared_trials
 from rope_ext_hf.eval.retrieval_prompts import FORMS
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import retrieval_table
+from rope_ext_hf.eval.tables import by_method_and_depth, retrieval_table
 from rope_ext_hf.patches.patching import fixed_length
+from rope_ext_hf.pictures.result_plots import heat_map
 from rope_ext_hf.reference import path
 from tests.models import build, build_config
 
@@ -332,7 +332,7 @@ def test_picture_and_table(tmp_path: Path) -> None:
     yarn = {"method": "yarn", "factor": 8.0}
     results = [result(m, n, d, 0.9, 1.25) for m in (None, yarn) for n in (256, 2048) for d in (0, 0.5, 1)]
     results += [result(None, 4096, 0.5, 0.05, 10.25)]  # one method measured further than the other
-    heat_map(results, 256, tmp_path / "map.png", "Retrieval, reference")
+    heat_map(by_method_and_depth(results), 256, tmp_path / "map.png", "Retrieval, reference", "a note")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
     console = Console(width=120)

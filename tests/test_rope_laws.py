@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rope_ext_hf import Rotary, RotaryEmbedding, apply_rotary_pos_emb
-from rope_ext_hf.eval.rope_plots import decay
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.pictures.rope_plots import decay
 from rope_ext_hf.rotary.pairing import rotate
 from tests import oracles
 from tests.method_examples import example_method

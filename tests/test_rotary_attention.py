@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rope_ext_hf as rope
-from rope_ext_hf import KeyValueCache, RotaryAttention
+from rope_ext_hf.modules import KeyValueCache, RotaryAttention
 from rope_ext_hf.rotary.pairing import rotate, to_pairing
 
 ROTARY = rope.Rotary(dim=8, theta=1e4, trained_length=16)

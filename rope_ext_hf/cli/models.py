@@ -140,12 +140,12 @@ def explain(
 
     Example: `rope-ext explain reference`
     """
-    from rope_ext_hf.eval.explaining import explain as write_explanation
     from rope_ext_hf.eval.results import label
-    from rope_ext_hf.eval.rope_plots import check_size
     from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
     from rope_ext_hf.methods.base import Rotary
     from rope_ext_hf.patches.geometry import patch_geometry
+    from rope_ext_hf.pictures.explaining import explain as write_explanation
+    from rope_ext_hf.pictures.rope_plots import check_size
 
     stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
     if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
@@ -184,12 +184,12 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
     """Mean products of a model's queries and keys on held-out text, None where it cannot be listened to; a sentence."""
     import torch
 
-    from rope_ext_hf.eval.attention_vectors import spectra
     from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import unpatch
     from rope_ext_hf.patches.slots import patched_slots
+    from rope_ext_hf.pictures.attention_vectors import spectra
 
     loaded = source.model(name)
     if patched_slots(loaded):
@@ -258,7 +258,7 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
 
 
 def _draw(path: Path, rotary: Rotary, drawn: dict[str, RopeMethod], extended: int | None, title: str) -> None:
-    from rope_ext_hf.eval.rope_plots import draw
+    from rope_ext_hf.pictures.rope_plots import draw
 
     try:
         draw(path, rotary, drawn, extended_length=extended, title=title)

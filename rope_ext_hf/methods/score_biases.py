@@ -6,7 +6,7 @@
 
 Rotations stay as they are, also those of far keys; the bias takes weight from them. A model that was trained without
 the bias keeps what it can do up to `start`, where the bias begins. Biases whose numbers are learned are modules (see
-`rope_ext_hf.attention.hybrids`), because a model must be trained with them.
+`rope_ext_hf.modules.hybrids`), because a model must be trained with them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb
+from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
 
 __all__ = ["LinearAttentionState", "linear_attention"]
 

@@ -1,4 +1,4 @@
-"""Other programs that read a patched folder: the keys they need beside transformers' own, and what they read right.
+"""Keys of a saved config.json for engines other than transformers 5, and which of them run the folder as it does.
 
 transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling: top-level
 `rope_theta` and `rope_scaling`. What each computes from them is in rope_ext_hf.engines.
@@ -19,16 +19,23 @@ from rope_ext_hf.engines.vllm import VLLM
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.families import Family, family
 
-__all__ = ["READER_KEYS", "attention_factor_keys", "former_keys", "former_spelling", "readers_right", "readers_wrong"]
+__all__ = [
+    "KEYS_FOR_OTHER_ENGINES",
+    "attention_factor_keys",
+    "engines_agreeing",
+    "engines_disagreeing",
+    "former_keys",
+    "former_spelling",
+]
 
-READER_KEYS = frozenset({"attn_factor", "short_mscale", "long_mscale"})
-"""Rope settings that are written for other readers; transformers passes over them with a log message."""
+KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
+"""Rope settings that are written for other engines; transformers passes over them with a log message."""
 
 Settings = Mapping[str, Any]
 
 
 def attention_factor_keys(settings: Settings, known: Family) -> dict[str, Any]:
-    """The attention factor of a form, under the keys of the programs that do not read `attention_factor`.
+    """The attention factor of a form, under the keys of the engines that do not read `attention_factor`.
 
     vLLM and SGLang read short_mscale and long_mscale of a longrope. Of a yarn, mlx-lm and SGLang read mscale and
     mscale_all_dim, which give exactly 1 where they are equal; SGLang multiplies the result by attn_factor.
@@ -101,38 +108,38 @@ def _plain(value: Any) -> Any:
     """A copy without what transformers has no name for: such keys are logged, and such rope types refused."""
     if not isinstance(value, Mapping):
         return copy.deepcopy(value)
-    kept = {key: _plain(each) for key, each in value.items() if key not in READER_KEYS}
+    kept = {key: _plain(each) for key, each in value.items() if key not in KEYS_FOR_OTHER_ENGINES}
     if "/" in str(kept.get("rope_type")):
         kept["rope_type"] = "default"
     return kept
 
 
-# --- who reads what -------------------------------------------------------------------------------------------------
+# --- which engines agree ----------------------------------------------------------------------------------------------
 
-READERS: tuple[Engine, ...] = (FormerTransformers(), VLLM(), SGLang(), MLX())
-"""The programs that are spoken of; what each computes is stated in rope_ext_hf.engines."""
+OTHER_ENGINES: tuple[Engine, ...] = (FormerTransformers(), VLLM(), SGLang(), MLX())
+"""The engines that take a config.json; what each computes is stated in rope_ext_hf.engines."""
 TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose classes in all these programs hand the rope settings on unchanged."""
+"""Families whose classes in all these engines hand the rope settings on unchanged."""
 
 
-def _judged(config: Settings) -> dict[str, bool]:
-    """Whether each program that takes a config.json runs it as transformers 5 does."""
+def _comparisons(config: Settings) -> dict[str, bool]:
+    """Whether each engine runs it as transformers 5 does, by its label."""
     if config["model_type"] not in TRIED_FAMILIES:
         return {}
-    judged = {}
-    for program in READERS:
+    agrees = {}
+    for engine in OTHER_ENGINES:
         try:
-            judged[program.label] = runs_otherwise(program, Transformers(), config) is None
-        except (ServingError, ArithmeticError):  # the program refuses it, or fails
+            agrees[engine.label] = runs_otherwise(engine, Transformers(), config) is None
+        except (ServingError, ArithmeticError):  # the engine refuses it, or fails
             continue
-    return judged
+    return agrees
 
 
-def readers_right(config: Settings) -> list[str]:
-    """The programs known to run a saved config.json as transformers 5 does."""
-    return [name for name, right in _judged(config).items() if right]
+def engines_agreeing(config: Settings) -> list[str]:
+    """The engines known to run a saved config.json as transformers 5 does."""
+    return [name for name, right in _comparisons(config).items() if right]
 
 
-def readers_wrong(config: Settings) -> list[str]:
-    """The programs known to load a saved config.json without an error and run another model."""
-    return [name for name, right in _judged(config).items() if not right]
+def engines_disagreeing(config: Settings) -> list[str]:
+    """The engines known to load a saved config.json without an error and run another model."""
+    return [name for name, right in _comparisons(config).items() if not right]

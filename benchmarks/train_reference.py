@@ -1,6 +1,6 @@
 """Train the bundled reference model: a small Llama over bytes, on Python's standard library and retrieval prompts.
 
-    python -m rope_ext_hf.eval.train_reference --out rope_ext_hf/reference
+    python benchmarks/train_reference.py --out rope_ext_hf/reference
 
 Seeded, a few million parameters, one to two hours on two CPU cores, by their speed. It exists so that the effect of
 every RoPE method on real text, and on finding something in it, can be shown and tested without a download: the model is
@@ -24,12 +24,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from reference_card import write_card
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.reference_card import write_card
 from rope_ext_hf.eval.retrieval_prompts import FORMS, Part, Prompt, training_prompt
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
 

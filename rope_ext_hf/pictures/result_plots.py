@@ -1,92 +1,34 @@
-"""Results as pictures: curves of bits per byte, and heat maps of retrieval.
-
-Names come from files and models and may hold anything: `plot_text` makes them safe to draw.
-"""
+"""Results as pictures: curves over context lengths, and heat maps of retrieval."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rope_ext_hf.errors import printable, short
-from rope_ext_hf.eval.results import Result, Retrieval
-from rope_ext_hf.eval.tables import by_method, by_method_and_depth
+from rope_ext_hf.pictures.drawing import name_ends, new_figure, plot_text
 
-__all__ = [
-    "curves",
-    "draw_heat_map",
-    "draw_lines",
-    "finish_axes",
-    "heat_map",
-    "line_styles",
-    "loss_lines",
-    "name_ends",
-    "new_figure",
-    "plot_text",
-    "short_length",
-]
+__all__ = ["curves", "draw_heat_map", "draw_lines", "heat_map", "line_styles"]
 
 _LOADED = "as loaded"
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure, in inches, that is saved without any window system.
+class RetrievalCell(Protocol):
+    """What one cell of a heat map shows.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Attributes:
+        exact_match: share of answers that are right.
+        rank: mean rank of the right answer, 1 the best.
+        above_chance: whether the rank is better than chance.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: install this package with its extra [eval]") from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
-
-def plot_text(text: str, most: int = 120) -> str:
-    """A name as matplotlib draws it literally: no mathtext, no control characters, no half surrogate pairs."""
-    return short(printable(text), most).replace("$", r"\$")
-
-
-def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
-    """Ascending heights moved as little as needed to be `gap` apart, none above `top`."""
-    placed: list[float] = []
-    for height in heights:
-        placed.append(max(height, placed[-1] + gap) if placed else height)
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else top)
-    return placed
-
-
-def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
-    """Write the names of lines to the right of their ends; `ends` are (height, name, colour)."""
-    places = sorted(ends)
-    # heights as shares of the axes, whatever their scale
-    scale = axes.transData + axes.transAxes.inverted()
-    shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
-    for share, (_, name, colour) in zip(space_out(shares, size / 180, 1.0), places, strict=True):
-        axes.annotate(
-            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=size, color=colour, va="center"
-        )
-
-
-def finish_axes(axes: Any, title: str, across: str, up: str) -> None:
-    """Title, labels, a light grid and small type."""
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(across, fontsize=8)
-    axes.set_ylabel(up, fontsize=8)
-    axes.tick_params(which="both", labelsize=7.5)
-    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-    axes.spines["top"].set_visible(False)
-
-
-def short_length(tokens: int) -> str:
-    """4096 as 4k, 1048576 as 1M."""
-    for unit, size in (("M", 1024**2), ("k", 1024)):
-        if tokens >= size and tokens % (size // 2) == 0:
-            return f"{tokens / size:g}{unit}"
-    return f"{tokens:,}"
+    @property
+    def exact_match(self) -> float: ...
+    @property
+    def rank(self) -> float: ...
+    @property
+    def above_chance(self) -> bool: ...
 
 
 def _family(name: str) -> str:
@@ -151,38 +93,32 @@ def draw_lines(
     name_ends(axes, [(points[-1][1], name, styles[name]["color"]) for name, points in lines.items() if points], 8)
 
 
-def loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
-    """Bits per byte where they are finite, as `draw_lines` takes them."""
-    return {
-        name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
-        for name, row in by_method(results).items()
-    }
-
-
-def curves(results: Sequence[Result], context_length: int, path: Path, title: str) -> None:
-    """Draw loss against context length, one line per method, as a PNG; the factors of one method share a colour.
+def curves(
+    lines: Mapping[str, Sequence[tuple[int, float]]], context_length: int, path: Path, title: str, up: str
+) -> None:
+    """Draw values against context lengths, one line per method, as a PNG; the factors of one method share a colour.
 
     Args:
-        results: at least one.
+        lines: (length, value) by the method's label, in ascending order.
         context_length: the length in tokens that the model as loaded is for; a dotted line marks it.
         path: the file; an existing one is replaced.
         title: stands above the picture.
+        up: what the values are.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     figure = new_figure(8.2, 4.8)
     axes = figure.subplots()
-    lines = loss_lines(results)
     draw_lines(axes, lines, line_styles(list(lines)), context_length)
-    axes.set_ylabel("bits per byte (lower is better)")
+    axes.set_ylabel(up)
     axes.set_title(plot_text(title), fontsize=11)
     figure.savefig(path, format="png")
 
 
 def draw_heat_map(
     axes: Any,
-    rows: Mapping[float, Mapping[int, Retrieval]],
+    rows: Mapping[float, Mapping[int, RetrievalCell]],
     lengths: Sequence[int],
     depths: Sequence[float],
     context_length: int,
@@ -213,32 +149,33 @@ def draw_heat_map(
     return image
 
 
-def heat_map(results: Sequence[Retrieval], context_length: int, path: Path, title: str) -> None:
+def heat_map(
+    panels: Mapping[str, Mapping[float, Mapping[int, RetrievalCell]]],
+    context_length: int,
+    path: Path,
+    title: str,
+    note: str,
+) -> None:
     """Draw length x depth as a PNG, one panel per method: the share of exact matches, and the mean rank below.
 
     Args:
-        results: at least one.
+        panels: cells by the method's label, depth and length; at least one.
         context_length: the length in tokens that the model as loaded is for; ticks are multiples of it.
         path: the file; an existing one is replaced.
         title: stands above the picture.
+        note: stands below it.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    one = results[0]
-    panels = by_method_and_depth(results)
-    lengths = sorted({result.length for result in results})
-    depths = sorted({result.depth for result in results})
+    depths = sorted({depth for rows in panels.values() for depth in rows})
+    lengths = sorted({length for rows in panels.values() for row in rows.values() for length in row})
     figure = new_figure(1.6 + len(panels) * max(2.0, 0.75 * len(lengths)), 1.9 + 0.5 * len(depths))
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, rows) in zip(grid, panels.items(), strict=True):
         image = draw_heat_map(axes, rows, lengths, depths, context_length)
         axes.set_title(plot_text(name, 40), fontsize=10)
     grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
-    note = (
-        f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
-        "grey where no better than chance"
-    )
     figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
     figure.suptitle(plot_text(title), fontsize=11)
     bar = figure.colorbar(image, ax=list(grid), pad=0.01)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.eval.attention_vectors import mean_scores
-from rope_ext_hf.eval.plots import finish_axes, name_ends, new_figure, short_length
-from rope_ext_hf.eval.rope_plots import (
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.pictures.attention_vectors import mean_scores
+from rope_ext_hf.pictures.drawing import finish_axes, name_ends, new_figure, short_length
+from rope_ext_hf.pictures.rope_plots import (
     MethodCurve,
     decay,
     distance_bins,
@@ -23,7 +24,6 @@ from rope_ext_hf.eval.rope_plots import (
     pairs_without_full_cycle,
     seen_distances,
 )
-from rope_ext_hf.methods.base import RopeMethod, Rotary
 
 __all__ = ["draw_angles", "draw_bound", "draw_rotated", "draw_scores", "draw_similarity"]
 

@@ -35,7 +35,7 @@ predicts text, and whether it finds what the text stated.
 
 ## Training
 
-`python -m rope_ext_hf.eval.train_reference --out DIR`, seed {seed}, in phases:
+`python benchmarks/train_reference.py --out DIR`, seed {seed}, in phases:
 
 {phases}
 

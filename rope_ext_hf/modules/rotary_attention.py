@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push
-from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb
 
 __all__ = ["KeyValueCache", "RotaryAttention"]
 

@@ -1,6 +1,6 @@
 """Pictures of RoPE itself: what a method does to a model's wavelengths, angles, similarities and long-range decay.
 
-    >>> from rope_ext_hf.eval.rope_plots import draw
+    >>> from rope_ext_hf.pictures.rope_plots import draw
     >>> from rope_ext_hf.methods.static import Yarn
     >>> draw("rope.png", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, title="Llama 2")  # doctest: +SKIP
 
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.eval.plots import finish_axes, name_ends, new_figure, plot_text, short_length
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
+from rope_ext_hf.pictures.drawing import finish_axes, name_ends, new_figure, plot_text, short_length
 
 __all__ = [
     "MethodCurve",

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from rope_ext_hf.errors import printable
-from rope_ext_hf.eval.html_page import embedded_picture, html_page, provenance
-from rope_ext_hf.eval.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
-from rope_ext_hf.eval.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
+from rope_ext_hf.pictures.html_page import embedded_picture, html_page, provenance
+from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
+from rope_ext_hf.pictures.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
 
 __all__ = ["Explanation", "explain"]
 
@@ -77,7 +77,7 @@ def explain(
         parts += [
             f"<h2>{html.escape(section.heading)}</h2>",
             f"<p>{html.escape(printable(section.text))}</p>",
-            embedded_picture(pictures[name]),
+            embedded_picture(name, pictures[name].read_bytes()),
         ]
     summary = (
         f"{rotary.dim} rotated dims in {rotary.dim // 2} pairs, theta {rotary.theta:,.10g}, trained at "

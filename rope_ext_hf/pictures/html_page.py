@@ -6,13 +6,11 @@ import base64
 import html
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import FileError, printable
-from rope_ext_hf.eval.journal import read_plain
+from rope_ext_hf.errors import printable
 
-__all__ = ["embedded_picture", "html_page", "provenance"]
+__all__ = ["MAX_PICTURE_BYTES", "embedded_picture", "html_page", "provenance"]
 
 MAX_PICTURE_BYTES = 20_000_000
 
@@ -63,13 +61,9 @@ def provenance(summary: str, values: Mapping[str, Any]) -> str:
     return f"<h2>Provenance</h2>\n<details><summary>{html.escape(summary)}</summary><pre>{text}</pre></details>"
 
 
-def embedded_picture(path: Path) -> str:
-    """An image element that holds the picture; empty where the file is not a PNG of a usual size."""
-    try:
-        data = read_plain(path, MAX_PICTURE_BYTES)
-    except FileError:
-        return ""
+def embedded_picture(name: str, data: bytes) -> str:
+    """An image element that holds a picture; empty where the data are no PNG."""
     if not data.startswith(b"\x89PNG\r\n"):
         return ""
-    text = html.escape(printable(path.stem))
+    text = html.escape(printable(name))
     return f'<p><img alt="{text}" src="data:image/png;base64,{base64.b64encode(data).decode("ascii")}"></p>'
