@@ -120,7 +120,8 @@ def perplexity(
         targets: tokens scored per span, under a protocol that uses it; default half the shortest length.
         stride: tokens between the starts of spans, under a protocol that uses it.
         tokenizer: default: the one beside the model's weights.
-        bos: begin every span with the tokenizer's BOS token; default: if the tokenizer itself does so.
+        bos: begin every span with the tokenizer's BOS token; default: if the tokenizer itself does so, or as the code
+            that the protocol is from does.
         max_spans: at most this many spans per length, taken evenly over the corpus.
         chunk: tokens per pass of the decoder; default: by the free memory, within a fixed budget.
         offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.

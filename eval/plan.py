@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,14 @@ from rope_ext_hf.errors import CorpusError, MethodError, short
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Document
 from rope_ext_hf.eval.preflight import sliding_window_warning
-from rope_ext_hf.eval.protocols import Protocol, ProtocolOptions, Span, check_lengths, resolve_protocol
+from rope_ext_hf.eval.protocols import (
+    DefaultPrefix,
+    Protocol,
+    ProtocolOptions,
+    Span,
+    check_lengths,
+    resolve_protocol,
+)
 from rope_ext_hf.eval.results import Setting
 from rope_ext_hf.hub import leading_token, load_tokenizer
 
@@ -103,8 +110,7 @@ class EvalPlan:
         protocol: the protocol that made the spans.
         lengths: ascending context lengths.
         options: options of the protocol.
-        prefix: the token id that stands first in each span (before the document, where the protocol has it so), or
-            None.
+        prefix: the token id that stands first in each span, or before each document, see `Protocol`; or None.
         documents: every document with anything to read, and its spans in reading order.
         left_out: documents too short for the lengths.
     """
@@ -176,10 +182,15 @@ def make_plan(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
     options = ProtocolOptions(scored, stride)
-    prefix = prefix_token(tokenizer, bos, chosen.prefix)
+    prefix = prefix_token(tokenizer, bos, chosen.default_prefix)
+    before = int(prefix is not None and chosen.prefix == "span")  # places that the cut has before the first token
     cut: list[tuple[Tokens, list[Span]]] = []
     for document in documents:
-        spans = list(chosen.spans(len(document.ids), ordered, options))
+        spans = list(chosen.spans(before + len(document.ids), ordered, options))
+        if before:
+            spans = [
+                Span(s.length, s.start - 1, s.stop - 1, s.score_from - 1, s.score_to - 1, s.context) for s in spans
+            ]
         if prefix is None:  # nothing stands before the first token, so it cannot be scored
             spans = [s if s.start >= 0 else s._replace(start=0, score_from=max(1, s.score_from)) for s in spans]
         cut.append((document, [span for span in spans if span.score_from < span.score_to]))
@@ -220,15 +231,14 @@ def _subsample(
 
 
 def prefix_token(
-    tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, prefix: Literal["span", "document"] = "span"
+    tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, default: DefaultPrefix = "added"
 ) -> int | None:
     """The token id that an input begins with, or None.
 
     Args:
         tokenizer: None: no prefix.
-        bos: True: the BOS token, False: none. None: BOS where the tokenizer adds one itself; before a "document", BOS
-            or else EOS, as lm-eval does.
-        prefix: the rule of the protocol.
+        bos: True: the BOS token, False: none, None: by `default`.
+        default: see `Protocol.default_prefix`.
 
     Raises:
         MethodError: bos=True without a tokenizer, or with one that has no BOS token.
@@ -238,10 +248,14 @@ def prefix_token(
     if tokenizer is None:
         raise MethodError("bos=True needs a tokenizer")
     token: int | None = tokenizer.bos_token_id
-    if bos is None and prefix == "document":
-        return token if token is not None else tokenizer.eos_token_id
     if bos is None:
-        return leading_token(tokenizer)
+        by_default: dict[DefaultPrefix, int | None] = {
+            "added": leading_token(tokenizer),
+            "bos": token,
+            "bos or eos": tokenizer.eos_token_id if token is None else token,
+            "none": None,
+        }
+        return by_default[default]
     if token is None:
         raise MethodError(f"bos=True, but {type(tokenizer).__name__} has no BOS token")
     return token

@@ -5,9 +5,9 @@
      Span(length=8, start=0, stop=8, score_from=6, score_to=8, context=8)]
 
 A protocol is a pure generator of spans. Its arguments are the number of tokens of a document, the context lengths
-(ascending) and `ProtocolOptions`. Position -1 stands for the prefix token (BOS) before a document. To add a protocol,
-write the generator and decorate it with `register_protocol`: the command line, its help, tables, reports and the
-contract tests read the registry.
+(ascending) and `ProtocolOptions`. Position -1 stands for the prefix token (BOS) before a document, see `Protocol`. To
+add a protocol, write the generator and decorate it with `register_protocol`: the command line, its help, tables,
+reports and the contract tests read the registry.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean
 
 __all__ = [
     "PROTOCOLS",
+    "DefaultPrefix",
     "Protocol",
     "ProtocolOptions",
     "Span",
@@ -56,6 +57,7 @@ class ProtocolOptions:
     stride: int = 256
 
 
+DefaultPrefix = Literal["added", "bos", "bos or eos", "none"]
 Spans = Callable[[int, Sequence[int], ProtocolOptions], Iterator[Span]]
 
 
@@ -67,8 +69,10 @@ class Protocol:
         name: the name in Python and on the command line.
         spans: (tokens of a document, ascending lengths, options) -> spans.
         description: one line for help texts and tables.
-        prefix: where the BOS token stands: "span", in place of the first token of every span; "document", once before
-            the first token of a document.
+        prefix: where the BOS token stands. "span": first in every span; a document is cut as if it began with BOS, and
+            a span from its middle has BOS in place of its first token. "document": once, before the first token.
+        default_prefix: which token that is by default. "added": BOS where the tokenizer adds it to every text; "bos":
+            BOS where the tokenizer has one; "bos or eos": BOS, else EOS; "none": no token.
         uses_targets: `options.targets` matters.
         uses_stride: `options.stride` matters.
         same_targets: the scored tokens are the same at every length.
@@ -78,6 +82,7 @@ class Protocol:
     spans: Spans
     description: str
     prefix: Literal["span", "document"] = "span"
+    default_prefix: DefaultPrefix = "added"
     uses_targets: bool = False
     uses_stride: bool = False
     same_targets: bool = False
@@ -91,6 +96,7 @@ def register_protocol(
     name: str,
     *,
     prefix: Literal["span", "document"] = "span",
+    default_prefix: DefaultPrefix = "added",
     uses_targets: bool = False,
     uses_stride: bool = False,
     same_targets: bool = False,
@@ -99,7 +105,7 @@ def register_protocol(
 
     Args:
         name: the name in Python and on the command line.
-        prefix, uses_targets, uses_stride, same_targets: see `Protocol`.
+        prefix, default_prefix, uses_targets, uses_stride, same_targets: see `Protocol`.
 
     Raises:
         ValueError: the name is taken, or the generator has no docstring.
@@ -111,7 +117,9 @@ def register_protocol(
         if not (spans.__doc__ or "").strip():
             raise ValueError(f"protocol {name!r} has no docstring; its first line is shown in help texts")
         description = (spans.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        PROTOCOLS[name] = Protocol(name, spans, description, prefix, uses_targets, uses_stride, same_targets)
+        PROTOCOLS[name] = Protocol(
+            name, spans, description, prefix, default_prefix, uses_targets, uses_stride, same_targets
+        )
         return spans
 
     return register
@@ -169,7 +177,9 @@ def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
     """Spans of N tokens, `stride` apart, the last `stride` tokens of each scored (PI paper, arXiv 2306.15595, 3.2).
 
     The first N - stride tokens of a document are never scored. A stride of N or more scores all but the first token of
-    a span, which has no token before it. Documents shorter than the longest length are left out.
+    a span, which has no token before it. Documents shorter than the longest length are left out. The loops of YaRN's
+    code without --truncate and of Hugging Face's page on perplexity read the same spans, score the first one whole as
+    well, and end with a shorter one.
     """
     for length in lengths if tokens >= lengths[-1] else ():
         for stop in range(length, tokens + 1, options.stride):
@@ -177,11 +187,12 @@ def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
             yield Span(length, start, stop, max(start + 1, stop - options.stride), stop, length)
 
 
-@register_protocol("truncate")
+@register_protocol("truncate", default_prefix="bos")
 def truncate(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """The first N tokens of each document in one pass, all scored (YaRN's code with --truncate).
 
-    Documents shorter than the longest length are left out at every length, as --dataset-min-tokens does there. This is
+    With BOS these are BOS and the first N - 1 tokens. As there, BOS is used wherever the tokenizer has one. Documents
+    shorter than the longest length are left out at every length, as --dataset-min-tokens does there. This is
     not YaRN's GovReport evaluation: its eval.sh reads documents of at least 16,384 tokens in spans of 32,768, scores
     the first span whole and weighs every span alike, whatever its number of tokens; here every token weighs alike.
     """
@@ -189,19 +200,25 @@ def truncate(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> I
         yield Span(length, 0, length, 1, length, length)
 
 
-@register_protocol("stream", uses_stride=True)
+@register_protocol("stream", default_prefix="none", uses_stride=True)
 def stream(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
-    """Spans of N tokens, `stride` apart, all tokens scored (LongLoRA, ChunkLlama); meant for joined documents."""
+    """Spans of N tokens, `stride` apart, all tokens scored (LongLoRA, ChunkLlama); meant for joined documents.
+
+    As there, no span gets a BOS token, whatever the tokenizer does; bos=True gives each one. Their code leaves out the
+    last span or two of the text.
+    """
     for length in lengths:
         for start in range(0, tokens - length + 1, options.stride):
             yield Span(length, start, start + length, start + 1, start + length, length)
 
 
-@register_protocol("blocks", prefix="document")
+@register_protocol("blocks", prefix="document", default_prefix="bos or eos")
 def blocks(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """Every token scored once, in disjoint runs of N targets after one token of context (lm-evaluation-harness).
 
-    The first run begins after the prefix token; the last one, if shorter, gets earlier tokens up to N of input.
+    The first run begins after the prefix token; the last one, if shorter, gets earlier tokens up to N of input. Where
+    a tokenizer adds BOS itself, the harness reads and scores that one after its own prefix; add_bos_token=False there
+    gives the numbers of this protocol.
     """
     for length in lengths:
         for first in range(0, tokens, length):

@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_finite_is_named_not_averaged_away() -> None:
     assert result.nonfinite == ("bad",)
 
 
-def test_bos_takes_the_place_of_the_first_token() -> None:
+def test_a_document_is_cut_as_if_it_began_with_bos() -> None:
     class Tokenizer:
         bos_token_id = 2
 
@@ -241,8 +241,7 @@ def test_bos_takes_the_place_of_the_first_token() -> None:
     document = tokens("a", 64, 9)
     tokenizer: Any = Tokenizer()
     (result,) = perplexity(model, [document], lengths=[64], targets=7, tokenizer=tokenizer)
-    ids = document.ids.clone()
-    ids[0] = 2
+    ids = torch.cat([torch.tensor([2]), document.ids[:63]])
     assert result.setting.bos
     assert result.loss == pytest.approx(nats(model, ids, range(57, 64)) / 7, abs=1e-5)
     (without,) = perplexity(model, [document], lengths=[64], targets=7, tokenizer=tokenizer, bos=False)

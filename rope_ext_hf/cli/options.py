@@ -185,7 +185,9 @@ class SpanOptions:
     ] = "64"
     bos: Annotated[
         bool | None,
-        typer.Option("--bos/--no-bos", help="Begin each span with the BOS token. Default: as the tokenizer does."),
+        typer.Option(
+            "--bos/--no-bos", help="Begin each span with the BOS token. Default: as the tokenizer or the protocol does."
+        ),
     ] = None
 
     @property
