@@ -87,7 +87,7 @@ class TokenScorer:
         self.cache: _Cache | None = None
         # As loaded, a method that follows the input is run right by transformers in one forward only.
         self.follows_the_input = any(
-            rope.method.depends_on_length(rope.plain) for slot in find_slots(model) for rope in slot.native.values()
+            rope.method.depends_on_length(rope.plain) for slot in find_slots(model) for rope in slot.as_loaded.values()
         )
         self.chunked = False
         if self.decoder is not None and self.decoder is not model and self.head is not None:

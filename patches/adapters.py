@@ -9,6 +9,7 @@ the adapter was trained under is recorded among the settings, in a key that PEFT
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,9 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
-from rope_ext_hf.patches.config import PAIRING_KEY, RECORD, checked_steps
+from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
-from rope_ext_hf.patches.trained_values import record_trained_values
+from rope_ext_hf.patches.slots import patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,17 +32,18 @@ __all__ = [
     "ADAPTER_CONFIG",
     "SAVE_ROUTE",
     "Adapter",
-    "attach_recording",
-    "detach_recording",
     "find_adapter",
     "finding_base",
     "has_adapters",
+    "lists_adapters",
+    "record_patch",
+    "stop_recording",
     "tokenizer_source",
     "with_record",
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_KEY = f"{RECORD}: load with rope_ext_hf.from_pretrained"
+ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
 
 _STEP_KEYS = ("method", "rotary", "target_length", "native", "below")
@@ -81,46 +82,33 @@ def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
 
 
 def _is_record(key: str) -> bool:
-    return key.partition(":")[0] == RECORD
+    return key.partition(":")[0] == PATCH_KEY
 
 
-def attach_recording(model: nn.Module, slot: PatchedSlot) -> None:
-    """Record the patch with every adapter of a model, present or added later, when it is saved.
-
-    Adapters are most often added to a model that is patched already, and nothing of that reaches this package. But
-    saving them begins with `state_dict`, of which a model may announce the beginning.
-
-    Args:
-        slot: a slot of the model; it keeps the handles.
-    """
-    from transformers import PreTrainedModel
-
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) or _settings_of(module):
-            handle = module.register_state_dict_pre_hook(_record_patch)  # type: ignore[no-untyped-call]
-            slot.hooks.append(handle)
-
-
-def _record_patch(module: nn.Module, *_: Any) -> None:
-    record_trained_values(module)
-    configs = [swap.patched for slot in patched_slots(module) for swap in slot.record.configs]
-    record = next((vars(config)[RECORD] for config in configs if RECORD in vars(config)), None)
+def record_patch(model: nn.Module) -> None:
+    """Record the patch of a model with its adapters, whose settings are about to be saved."""
+    configs = [swap.patched for slot in patched_slots(model) for swap in slot.state.configs]
+    record = next((vars(config)[PATCH_KEY] for config in configs if PATCH_KEY in vars(config)), None)
     if record is not None:
-        for settings in _settings_of(module):
+        for settings in _settings_of(model):
             settings.__dict__["to_dict"] = RecordingToDict(settings, record)
 
 
-def detach_recording(model: nn.Module) -> None:
-    """Save the adapters of a model without a record again."""
-    for module in model.modules():
-        for settings in _settings_of(module):
-            if isinstance(settings.__dict__.get("to_dict"), RecordingToDict):
-                del settings.__dict__["to_dict"]
+def stop_recording(module: nn.Module) -> None:
+    """Save the adapters that a module lists without a record again."""
+    for settings in _settings_of(module):
+        if isinstance(settings.__dict__.get("to_dict"), RecordingToDict):
+            del settings.__dict__["to_dict"]
+
+
+def lists_adapters(module: nn.Module) -> bool:
+    """Whether a module lists settings of adapters."""
+    return bool(_settings_of(module))
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether a model has adapters of PEFT."""
-    return any(True for module in model.modules() for _ in _settings_of(module))
+    return "peft" in sys.modules and any(map(lists_adapters, model.modules()))
 
 
 def _settings_of(module: nn.Module) -> list[Any]:
@@ -263,7 +251,7 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
         )
     record = next((value for key, value in values.items() if _is_record(key)), None)
     if record is not None:
-        checked_steps(record, f"the adapter {short(name)!r}")
+        checked_specs(record, f"the adapter {short(name)!r}")
     settings = {key: value for key, value in values.items() if key != PAIRING_KEY and not _is_record(key)}
     return Adapter(name, base, settings, record, values.get(PAIRING_KEY), hub, subfolder)
 

@@ -21,6 +21,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 
 __all__ = ["check_method", "fill_slot", "keeps_angles_in_weights", "restore_table"]
@@ -31,9 +32,9 @@ def keeps_angles_in_weights(config: Any) -> bool:
     return family(config.model_type).angle_table is not None
 
 
-def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, record: Any) -> PatchedSlot:
+def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
     """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
-    return (TableSlot if slot.is_table else PatchedSlot)(slot, method, rotary, record)
+    return (TableSlot if slot.is_table else PatchedSlot)(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
@@ -95,7 +96,7 @@ class TableSlot(PatchedSlot):
     @torch.no_grad()
     def saved_table(self) -> Tensor:
         """The rows of every position up to the extended length, (positions, head_dim), in the dtype of the weights."""
-        rows: Tensor = self(torch.Size((1, self.record.form.saved_length)))
+        rows: Tensor = self(torch.Size((1, self.state.encoding.saved_length)))
         return rows
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:

@@ -8,6 +8,7 @@ all) is found out by running a few tokens through the model (attention_probe.py)
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -173,7 +174,7 @@ def register() -> None:
     register_attention(ATTENTION_NAME, remapped_attention, remapped_mask)
 
 
-def attach(layers: list[tuple[nn.Module, Layer]]) -> None:
+def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:
     """Give each attention module what `probe_layers` found out about it."""
     for module, layer in layers:
         module.__dict__[LAYER_ATTRIBUTE] = layer

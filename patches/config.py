@@ -1,9 +1,9 @@
 """RoPE in a transformers config, read and written; no other module does either.
 
-Reading: `rope_parameters` (flat, or one dict per layer type), theta, lengths, per rope type. Writing: the native form
-of a method where there is one, else a rope type under our own name, so that plain loading stops there. Beside either
-form stands a record under the top-level key `rope_ext_hf`: the patch, and the settings before it. transformers keeps
-unknown keys, so the record survives saving and loading.
+Reading: `rope_parameters` (flat, or one dict per layer type), theta, lengths, per rope type. Writing: a rope type of
+transformers that computes the same where there is one, else a rope type under our own name, so that plain loading stops
+there. Beside either stands a record under the top-level key `rope_ext_hf`: the patch, and the settings before it.
+transformers keeps unknown keys, so the record survives saving and loading.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
 from rope_ext_hf.patches.families import Family, family
 from rope_ext_hf.patches.family_settings import config_number
-from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.patch_spec import PatchSpec
 
 __all__ = [
     "PAIRING_KEY",
-    "RECORD",
+    "PATCH_KEY",
     "SAVED_KEYS",
+    "ConfigEncoding",
     "ConfigRope",
-    "NativeForm",
-    "checked_steps",
+    "checked_specs",
+    "config_encoding",
     "former_in",
-    "native_form",
     "original_settings",
     "read_rope",
-    "saved_steps",
+    "saved_specs",
     "softmax_scale",
     "write_rope",
 ]
 
-RECORD = "rope_ext_hf"
+PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
 """The config key that states in which pairing the weights are, where they were converted."""
 PLUGIN_PREFIX = "rope_ext_hf/"
@@ -237,7 +237,7 @@ def _short_list_only(config: Config, settings: dict[str, Any]) -> tuple[dict[str
 
 
 @dataclass(frozen=True)
-class NativeForm:
+class ConfigEncoding:
     """How a patched model is written into a config.
 
     Attributes:
@@ -261,8 +261,10 @@ class NativeForm:
         return str(self.parameters["rope_type"])
 
 
-def native_form(config: Config, step: PatchStep, layer_type: str | None, *, writable: bool = True) -> NativeForm:
-    """The form in which a patch is saved; nothing is changed.
+def config_encoding(
+    config: Config, spec: PatchSpec, layer_type: str | None, *, writable: bool = True
+) -> ConfigEncoding:
+    """How a config states a patch; nothing is changed.
 
     Args:
         config: the config before the patch.
@@ -270,14 +272,14 @@ def native_form(config: Config, step: PatchStep, layer_type: str | None, *, writ
         writable: whether the config can state settings for the layers that the method applies to, and no others.
 
     Raises:
-        MethodError: `step.native` asks for a native form where transformers has none.
+        MethodError: `spec.native` asks for a rope type of transformers where it has none.
     """
-    method, rotary, known = step.method, step.rotary, family(config.model_type)
+    method, rotary, known = spec.method, spec.rotary, family(config.model_type)
     settings = rope_dict(config, layer_type)
-    extended = step.target_length or method.extended_length(rotary)
+    extended = spec.target_length or method.extended_length(rotary)
     length, exact = extended or int(config.max_position_embeddings), True
     parameters = method.rope_parameters(rotary) if writable else None
-    if parameters is None and step.native:
+    if parameters is None and spec.native:
         parameters, exact = method.approximate_rope_parameters(rotary), False
         if parameters is None:
             raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
@@ -292,7 +294,7 @@ def native_form(config: Config, step: PatchStep, layer_type: str | None, *, writ
         # transformers raises KeyError with the rope type alone: the way out must stand in it
         rope_type = f"{PLUGIN_PREFIX}{method.name}: load with rope_ext_hf.from_pretrained"
         plugin = {"rope_type": rope_type, "rope_theta": rotary.theta}
-        return NativeForm(plugin, extended, length, loads_plainly=False)
+        return ConfigEncoding(plugin, extended, length, loads_plainly=False)
     parameters = dict(parameters)
     if parameters["rope_type"] == "longrope" and known.original_in_config and static:
         # generate() starts over when it crosses the original length; a static method changes nothing there.
@@ -307,7 +309,7 @@ def native_form(config: Config, step: PatchStep, layer_type: str | None, *, writ
         saved = rotary.context_length
     elif parameters["rope_type"] == "linear" and not _saved_extended(known, rotary):
         saved = round(length / parameters["factor"])
-    return NativeForm(parameters, extended, saved, exact=exact)
+    return ConfigEncoding(parameters, extended, saved, exact=exact)
 
 
 def _accepts(known: Family, rope_type: str) -> bool:
@@ -321,7 +323,7 @@ def _needs_divisors(
     kept_original: int | None,
     per_layer_thetas: bool,
 ) -> bool:
-    """Whether a form must be written as explicit divisors, because the family reads its keys for other ends too."""
+    """Whether settings must be written as explicit divisors, because the family reads its keys for other ends too."""
     if not _accepts(known, parameters["rope_type"]):
         return True
     if parameters["rope_type"] == "longrope":
@@ -352,7 +354,7 @@ def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
 
 
 def write_rope(
-    config: Any, form: NativeForm, step: PatchStep, below: Sequence[PatchStep], layer_types: list[str | None]
+    config: Any, encoding: ConfigEncoding, spec: PatchSpec, below: Sequence[PatchSpec], layer_types: list[str | None]
 ) -> None:
     """Write a patch into a config, which must be a copy of the caller's own.
 
@@ -362,31 +364,31 @@ def write_rope(
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     known = family(config.model_type)
-    if form.rope_type == "longrope" and known.original_in_config:
-        config.original_max_position_embeddings = form.parameters["original_max_position_embeddings"]
+    if encoding.rope_type == "longrope" and known.original_in_config:
+        config.original_max_position_embeddings = encoding.parameters["original_max_position_embeddings"]
     if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
         config.head_dim = config.hidden_size // config.num_attention_heads
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     for layer_type in layer_types:
-        written = _unrelated_settings(rope_dict(config, layer_type)) | dict(form.parameters)
+        written = _unrelated_settings(rope_dict(config, layer_type)) | dict(encoding.parameters)
         if layer_type is None:
             parameters = written
         else:
             parameters[layer_type] = written
-            if form.parameters.get("truncate") is False:  # transformers looks for it here, and nowhere else
+            if encoding.parameters.get("truncate") is False:  # transformers looks for it here, and nowhere else
                 parameters["truncate"] = False
-    if _accepts(known, form.rope_type):
+    if _accepts(known, encoding.rope_type):
         config.rope_parameters = parameters  # otherwise the config class refuses to be saved; see saving.py
-    config.max_position_embeddings = form.extended_length or config.max_position_embeddings
-    record = step.to_dict() | {
+    config.max_position_embeddings = encoding.extended_length or config.max_position_embeddings
+    record = spec.to_dict() | {
         "layer_types": layer_types,
         "rope_parameters": copy.deepcopy(parameters),
-        "max_position_embeddings": form.saved_length,
+        "max_position_embeddings": encoding.saved_length,
         "before": before,
     }
     if below:
         record["below"] = [each.to_dict() for each in below]
-    setattr(config, RECORD, record)
+    setattr(config, PATCH_KEY, record)
 
 
 def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,10 +407,10 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         CheckpointError: a damaged record, or rope settings, in one of both spellings, that were changed after the
             patch, so that the record no longer describes them.
     """
-    record = config.get(RECORD)
+    record = config.get(PATCH_KEY)
     if record is None:
         return None
-    checked_steps(record, "this config")
+    checked_specs(record, "this config")
     try:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
@@ -416,18 +418,18 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         agree = all(config[key] == former.get(key) for key in former_in(record) & config.keys())
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the {RECORD!r} record of this config is damaged ({error!r}); delete that key"
+            f"the {PATCH_KEY!r} record of this config is damaged ({error!r}); delete that key"
         ) from error
     if not agree or not _is_subset(config.get("rope_parameters"), written):
         raise CheckpointError(
-            f"this config carries a {RECORD!r} record, but its rope settings were changed since (rope_parameters, or "
-            f"rope_scaling beside it); delete the {RECORD!r} key to use them as they stand"
+            f"this config carries a {PATCH_KEY!r} record, but its rope settings were changed since "
+            f"(rope_parameters, or rope_scaling beside it); delete the {PATCH_KEY!r} key to use them as they stand"
         )
     return restored
 
 
-def checked_steps(record: Any, owner: str) -> list[PatchStep]:
-    """`saved_steps` for a record that others may have written.
+def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
+    """`saved_specs` for a record that others may have written.
 
     Args:
         owner: what holds the record, in words.
@@ -436,14 +438,14 @@ def checked_steps(record: Any, owner: str) -> list[PatchStep]:
         CheckpointError: a damaged record, or a method that is not registered.
     """
     try:
-        return saved_steps(record)
+        return saved_specs(record)
     except UnknownMethodError as error:
         raise CheckpointError(
             f"{owner} records a patch with a method that is not registered here: {error}. Import the module that "
-            f"registers it; or, where rope_type is one of transformers' own, delete the {RECORD!r} key"
+            f"registers it; or, where rope_type is one of transformers' own, delete the {PATCH_KEY!r} key"
         ) from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"the {RECORD!r} record of {owner} is damaged ({error!r}); delete that key") from error
+        raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({error!r}); delete that key") from error
 
 
 def former_in(record: Mapping[str, Any]) -> set[str]:
@@ -455,16 +457,16 @@ def former_in(record: Mapping[str, Any]) -> set[str]:
     keys = record.get("former", [])
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"former is {keys!r}")
-    return {"rope_scaling", *keys} - {RECORD, *SAVED_KEYS}
+    return {"rope_scaling", *keys} - {PATCH_KEY, *SAVED_KEYS}
 
 
-def saved_steps(record: Mapping[str, Any]) -> list[PatchStep]:
+def saved_specs(record: Mapping[str, Any]) -> list[PatchSpec]:
     """The patches of a record, bottom first.
 
     Raises:
         MethodError: a damaged record.
     """
-    return [PatchStep.from_dict(each) for each in (*record.get("below", ()), record)]
+    return [PatchSpec.from_dict(each) for each in (*record.get("below", ()), record)]
 
 
 def _is_subset(now: Any, then: Any) -> bool:

@@ -13,13 +13,13 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
-from rope_ext_hf.patches.config import RECORD, ConfigRope, NativeForm, read_rope, saved_steps
-from rope_ext_hf.patches.engine_keys import engines_agreeing, former_keys
+from rope_ext_hf.patches.config import PATCH_KEY, ConfigRope, read_rope, saved_specs
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
 from rope_ext_hf.patches.layer_types import SLIDING, rotating_layers, sliding_layers
-from rope_ext_hf.patches.patch_record import Record
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_steps
+from rope_ext_hf.patches.patch_state import PatchState
+from rope_ext_hf.patches.saving import engine_agreement
+from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_specs
 
 __all__ = ["Description", "describe", "scalings_underneath", "sliding_note", "sliding_notes"]
 
@@ -27,7 +27,7 @@ __all__ = ["Description", "describe", "scalings_underneath", "sliding_note", "sl
 def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
     """What a patch does to sliding-window layers, in words, and whether every layer is one."""
     chosen = [name for name in slot.scaled_layers if name in SLIDING]
-    apart = next((native for name, native in slot.native.items() if name in SLIDING), None)
+    apart = next((rope for name, rope in slot.as_loaded.items() if name in SLIDING), None)
     note, every_layer = sliding_note(slot.config, apart, extended_length)
     if note is None or every_layer or not chosen:
         return note, every_layer
@@ -159,33 +159,32 @@ def describe(model: nn.Module) -> Description:
         UnsupportedModelError: a model without rotary embeddings.
     """
     check_pairing(model)
-    present = present_steps(model)
+    present = present_specs(model)
     slots = find_slots(model, present[-1].layers if present else None)
     slot = next((each for each in slots if each.scaled_layers), slots[0])
-    record: Record | None = next((filled.record for filled in patched_slots(model)), None)
-    if record is not None:
-        route = SAVE_ROUTE if has_adapters(model) else None
-        return _describe_patched(slot, record, present[-1].method, route)
-    layer_type = (*slot.scaled_layers, *slot.native)[0]
+    if present:
+        state = patched_slots(model)[0].state
+        return _describe_patched(slot, state, present[-1].method, _save_route(model, slot, state))
+    layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
     config = copy.deepcopy(slot.config)
     rope_type = (getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}).get(
         "rope_type", "per layer type"
     )
-    steps = []
-    if (saved := vars(config).get(RECORD)) is not None:  # loaded plainly from a folder that was saved patched
+    specs = []
+    if (saved := vars(config).get(PATCH_KEY)) is not None:  # loaded plainly from a folder that was saved patched
         undo_saved_patch(config)
-        steps = saved_steps(saved)
-    described = read_rope(config, slot.native[layer_type].plain.dim, layer_type)
+        specs = saved_specs(saved)
+    described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
     rotary, method, extended = described.plain, described.method, described.context_length
-    if steps:
-        rotary, method = steps[-1].rotary, steps[-1].method
-        extended = steps[-1].target_length or method.extended_length(rotary) or extended
+    if specs:
+        rotary, method = specs[-1].rotary, specs[-1].method
+        extended = specs[-1].target_length or method.extended_length(rotary) or extended
     note, _ = sliding_notes(slot, extended)
     return _description(
         slot,
         rotary,
         method,
-        context_length=rotary.context_length if steps else described.context_length,
+        context_length=rotary.context_length if specs else described.context_length,
         context_rule=described.rule,
         extended_length=extended,
         save_route=f"as it was loaded (rope type {rope_type})",
@@ -194,38 +193,34 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def _describe_patched(slot: Slot, record: Record, method: RopeMethod, save_route: str | None) -> Description:
-    rotary, form = record.step.rotary, record.form
-    notes = record.notes
-    if isinstance(method, RemappingMethod):
-        notes = (*notes, method.note)
-    others = engines_agreeing(_saved_config(slot, form))
-    route = f"transformers' own {form.rope_type!r}; known to be read right by {', '.join(['transformers 5', *others])}"
+def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
+    """How `save_pretrained` would write a patched model."""
+    encoding = state.encoding
+    if has_adapters(model):
+        return SAVE_ROUTE
     if slot.is_table:
-        route = f"a table of {form.saved_length:,} positions in the weights, which every version of transformers reads"
-    elif not form.loads_plainly:
-        route = f"{form.rope_type!r}; plain loading stops with that name"
-    elif not form.exact:
-        route = f"transformers' own {form.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
+        return f"a table of {encoding.saved_length:,} positions in the weights, which all versions of transformers read"
+    if not encoding.loads_plainly:
+        return f"{encoding.rope_type!r}; plain loading stops with that name"
+    if not encoding.exact:
+        return f"transformers' own {encoding.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
+    right = ", ".join(["transformers 5", *engine_agreement(model).agreeing])
+    return f"transformers' own {encoding.rope_type!r}; known to be read right by {right}"
+
+
+def _describe_patched(slot: Slot, state: PatchState, method: RopeMethod, save_route: str) -> Description:
+    rotary = state.spec.rotary
     return _description(
         slot,
         rotary,
         method,
         context_length=rotary.context_length,
-        context_rule=record.rule,
-        extended_length=form.extended_length,
-        save_route=save_route or route,
+        context_rule=state.rule,
+        extended_length=state.encoding.extended_length,
+        save_route=save_route,
         patched=True,
-        notes=notes,
+        notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
     )
-
-
-def _saved_config(slot: Slot, form: NativeForm) -> dict[str, Any]:
-    """The config.json that saving would write, where one set of rope settings is for all layers."""
-    written: dict[str, Any] = slot.config.to_dict()
-    written["rope_parameters"] = dict(form.parameters)
-    written |= former_keys(written["model_type"], form.parameters, [None])
-    return written | {"max_position_embeddings": form.saved_length}
 
 
 def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) -> Description:

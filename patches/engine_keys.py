@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from rope_ext_hf.engines.base import Engine, runs_otherwise
+from rope_ext_hf.engines.base import Engine, expected_of, runs_otherwise
 from rope_ext_hf.engines.hf_transformers import FormerTransformers, Transformers, yarn_magnitude_by_config
 from rope_ext_hf.engines.mlx import MLX
 from rope_ext_hf.engines.sglang import SGLang
@@ -21,9 +22,9 @@ from rope_ext_hf.patches.families import Family, family
 
 __all__ = [
     "KEYS_FOR_OTHER_ENGINES",
+    "EngineAgreement",
     "attention_factor_keys",
-    "engines_agreeing",
-    "engines_disagreeing",
+    "compare_engines",
     "former_keys",
     "former_spelling",
 ]
@@ -104,11 +105,13 @@ def _settings_read_from(config: Settings) -> dict[str, Any] | None:
     return settings
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Settings) -> dict[str, Any]:
     """A copy without what transformers has no name for: such keys are logged, and such rope types refused."""
-    if not isinstance(value, Mapping):
-        return copy.deepcopy(value)
-    kept = {key: _plain(each) for key, each in value.items() if key not in KEYS_FOR_OTHER_ENGINES}
+    kept = {
+        key: _plain(each) if isinstance(each, Mapping) else copy.deepcopy(each)
+        for key, each in value.items()
+        if key not in KEYS_FOR_OTHER_ENGINES
+    }
     if "/" in str(kept.get("rope_type")):
         kept["rope_type"] = "default"
     return kept
@@ -122,24 +125,26 @@ TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose classes in all these engines hand the rope settings on unchanged."""
 
 
-def _comparisons(config: Settings) -> dict[str, bool]:
-    """Whether each engine runs it as transformers 5 does, by its label."""
-    if config["model_type"] not in TRIED_FAMILIES:
-        return {}
-    agrees = {}
-    for engine in OTHER_ENGINES:
-        try:
-            agrees[engine.label] = runs_otherwise(engine, Transformers(), config) is None
-        except (ServingError, ArithmeticError):  # the engine refuses it, or fails
-            continue
-    return agrees
+class EngineAgreement(NamedTuple):
+    """Engines by what they make of a saved config.json.
+
+    Attributes:
+        agreeing: known to run it as transformers 5 does.
+        disagreeing: known to load it without an error and run another model.
+    """
+
+    agreeing: tuple[str, ...]
+    disagreeing: tuple[str, ...]
 
 
-def engines_agreeing(config: Settings) -> list[str]:
-    """The engines known to run a saved config.json as transformers 5 does."""
-    return [name for name, right in _comparisons(config).items() if right]
-
-
-def engines_disagreeing(config: Settings) -> list[str]:
-    """The engines known to load a saved config.json without an error and run another model."""
-    return [name for name, right in _comparisons(config).items() if not right]
+def compare_engines(config: Settings) -> EngineAgreement:
+    """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in neither list."""
+    agreeing: list[str] = []
+    disagreeing: list[str] = []
+    with suppress(ServingError, ArithmeticError):
+        expected = expected_of(Transformers(), config) if config["model_type"] in TRIED_FAMILIES else ()
+        for engine in OTHER_ENGINES if expected else ():
+            with suppress(ServingError, ArithmeticError):
+                same = runs_otherwise(engine, expected, config) is None
+                (agreeing if same else disagreeing).append(engine.label)
+    return EngineAgreement(tuple(agreeing), tuple(disagreeing))

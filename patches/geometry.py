@@ -14,30 +14,30 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import (
     PAIRING_KEY,
-    RECORD,
+    PATCH_KEY,
     SAVED_KEYS,
     ConfigRope,
     former_in,
     original_settings,
     read_rope,
-    saved_steps,
+    saved_specs,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
-from rope_ext_hf.patches.patch_step import PatchStep
-from rope_ext_hf.patches.slots import Slot, find_slots, present_steps
+from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.slots import Slot, find_slots, present_specs
 
 __all__ = [
-    "Underneath",
+    "BaseRope",
+    "base_rope",
+    "base_rope_of_config",
     "bind",
     "bind_to",
     "check_pairing",
     "checkpoint_geometry",
     "patch_geometry",
     "stated_length",
-    "under_config",
     "undo_saved_patch",
-    "what_is_underneath",
 ]
 
 Over = Literal["own", "original", "patched"]
@@ -45,7 +45,7 @@ Over = Literal["own", "original", "patched"]
 
 
 @dataclass(frozen=True)
-class Underneath:
+class BaseRope:
     """What a new patch is applied over.
 
     Attributes:
@@ -57,13 +57,13 @@ class Underneath:
 
     rotary: Rotary
     rule: str
-    live: tuple[PatchStep, ...] = ()
-    saved: tuple[PatchStep, ...] = ()
+    live: tuple[PatchSpec, ...] = ()
+    saved: tuple[PatchSpec, ...] = ()
 
 
-def what_is_underneath(
+def base_rope(
     model: nn.Module, slots: Sequence[Slot], config: Any, over: str = "own", context_length: int | None = None
-) -> Underneath:
+) -> BaseRope:
     """What a patch of this model starts from.
 
     Args:
@@ -79,7 +79,7 @@ def what_is_underneath(
     _check_over(over, context_length)
     if over == "patched":
         return _over_present_patch(model, slots, context_length)
-    return under_config(config_rope(slots, config), over, context_length)
+    return base_rope_of_config(config_rope(slots, config), over, context_length)
 
 
 def _check_over(over: str, context_length: int | None) -> None:
@@ -90,7 +90,7 @@ def _check_over(over: str, context_length: int | None) -> None:
         raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
 
 
-def under_config(described: ConfigRope, over: str = "own", context_length: int | None = None) -> Underneath:
+def base_rope_of_config(described: ConfigRope, over: str = "own", context_length: int | None = None) -> BaseRope:
     """What a new patch starts from, by the config alone.
 
     Args:
@@ -108,23 +108,23 @@ def under_config(described: ConfigRope, over: str = "own", context_length: int |
         rotary, rule = described.original, "the original length of the config"
     if context_length is not None:
         rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
-    return Underneath(rotary, rule)
+    return BaseRope(rotary, rule)
 
 
-def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> Underneath:
-    live = present_steps(model)
+def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> BaseRope:
+    live = present_specs(model)
     saved = live
     if not live:
-        record = vars(slots[0].config).get(RECORD)
+        record = vars(slots[0].config).get(PATCH_KEY)
         if record is None:
             raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
-        saved = tuple(saved_steps(record))
+        saved = tuple(saved_specs(record))
     top = saved[-1]
     if isinstance(top.method, RemappingMethod):
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
     length = context_length or top.target_length or top.method.extended_length(top.rotary) or top.rotary.context_length
     rule = "context_length, as given" if context_length else "the extended length of the present patch"
-    return Underneath(top.rotary.scaled(top.method, context_length=length), rule, live, saved)
+    return BaseRope(top.rotary.scaled(top.method, context_length=length), rule, live, saved)
 
 
 def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
@@ -140,7 +140,7 @@ def config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
         UnsupportedModelError: there are several, or none.
     """
     described = {
-        (rope := read_rope(own, slot.native[layer_type].plain.dim, layer_type)).rotary: rope
+        (rope := read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)).rotary: rope
         for slot in slots
         for own in [config if slot.config is slots[0].config else _before_patches(slot.config)]
         for layer_type in slot.scaled_layers
@@ -191,9 +191,9 @@ def undo_saved_patch(config: Any) -> None:
                 setattr(config, key, before[key])
             else:  # a class without it keeps what was written as any other key
                 vars(config).pop(key, None)
-        for key in former_in(getattr(config, RECORD)):  # transformers keeps those that its class has no use for
+        for key in former_in(getattr(config, PATCH_KEY)):  # transformers keeps those that its class has no use for
             vars(config).pop(key, None)
-        delattr(config, RECORD)
+        delattr(config, PATCH_KEY)
 
 
 def check_pairing(model: nn.Module) -> None:
@@ -217,7 +217,7 @@ def patch_geometry(model: nn.Module, *, over: str = "own", context_length: int |
         UnsupportedModelError: a model without rotary embeddings.
     """
     slots = find_slots(model)
-    return what_is_underneath(model, slots, _before_patches(slots[0].config), over, context_length).rotary
+    return base_rope(model, slots, _before_patches(slots[0].config), over, context_length).rotary
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:

@@ -11,10 +11,10 @@ from rope_ext_hf.patches.family_settings import values_of
 
 __all__ = [
     "SLIDING",
-    "Label",
+    "LayerType",
     "Layers",
-    "choose_labels",
-    "layers_of_labels",
+    "choose_layer_types",
+    "layers_of_types",
     "rotating_layers",
     "sliding_layers",
 ]
@@ -24,10 +24,10 @@ SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mamba", "recurrent"})
 """Layer types without keys that could be rotated."""
 
-Label = str | None
+LayerType = str | None
 """The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
 Layers = str | int | Sequence[str | int]
-"""A choice of layers: layer types, labels, or indices from 0 on."""
+"""A choice of layers: layer types, keys of `rope_parameters`, or indices from 0 on."""
 
 
 def layer_types(config: Any) -> list[str]:
@@ -36,10 +36,10 @@ def layer_types(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or ["full_attention"] * count)[:count]
 
 
-def label_of(config: Any, layer_type: str) -> str:
+def rope_key(config: Any, layer_type: str) -> str:
     """The key of `rope_parameters` under which the rotary embedding of a layer type stands."""
     named = family(config.model_type).rope_labels
-    return next((label for label, types in named.items() if layer_type in types), layer_type)
+    return next((key for key, types in named.items() if layer_type in types), layer_type)
 
 
 def sliding_layers(config: Any) -> tuple[int | None, int]:
@@ -70,34 +70,36 @@ def _rotates(config: Any, index: int) -> bool:
     if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
         return False
     settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    label = label_of(config, layer_types(config)[index])
-    if label in settings and settings[label] is None:
+    key = rope_key(config, layer_types(config)[index])
+    if key in settings and settings[key] is None:
         return False
     return all(not each or bool(each[index]) for each in (uses_rope, thetas))
 
 
-def layers_of_labels(config: Any, labels: Sequence[Label], theta: float | None = None) -> dict[Label, tuple[int, ...]]:
+Served = Mapping[LayerType, tuple[int, ...]]
+"""The indices of the layers that use each of a rotary module's embeddings."""
+
+
+def layers_of_types(config: Any, keys: Sequence[LayerType], theta: float | None = None) -> Served:
     """The indices of the layers that use each of a rotary module's embeddings.
 
     Args:
-        labels: the names of the embeddings; [None]: one for all layers.
+        keys: the names of the embeddings; [None]: one for all layers.
         theta: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
     """
     types = layer_types(config)
-    if list(labels) == [None]:
+    if list(keys) == [None]:
         thetas = getattr(config, "layer_rope_theta", None) if theta is not None else None
         return {None: tuple(i for i in range(len(types)) if thetas is None or thetas[i] == theta)}
-    used = [label_of(config, kind) for kind in types]
-    return {label: tuple(i for i, each in enumerate(used) if each == label) for label in labels}
+    used = [rope_key(config, kind) for kind in types]
+    return {key: tuple(i for i, each in enumerate(used) if each == key) for key in keys}
 
 
-def choose_labels(
-    config: Any, served: Mapping[Label, tuple[int, ...]], layers: Layers | None = None
-) -> tuple[Label, ...]:
+def choose_layer_types(config: Any, served: Served, layers: Layers | None = None) -> tuple[LayerType, ...]:
     """The rotary embeddings that a method is applied to.
 
     Args:
-        served: the layers of each, from `layers_of_labels`.
+        served: the layers of each, from `layers_of_types`.
         layers: the layers that were asked for; None: those that attend to everything before them.
 
     Raises:
@@ -108,8 +110,8 @@ def choose_labels(
     if layers is None:
         if list(served) == [None]:
             return (None,) if served[None] and not _other_thetas(config, types, served[None]) else ()
-        full = tuple(label for label, indices in served.items() if any(_attends_to_all(types[i]) for i in indices))
-        return full or tuple(label for label, indices in served.items() if not indices and label not in SLIDING)
+        full = tuple(key for key, indices in served.items() if any(_attends_to_all(types[i]) for i in indices))
+        return full or tuple(key for key, indices in served.items() if not indices and key not in SLIDING)
     wanted = _indices(config, types, served, layers)
     for indices in served.values():
         if (some := wanted & set(indices)) and (rest := set(indices) - wanted):
@@ -117,7 +119,7 @@ def choose_labels(
                 f"layers {_listed(some)} of this {config.model_type!r} model share one rotary embedding with layers "
                 f"{_listed(rest)}; a method applies to all of them or to none"
             )
-    return tuple(label for label, indices in served.items() if wanted & set(indices))
+    return tuple(key for key, indices in served.items() if wanted & set(indices))
 
 
 def _other_thetas(config: Any, types: Sequence[str], indices: tuple[int, ...]) -> bool:
@@ -126,17 +128,17 @@ def _other_thetas(config: Any, types: Sequence[str], indices: tuple[int, ...]) -
     return len(indices) < len(types) and not some_attend
 
 
-def _indices(config: Any, types: Sequence[str], served: Mapping[Label, tuple[int, ...]], layers: Layers) -> set[int]:
+def _indices(config: Any, types: Sequence[str], served: Served, layers: Layers) -> set[int]:
     chosen: set[int] = set()
     for each in [layers] if isinstance(layers, (str, int)) else layers:
         if isinstance(each, str):
-            known = {*types, *(label for label in served if label is not None)}
+            known = {*types, *(key for key in served if key is not None)}
             if each not in known:
                 raise MethodError(
                     f"this {config.model_type!r} model has no {each!r} layers, only {', '.join(sorted(known))}."
                     + did_you_mean(each, known)
                 )
-            chosen |= {i for i, kind in enumerate(types) if each in (kind, label_of(config, kind))}
+            chosen |= {i for i, kind in enumerate(types) if each in (kind, rope_key(config, kind))}
         elif isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < len(types):
             raise MethodError(f"layers must be layer types, or numbers from 0 to {len(types) - 1}; got {each!r}")
         else:

@@ -15,7 +15,7 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
-from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, former_in, original_settings, saved_steps
+from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.patching import replay
 from rope_ext_hf.patches.slots import find_slots
@@ -52,8 +52,8 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
         raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
-    inner = next((key for key, value in raw.items() if isinstance(value, dict) and RECORD in value), None)
-    record = (raw[inner] if inner else raw).get(RECORD)
+    inner = next((key for key, value in raw.items() if isinstance(value, dict) and PATCH_KEY in value), None)
+    record = (raw[inner] if inner else raw).get(PATCH_KEY)
     if record is None:
         return AutoConfig.from_pretrained(path, **kwargs), None
     plain = raw | {inner: _without_record(raw[inner])} if inner else _without_record(raw)
@@ -62,7 +62,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
     restored = original_settings(config) or {}
-    written = {RECORD, *SAVED_KEYS, *former_in(config[RECORD])}
+    written = {PATCH_KEY, *SAVED_KEYS, *former_in(config[PATCH_KEY])}
     return {key: value for key, value in config.items() if key not in written} | restored
 
 
@@ -193,12 +193,12 @@ def restore_patch(model: M, record: Mapping[str, Any]) -> M:
     Raises:
         CheckpointError: a record of a patch of another model.
     """
-    steps = saved_steps(record)
-    slots = find_slots(model, steps[-1].layers)
-    dims = {slot.native[layer_type].plain.dim for slot in slots for layer_type in slot.scaled_layers}
-    if dims and steps[-1].rotary.dim not in dims:
+    specs = saved_specs(record)
+    slots = find_slots(model, specs[-1].layers)
+    dims = {slot.as_loaded[layer_type].plain.dim for slot in slots for layer_type in slot.scaled_layers}
+    if dims and specs[-1].rotary.dim not in dims:
         raise CheckpointError(
-            f"the record of a patch is for {steps[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "
+            f"the record of a patch is for {specs[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "
             "it was made for another model"
         )
-    return replay(model, tuple(steps))
+    return replay(model, tuple(specs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +15,24 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
-from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, with_record
+from rope_ext_hf.patches.adapters import (
+    ADAPTER_CONFIG,
+    find_adapter,
+    lists_adapters,
+    record_patch,
+    stop_recording,
+    with_record,
+)
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
-from rope_ext_hf.patches.config import RECORD
-from rope_ext_hf.patches.engine_keys import engines_disagreeing, former_spelling
+from rope_ext_hf.patches.config import PATCH_KEY
+from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 from rope_ext_hf.patches.trained_values import record_trained_values, trained_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RewritingSave", "save_patched_folder"]
+__all__ = ["attach_saving", "detach_saving", "engine_agreement", "save_patched_folder"]
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
@@ -65,23 +74,65 @@ class RewritingSave:
         with _left_out_of_weights(self.model, trained_keys(self.model)):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
-            rewrite_config(Path(save_directory))
+            rewrite_config(Path(save_directory), engine_agreement(self.model))
 
-    @classmethod
-    def attach(cls, model: nn.Module) -> None:
-        """Use it for a model and every model inside it."""
-        from transformers import PreTrainedModel
 
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                module.__dict__["save_pretrained"] = cls(module)
+def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
+    """Have a model, every model inside it, and its adapters, present or added later, saved with the patch.
 
-    @classmethod
-    def detach(cls, model: nn.Module) -> None:
-        """Go back to the `save_pretrained` of the class."""
-        for module in model.modules():
-            if isinstance(module.__dict__.get("save_pretrained"), cls):
-                del module.__dict__["save_pretrained"]
+    Adapters are most often added to a model that is patched already, and nothing of that reaches this package. But
+    saving them begins with `state_dict`, of which a model may announce the beginning.
+
+    Args:
+        slot: a slot of the model; it keeps the handles of hooks.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.__dict__["save_pretrained"] = RewritingSave(module)
+        if isinstance(module, PreTrainedModel) or ("peft" in sys.modules and lists_adapters(module)):
+            slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]
+
+
+def detach_saving(model: nn.Module) -> None:
+    """Go back to the `save_pretrained` of the class, and save adapters without a record."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("save_pretrained"), RewritingSave):
+            del module.__dict__["save_pretrained"]
+        if "peft" in sys.modules:
+            stop_recording(module)
+
+
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    if "peft" in sys.modules:  # without it nothing can have added an adapter
+        record_trained_values(module)
+        record_patch(module)
+
+
+def engine_agreement(model: nn.Module) -> EngineAgreement:
+    """What serving engines make of the config that saving a patched model writes; worked out once per patch."""
+    slot = patched_slots(model)[0]
+    state = slot.state
+    if state.engines is None:
+        config = next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched))
+        state.engines = compare_engines(_as_saved(config.to_dict()))
+    return state.engines
+
+
+def _as_saved(config: dict[str, Any], *, former: bool = True) -> dict[str, Any]:
+    """A config with a record of a patch, with the rope settings and the length where every program reads them.
+
+    Args:
+        former: write the former spelling of the rope settings as well.
+    """
+    record = config[PATCH_KEY]
+    settings = {"rope_parameters": record["rope_parameters"]}
+    if "max_position_embeddings" in config:  # some families keep it under another name
+        settings["max_position_embeddings"] = record["max_position_embeddings"]
+    saved = config | settings
+    spelled = former_spelling(saved, record["layer_types"]) if former else {}
+    return saved | spelled | {PATCH_KEY: record | {"former": sorted(spelled)}}
 
 
 @contextmanager
@@ -95,26 +146,22 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
         model._keys_to_ignore_on_save = before
 
 
-def rewrite_config(folder: Path) -> None:
+def rewrite_config(folder: Path, engines: EngineAgreement) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
-    Warns of programs known to run another model from it.
+    Warns of engines known to run another model from it.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
+    former = _CHECKPOINT.fullmatch(folder.name) is None
     for part in [config, *config.values()]:
-        if isinstance(part, dict) and RECORD in part:
-            record = part[RECORD]
-            part["rope_parameters"] = record["rope_parameters"]
-            if "max_position_embeddings" in part:  # some families keep it under another name
-                part["max_position_embeddings"] = record["max_position_embeddings"]
-            former = {} if _CHECKPOINT.fullmatch(folder.name) else former_spelling(part, record["layer_types"])
-            part |= former
-            record["former"] = sorted(former)
-            if wrong := engines_disagreeing(part):
+        if isinstance(part, dict) and PATCH_KEY in part:
+            part |= _as_saved(part, former=former)
+            if engines.disagreeing:
+                names = ", ".join(engines.disagreeing)
                 warnings.warn(
-                    f"{', '.join(wrong)} would load {str(folder)!r} without an error and run another model: of these "
-                    "rope settings such programs read a part only",
+                    f"{names} would load {str(folder)!r} without an error and run another model: of these rope "
+                    "settings such programs read a part only",
                     stacklevel=3,
                 )
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -151,7 +198,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         copy_files(source, names, staging)
         if adapter is None:
             model.config.save_pretrained(staging)
-            rewrite_config(staging)
+            rewrite_config(staging, engine_agreement(model))
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
                 write_json(staging / file, with_record(read_json(staging / file), _record(model)))
@@ -167,7 +214,7 @@ def _left_out(name: Path) -> bool:
 
 def _record(model: PreTrainedModel) -> dict[str, Any]:
     record: dict[str, Any] = next(
-        getattr(part, RECORD) for part in (model.config, model.config.get_text_config()) if hasattr(part, RECORD)
+        getattr(part, PATCH_KEY) for part in (model.config, model.config.get_text_config()) if hasattr(part, PATCH_KEY)
     )
     return record
 

@@ -23,12 +23,13 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.layer_types import Label, Layers, choose_labels, layers_of_labels
-from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.layer_types import Layers, LayerType, choose_layer_types, layers_of_types
+from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
 
-__all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots", "present_steps"]
+__all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots", "present_specs"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Slot:
     Attributes:
         parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
         config: the config it was built from.
-        native: per label (None: there is one for all layers) the rotary embedding that its config describes.
+        as_loaded: per layer type (None: there is one for all layers) the rotary embedding that its config describes.
         layout, cast: how its angles come out, see `RotaryEmbedding`.
-        axis_of_pair: per label, the axis of the positions that rotates each pair, see `RotaryEmbedding`.
+        axis_of_pair: per layer type, the axis of the positions that rotates each pair, see `RotaryEmbedding`.
         is_table: whether the module is a table of angles instead of computing them.
         log_multiplier: the buffer of `module` whose exponential multiplies its frequencies; None: there is none.
-        scaled_layers: the labels that a method applies to.
+        scaled_layers: the layer types that a method applies to.
         idle: it serves no layer (Granite SWA keeps one beside those of `layer_rope_theta`).
     """
 
@@ -51,13 +52,13 @@ class Slot:
     attribute: str
     module: nn.Module
     config: Any
-    native: dict[Label, ConfigRope]
+    as_loaded: dict[LayerType, ConfigRope]
     layout: Layout
     cast: bool
-    axis_of_pair: dict[Label, tuple[int, ...] | None]
+    axis_of_pair: dict[LayerType, tuple[int, ...] | None]
     is_table: bool = False
     log_multiplier: str | None = None
-    scaled_layers: tuple[Label, ...] = ()
+    scaled_layers: tuple[LayerType, ...] = ()
     idle: bool = False
 
     @property
@@ -114,15 +115,16 @@ class PatchedSlot(nn.Module):
         slot: the slot; its module is kept as a child, so that `.to` reaches it and unpatching is exact.
         method: what the scaled layers get; the others keep what their config says.
         rotary: the geometry the method works on.
-        record: what unpatching and describing need to know, shared by all slots of a model.
+        state: what unpatching and describing need to know, shared by all slots of a model; None while a model is
+            probed.
     """
 
-    def __init__(self, slot: Slot, method: RopeMethod, rotary: Rotary, record: Any) -> None:
+    def __init__(self, slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState | None) -> None:
         super().__init__()
         scaled = slot.scaled_layers
         self.tables = nn.ModuleDict()
-        for layer_type, native in slot.native.items():
-            chosen = (method, rotary) if layer_type in scaled else (native.method, native.plain)
+        for layer_type, rope in slot.as_loaded.items():
+            chosen = (method, rotary) if layer_type in scaled else (rope.method, rope.plain)
             kind: type[RotaryEmbedding] = RotaryEmbedding
             more: dict[str, Any] = {}
             if slot.log_multiplier is not None:
@@ -134,7 +136,7 @@ class PatchedSlot(nn.Module):
             )
         self.axes = slot.axes
         self.replaced = slot.module
-        self.record = record
+        self._state = state
         self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
         if slot.log_multiplier is not None:
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
@@ -153,12 +155,18 @@ class PatchedSlot(nn.Module):
             return getattr(self.replaced, name)
 
     @property
-    def present_step(self) -> PatchStep:
+    def state(self) -> PatchState:
+        """What the patched model remembers of its patch."""
+        assert self._state is not None, "this module stands in a slot for a probe"
+        return self._state
+
+    @property
+    def present_spec(self) -> PatchSpec:
         """The patch, with the values that a trainable parameter has now."""
-        step: PatchStep = self.record.step
+        spec = self.state.spec
         tables = (self.table(name) for name in self.tables)
-        table = next((each for each in tables if each.method == step.method), None)
-        return step if table is None else replace(step, method=table.present_method)
+        table = next((each for each in tables if each.method == spec.method), None)
+        return spec if table is None else replace(spec, method=table.present_method)
 
     def table(self, name: str) -> RotaryEmbedding:
         """The table of a layer type, or of "all" layers."""
@@ -191,10 +199,9 @@ def patched_slots(model: nn.Module) -> list[PatchedSlot]:
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
 
 
-def present_steps(model: nn.Module) -> tuple[PatchStep, ...]:
+def present_specs(model: nn.Module) -> tuple[PatchSpec, ...]:
     """The patches of a live model, bottom first; none for a model that runs as loaded."""
-    steps: tuple[PatchStep, ...] = next(((*slot.record.below, slot.present_step) for slot in patched_slots(model)), ())
-    return steps
+    return next(((*slot.state.below, slot.present_spec) for slot in patched_slots(model)), ())
 
 
 def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
@@ -226,21 +233,25 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
 
 
 def _with_layers(slot: Slot, several: bool, layers: Layers | None) -> Slot:
-    """A slot, of a model with several slots or one, with the labels that a method is applied to."""
-    theta = slot.native[None].plain.theta if several and None in slot.native else None
-    served = layers_of_labels(slot.config, list(slot.native), theta)
-    return replace(slot, scaled_layers=choose_labels(slot.config, served, layers), idle=not any(served.values()))
+    """A slot, of a model with several slots or one, with the layer types that a method is applied to."""
+    theta = slot.as_loaded[None].plain.theta if several and None in slot.as_loaded else None
+    served = layers_of_types(slot.config, list(slot.as_loaded), theta)
+    return replace(slot, scaled_layers=choose_layer_types(slot.config, served, layers), idle=not any(served.values()))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, Any]]:
-    for parent in model.modules():
+    modules = list(model.modules())
+    with_frequencies = {id(module) for module in modules for name in module._buffers if name.endswith("inv_freq")}
+    for parent in modules:
         if isinstance(parent, PatchedSlot):
             continue
         for attribute, child in parent.named_children():
             module = child.replaced if isinstance(child, PatchedSlot) else child
+            if id(module) not in with_frequencies and not isinstance(module, nn.Embedding):  # a table is one
+                continue
             config = getattr(module, "config", None) or getattr(parent, "config", None)
-            if isinstance(child, PatchedSlot) and child.record is not None:  # the one that the module was built from
-                config = next((swap.original for swap in child.record.configs if swap.patched is config), config)
+            if isinstance(child, PatchedSlot):  # the one that the module was built from
+                config = next((swap.original for swap in child.state.configs if swap.patched is config), config)
             if not hasattr(config, "model_type"):  # none, or something else: Idefics keeps a dropout rate there
                 continue
             if _is_table(attribute, config) or (_frequency_names(module) and _takes_positions(module)):
@@ -267,18 +278,18 @@ def _takes_positions(module: nn.Module) -> bool:
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:
     if _is_table(attribute, config):
         return _inspect_table(parent, attribute, module, config)
-    native: dict[Label, ConfigRope] = {}
+    as_loaded: dict[LayerType, ConfigRope] = {}
     layout: Layout = "half"
     cast = True
-    axis_of_pair: dict[Label, tuple[int, ...] | None] = {}
+    axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
     for name in _frequency_names(module):
         layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
-        native[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
-        _check_against_config(config, inv_freq, native[layer_type])
-        layout, cast, axis_of_pair[layer_type] = _probe(module, native[layer_type], layer_type)
+        as_loaded[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
+        _check_against_config(config, inv_freq, as_loaded[layer_type])
+        layout, cast, axis_of_pair[layer_type] = _probe(module, as_loaded[layer_type], layer_type)
     log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
-    return Slot(parent, attribute, module, config, native, layout, cast, axis_of_pair, log_multiplier=log_multiplier)
+    return Slot(parent, attribute, module, config, as_loaded, layout, cast, axis_of_pair, log_multiplier=log_multiplier)
 
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
@@ -302,46 +313,44 @@ def _inspect_table(parent: nn.Module, attribute: str, module: nn.Module, config:
     """A table whose rows are [sin | cos] of every position, which the config must describe."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    native = read_rope(config, weight.shape[-1])
+    rope = read_rope(config, weight.shape[-1])
     if weight.device.type != "meta":
-        inv_freq, attention_factor = native.method.frequencies(native.plain, native.plain.trained_length)
+        inv_freq, attention_factor = rope.method.frequencies(rope.plain, rope.plain.trained_length)
         shown = weight[:_ROWS_CHECKED].detach().double().cpu()
         angles = torch.arange(len(shown), dtype=torch.float64)[:, None] * inv_freq
         if not torch.allclose(shown, torch.cat((angles.sin(), angles.cos()), -1) * attention_factor, atol=2e-2):
-            raise _another_geometry(config, native)
+            raise _another_geometry(config, rope)
     return Slot(
-        parent, attribute, module, config, {None: native}, "bare", cast=True, axis_of_pair={None: None}, is_table=True
+        parent, attribute, module, config, {None: rope}, "bare", cast=True, axis_of_pair={None: None}, is_table=True
     )
 
 
 _ROWS_CHECKED = 512
 
 
-def _check_against_config(config: Any, inv_freq: Tensor, native: ConfigRope) -> None:
+def _check_against_config(config: Any, inv_freq: Tensor, rope: ConfigRope) -> None:
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
         return
-    rotary, method = native.plain, native.method
+    rotary, method = rope.plain, rope.method
     expected = method.frequencies(rotary, rotary.trained_length).inv_freq
     # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
     if not torch.allclose(inv_freq.double().cpu(), expected, rtol=1e-2, atol=6e-8):
-        raise _another_geometry(config, native)
+        raise _another_geometry(config, rope)
 
 
-def _another_geometry(config: Any, native: ConfigRope) -> UnsupportedModelError:
-    rotary = native.plain
+def _another_geometry(config: Any, rope: ConfigRope) -> UnsupportedModelError:
+    rotary = rope.plain
     return UnsupportedModelError(
         f"the inverse frequencies of this {config.model_type!r} model are not what its config describes "
-        f"({native.method.name}, theta {rotary.theta:g}, {rotary.dim} dims); its rotary module cannot be replaced "
+        f"({rope.method.name}, theta {rotary.theta:g}, {rotary.dim} dims); its rotary module cannot be replaced "
         "safely"
     )
 
 
-def _probe(
-    module: nn.Module, native: ConfigRope, layer_type: str | None
-) -> tuple[Layout, bool, tuple[int, ...] | None]:
+def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
     """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes."""
-    stand_in, pairs = copy.copy(module), native.plain.dim // 2
+    stand_in, pairs = copy.copy(module), rope.plain.dim // 2
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
     stand_in._buffers = {
         name: known.clone()
@@ -375,7 +384,7 @@ def _probe(
         layout = next((name for name, matches in layouts.items() if matches), None)
         if layout is not None:
             several, axis_of_pair = _axes(run, known, layout)
-            of_config = native.method.frequencies(native.plain, native.plain.trained_length).inv_freq  # PhiMoE
+            of_config = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq  # PhiMoE
             alone = not several and any(_own_angles(run, each, layout) for each in (known, of_config.float()))
             if axis_of_pair is not None or alone:
                 return layout, cast, axis_of_pair

@@ -6,7 +6,7 @@ import copy
 
 from torch import nn
 
-from rope_ext_hf.patches.config import RECORD
+from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.slots import patched_slots
 
 __all__ = ["record_trained_values", "trained_keys"]
@@ -22,12 +22,12 @@ def trained_keys(model: nn.Module) -> list[str]:
 def record_trained_values(model: nn.Module) -> None:
     """Bring the record of the patch, and the rope settings beside it, up to date."""
     for slot in patched_slots(model):
-        if not slot.record.step.method.trainable:
+        if not slot.state.spec.method.trainable:
             continue
-        step = slot.present_step
-        divisors = step.method.longrope_parameters(step.rotary)
-        for config in (swap.patched for swap in slot.record.configs):
-            record = vars(config).get(RECORD)
+        spec = slot.present_spec
+        divisors = spec.method.longrope_parameters(spec.rotary)
+        for config in (swap.patched for swap in slot.state.configs):
+            record = vars(config).get(PATCH_KEY)
             if record is None:
                 continue
             parameters = copy.deepcopy(config.rope_parameters)
@@ -36,4 +36,4 @@ def record_trained_values(model: nn.Module) -> None:
                 if settings.get("rope_type") == "longrope":
                     settings |= {key: divisors[key] for key in ("short_factor", "long_factor")}
             config.rope_parameters = parameters
-            record |= step.to_dict() | {"rope_parameters": copy.deepcopy(parameters)}
+            record |= spec.to_dict() | {"rope_parameters": copy.deepcopy(parameters)}

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.engine_keys import OTHER_ENGINES, TRIED_FAMILIES, engines_agreeing, engines_disagreeing
+from rope_ext_hf.patches.engine_keys import OTHER_ENGINES, TRIED_FAMILIES, compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
 from tests.models import build, logits
@@ -109,8 +109,8 @@ def save_all() -> dict[str, dict[str, Any]]:
                 "ours": ours,
                 "spread": spread,
                 "plain": float(np.abs(ours - plain).max()) / spread,
-                "right": engines_agreeing(config),
-                "wrong": engines_disagreeing(config),
+                "right": compare_engines(config).agreeing,
+                "wrong": compare_engines(config).disagreeing,
                 "served": write_served(model, WORK / "plain" / name, WORK / "served" / folder.name),
             }
             rope.unpatch(model)

@@ -46,7 +46,7 @@ def served_model(family: str) -> Model:
     settings = published_config(family)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     text = config.get_text_config()
-    return Model(family, text, composite=text is not config, steps=[])
+    return Model(family, text, composite=text is not config, specs=[])
 
 
 def methods_for(family: str, over: str) -> list[RopeMethod]:

@@ -64,8 +64,10 @@ def adapted(model: Any, **settings: Any) -> Any:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
+    """An adapter's settings; PEFT keeps the names of modules in a set, which a copy may iterate in another order."""
     values: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
-    return values
+    names = values.get("target_modules")
+    return values | {"target_modules": sorted(names)} if isinstance(names, list) else values
 
 
 def change(folder: Path, **values: Any) -> None:

@@ -30,11 +30,11 @@ def equal_weights(config: Any, model: Any) -> Any:
     return other
 
 
-def with_form(model: Any, labels: tuple[str, ...], **form: Any) -> Any:
-    """The same weights in a model whose config states a scaling for these labels."""
+def with_form(model: Any, layer_types: tuple[str, ...], **form: Any) -> Any:
+    """The same weights in a model whose config states a scaling for these layer types."""
     config = copy.deepcopy(model.config)
-    for label in labels:
-        config.rope_parameters[label] |= form
+    for layer_type in layer_types:
+        config.rope_parameters[layer_type] |= form
     return equal_weights(config, model)
 
 
@@ -186,7 +186,7 @@ class TestThetaOfEachLayer:
         model = self.build([1_000.0, 50_000.0], ["sliding_attention", "full_attention"])
         as_loaded = logits(model, IDS)
         rope.patch(model, "yarn", factor=4)
-        scaled = {slot.native[None].plain.theta for slot in find_slots(model) if slot.scaled_layers}
+        scaled = {slot.as_loaded[None].plain.theta for slot in find_slots(model) if slot.scaled_layers}
         assert scaled == {50_000.0}
         assert rope.describe(model).theta == 50_000.0
         patched = logits(model, IDS)

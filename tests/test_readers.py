@@ -17,8 +17,7 @@ from rope_ext_hf.patches.engine_keys import (
     KEYS_FOR_OTHER_ENGINES,
     OTHER_ENGINES,
     TRIED_FAMILIES,
-    engines_agreeing,
-    engines_disagreeing,
+    compare_engines,
     former_keys,
 )
 from rope_ext_hf.patches.families import family
@@ -129,9 +128,9 @@ def test_mlx_lm_is_called_right_where_it_is(name: str, which: str, saved: Lookup
     one_list = settings.get("short_factor") == settings.get("long_factor")
     right = same and one_list and settings.get("truncate", True)  # its yarn always rounds the ends of the ramp
     config = saved_config(folder)
-    assert ("mlx-lm 0.32.2" in engines_agreeing(config)) == right
-    assert ("mlx-lm 0.32.2" in engines_disagreeing(config)) != right
-    assert "vLLM 0.33" in engines_agreeing(config)
+    assert ("mlx-lm 0.32.2" in compare_engines(config).agreeing) == right
+    assert ("mlx-lm 0.32.2" in compare_engines(config).disagreeing) != right
+    assert "vLLM 0.33" in compare_engines(config).agreeing
 
 
 # --- both spellings -----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from rope_ext_hf.checkpoints.weight_files import (
 )
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import Progress, atomic_file, atomic_folder, copy_mode, read_json, write_json
-from rope_ext_hf.patches.config import RECORD
+from rope_ext_hf.patches.config import PATCH_KEY
 
 __all__ = ["hf_to_meta"]
 
@@ -116,7 +116,7 @@ def _check_representable(source: Source) -> Llama:
     where = f"{str(source.folder)!r} cannot be written in Meta's format:"
     if source.is_adapter:
         raise CheckpointError(f"{where} it is an adapter; merge it into its model first")
-    if RECORD in read_json(source.folder / "config.json"):
+    if PATCH_KEY in read_json(source.folder / "config.json"):
         raise CheckpointError(f"{where} it was saved with a patch; unpatch the model and save that")
     return Llama.from_config(source.config, where)
 

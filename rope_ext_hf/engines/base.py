@@ -28,6 +28,7 @@ __all__ = [
     "ServingConfig",
     "Target",
     "Trap",
+    "expected_of",
     "find_engine",
     "length_setting",
     "list_engines",
@@ -78,7 +79,7 @@ class Computed:
         if len(inv_freq) != len(self.inv_freq):
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
         pairs = zip(self.inv_freq, inv_freq, strict=True)
-        worst = max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=0.0)
+        worst = max([abs(a - b) / abs(b) if b else abs(a) for a, b in pairs], default=0.0)
         if worst > EXACT:
             return f"its frequencies differ by up to {worst:.2g}"
         if not math.isclose(self.attention_factor, attention_factor, rel_tol=EXACT):
@@ -326,19 +327,32 @@ class ConfigEngine(Engine):
         )
 
 
-def runs_otherwise(engine: Engine, reference: Engine, config: Config, length: int | None = None) -> str | None:
-    """How an engine runs short or long inputs otherwise than the reference, in words; None where both agree to 1e-6.
+Expected = tuple[tuple[int, Computed], ...]
+"""What a reference computes from a config, for inputs of so many tokens: long ones, then short ones."""
+
+
+def expected_of(reference: Engine, config: Config, length: int | None = None) -> Expected:
+    """What an engine that follows every input computes from a config, to compare others with.
 
     Args:
-        reference: an engine that follows every input.
-        length: tokens that the engine is started for; None: what the reference derives from the config.
+        length: tokens that the others are started for; None: what the reference derives from the config.
 
     Raises:
-        ServingError: one of them refuses the config.
+        ServingError: the reference refuses the config.
     """
     longest = length or reference.computes(config).length
-    for name, tokens in (("", longest), ("for short inputs ", 1)):
-        theirs = reference.computes(config, tokens)
+    assert longest is not None
+    return tuple((tokens, reference.computes(config, tokens)) for tokens in (longest, 1))
+
+
+def runs_otherwise(engine: Engine, expected: Expected, config: Config) -> str | None:
+    """How an engine runs short or long inputs otherwise than expected, in words; None where both agree to 1e-6.
+
+    Raises:
+        ServingError: the engine refuses the config.
+    """
+    longest = expected[0][0]
+    for name, (tokens, theirs) in zip(("", "for short inputs "), expected, strict=True):
         ours = engine.computes(config, tokens if engine.follows_input else longest)
         reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
         if reason is not None:

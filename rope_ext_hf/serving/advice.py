@@ -21,7 +21,7 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath, sliding_note
-from rope_ext_hf.patches.geometry import bind_to, under_config
+from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.serving.memory import CacheMemory, cache_memory
 from rope_ext_hf.serving.target import Model, describe_config, make_target, open_model
@@ -201,11 +201,11 @@ def advise(
         if not isinstance(value, int) or value < 1:
             raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    own = under_config(opened.described, over, context_length)
-    rotary, rule, steps = own.rotary, own.rule, opened.steps if over == "own" and context_length is None else []
+    own = base_rope_of_config(opened.described, over, context_length)
+    rotary, rule, specs = own.rotary, own.rule, opened.specs if over == "own" and context_length is None else []
     reached, extended_by = rotary.context_length, [str(each) for each in scalings_underneath(rotary)]
-    if steps:
-        top = steps[-1]
+    if specs:
+        top = specs[-1]
         extended = top.target_length or top.method.extended_length(top.rotary)
         reached, rule = max(reached, extended or 0), "the patch that it carries"
         extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))

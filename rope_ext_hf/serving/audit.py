@@ -16,6 +16,7 @@ from rope_ext_hf.engines.base import (
     Computed,
     Engine,
     NotCheckedError,
+    expected_of,
     list_engines,
     rope_settings,
     runs_otherwise,
@@ -173,9 +174,9 @@ def _too_long(report: EngineReport, most: int | None) -> EngineReport:
 def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> EngineReport:
     """What an engine computes, and how it differs from the reference."""
     try:
-        length = None if reference is None else reference.computes(config).length
-        computed = engine.computes(config, length)
-        differs = None if reference is None else runs_otherwise(engine, reference, config, length)
+        expected = None if reference is None else expected_of(reference, config)
+        computed = engine.computes(config, expected[0][0] if expected else None)
+        differs = runs_otherwise(engine, expected, config) if expected else None
         return EngineReport(engine.name, engine.version, computed, differs)
     except NotCheckedError as error:
         return EngineReport(engine.name, engine.version, None, unknown=one_line(error))

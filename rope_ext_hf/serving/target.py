@@ -17,19 +17,19 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.config import (
-    RECORD,
+    PATCH_KEY,
     ConfigRope,
-    native_form,
+    config_encoding,
     read_rope,
-    saved_steps,
+    saved_specs,
     softmax_scale,
     write_rope,
 )
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.geometry import bind_to, stated_length, under_config, undo_saved_patch
-from rope_ext_hf.patches.layer_types import choose_labels, layers_of_labels
-from rope_ext_hf.patches.patch_step import PatchStep
-from rope_ext_hf.patches.slots import find_slots, present_steps
+from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, stated_length, undo_saved_patch
+from rope_ext_hf.patches.layer_types import choose_layer_types, layers_of_types
+from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.slots import find_slots, present_specs
 
 __all__ = ["Model", "describe_config", "make_target", "open_model"]
 
@@ -41,16 +41,16 @@ class Model:
         name: the folder or Hub id; "MODEL" for a model in memory.
         config: its text config.
         composite: whether that lies under `text_config`.
-        steps: the patches recorded in it, bottom first.
+        specs: the patches recorded in it, bottom first.
         layer_types: the layer types that a method applies to; [None]: all layers.
         described: the rotary embedding of those layers.
     """
 
-    def __init__(self, name: str, config: Any, *, composite: bool, steps: list[PatchStep]) -> None:
-        self.name, self.config, self.composite, self.steps = name, config, composite, steps
+    def __init__(self, name: str, config: Any, *, composite: bool, specs: list[PatchSpec]) -> None:
+        self.name, self.config, self.composite, self.specs = name, config, composite, specs
         parameters = getattr(config, "rope_parameters", None) or {}
         nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-        self.layer_types = list(choose_labels(config, layers_of_labels(config, nested or [None])))
+        self.layer_types = list(choose_layer_types(config, layers_of_types(config, nested or [None])))
         if not self.layer_types:
             raise UnsupportedModelError("every layer of this model has a sliding window; there is nothing to extend")
         self.described: ConfigRope = describe_config(config, self.layer_types[0])
@@ -84,17 +84,17 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
     if isinstance(model, nn.Module):
         config = copy.deepcopy(find_slots(model)[0].config)
         top: Any = getattr(model, "config", config)
-        record = vars(config).get(RECORD)
+        record = vars(config).get(PATCH_KEY)
         undo_saved_patch(config)
-        live = list(present_steps(model))
-        steps = live or (saved_steps(record) if record is not None else [])
+        live = list(present_specs(model))
+        specs = live or (saved_specs(record) if record is not None else [])
         composite = getattr(top, "text_config", None) is not None
-        return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, steps=steps)
+        return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, specs=specs)
     whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
-        steps = saved_steps(record) if record is not None else []
-        return Model(str(model), text, composite=text is not whole, steps=steps)
+        specs = saved_specs(record) if record is not None else []
+        return Model(str(model), text, composite=text is not whole, specs=specs)
 
 
 def make_target(
@@ -119,47 +119,47 @@ def make_target(
     layer_type, config = model.layer_types[0], model.config
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
-    if method is None and model.steps and over == "own" and context_length is None:
-        step = model.steps[-1]
+    if method is None and model.specs and over == "own" and context_length is None:
+        spec = model.specs[-1]
     else:
-        rotary = under_config(model.described, over, context_length).rotary
+        rotary = base_rope_of_config(model.described, over, context_length).rotary
         chosen = method or Default()
         resolved = resolve_method(chosen, rotary, factor=factor, target_length=target_length, **params)
         length = target_length or stated_length(resolved, rotary, factor)
         bound = bind_to(resolved, rotary, config.model_type, length)
-        step = PatchStep(bound, rotary, length or bound.extended_length(rotary))
-    label = step.method.label()
-    if isinstance(step.method, RemappingMethod):
+        spec = PatchSpec(bound, rotary, length or bound.extended_length(rotary))
+    label = spec.method.label()
+    if isinstance(spec.method, RemappingMethod):
         raise ServingError(
             f"{label} changes the relative positions that queries see; no serving engine runs that. Serve the model "
             "with this package and transformers, or choose a static method"
         )
-    if step.method.length_dependent:
+    if spec.method.length_dependent:
         raise ServingError(
             f"{label} follows the length of every input; serving engines compute one set of frequencies when they "
             "start. Choose a static method with the factor of the longest input, e.g. yarn"
         )
     patched = copy.deepcopy(config)
     values = config.to_dict()
-    length = step.target_length or step.method.extended_length(step.rotary) or step.rotary.context_length
-    changes_nothing = method is None and not model.steps and over == "own" and context_length is None
+    length = spec.target_length or spec.method.extended_length(spec.rotary) or spec.rotary.context_length
+    changes_nothing = method is None and not model.specs and over == "own" and context_length is None
     if not changes_nothing:
-        form = native_form(config, step, layer_type)
-        write_rope(patched, form, step, [], model.layer_types)
-        patched.max_position_embeddings = form.saved_length
-    inv_freq, attention_factor = step.method.frequencies(step.rotary, length)
+        encoding = config_encoding(config, spec, layer_type)
+        write_rope(patched, encoding, spec, [], model.layer_types)
+        patched.max_position_embeddings = encoding.saved_length
+    inv_freq, attention_factor = spec.method.frequencies(spec.rotary, length)
     settings = values["rope_parameters"] if layer_type is None else values["rope_parameters"][layer_type]
     return Target(
         model=model.name,
         config=values,
-        patched={key: value for key, value in patched.to_dict().items() if key != RECORD},
+        patched={key: value for key, value in patched.to_dict().items() if key != PATCH_KEY},
         composite=model.composite,
         layer_type=layer_type,
         inv_freq=tuple(inv_freq.tolist()),
         attention_factor=attention_factor,
         softmax_scale=softmax_scale(family(config.model_type), settings),
-        theta=step.rotary.theta,
-        original=step.rotary.trained_length,
+        theta=spec.rotary.theta,
+        original=spec.rotary.trained_length,
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else label,
     )

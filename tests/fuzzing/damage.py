@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.patches.config import PAIRING_KEY, RECORD
+from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY
 
 __all__ = ["ODD_TEXTS", "damage_bytes", "damage_file", "damage_folder", "damage_json", "odd_value"]
 
@@ -100,7 +100,7 @@ _CONFIG_KEYS = (
     *("num_experts", "num_local_experts", "num_experts_per_tok", "kv_lora_rank", "qk_rope_head_dim", "rms_norm_eps"),
     *("original_max_position_embeddings", "tokenizer_class", "transformers_version", "_name_or_path", "problem_type"),
     *("base_model_tp_plan", "generation_config", "use_bidirectional_attention", "pruned_heads", "initializer_range"),
-    *(RECORD, PAIRING_KEY),
+    *(PATCH_KEY, PAIRING_KEY),
 )
 _MODEL_TYPES = (
     "llama",

@@ -10,11 +10,11 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary, rotary_from_dict
 from rope_ext_hf.methods.registry import method_from_dict
 
-__all__ = ["PatchStep"]
+__all__ = ["PatchSpec"]
 
 
 @dataclass(frozen=True)
-class PatchStep:
+class PatchSpec:
     """One patch.
 
     Attributes:
@@ -42,7 +42,7 @@ class PatchStep:
         return saved if self.layers is None else saved | {"layers": list(self.layers)}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> PatchStep:
+    def from_dict(cls, saved: Mapping[str, Any]) -> PatchSpec:
         """The inverse of `to_dict`; other keys are left alone.
 
         Raises:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.patches.config import RECORD, SAVED_KEYS, NativeForm
-from rope_ext_hf.patches.patch_step import PatchStep
+from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding
+from rope_ext_hf.patches.engine_keys import EngineAgreement
+from rope_ext_hf.patches.patch_spec import PatchSpec
 
-__all__ = ["ConfigSwap", "Record"]
+__all__ = ["ConfigSwap", "PatchState"]
 
 
 @dataclass
@@ -25,33 +27,40 @@ class ConfigSwap:
     original: Any
     written: dict[str, Any] = field(default_factory=dict)
 
+    def note_written(self) -> None:
+        """Remember how `patched` is now."""
+        plain = {key: value for key, value in vars(self.patched).items() if not hasattr(value, "model_type")}
+        self.written = copy.deepcopy(plain)
+
     def sync_user_changes(self) -> None:
         """Carry what the user changed in `patched` over to `original`."""
         for key, value in vars(self.patched).items():
-            if key in (RECORD, *SAVED_KEYS) or hasattr(value, "model_type"):
+            if key in (PATCH_KEY, *SAVED_KEYS) or hasattr(value, "model_type"):
                 continue
             if key not in self.written or self.written[key] != value:
                 self.original.__dict__[key] = value
 
 
 @dataclass
-class Record:
+class PatchState:
     """One patch of a live model; every patched slot of the model holds it.
 
     Attributes:
-        step: the patch.
-        form: how it is saved.
+        spec: the patch.
+        encoding: how a config states it.
         rule: which reading of the config gave the context length underneath, in words.
         notes: what a reader of `describe` must know, in words.
         warning: the note that `patch` warns of; None: none.
         configs: the model's config objects.
         below: the live patches underneath, bottom first; `unpatch` goes back to the last of them.
+        engines: what serving engines make of the saved config; None: not worked out yet (saving.py).
     """
 
-    step: PatchStep
-    form: NativeForm
+    spec: PatchSpec
+    encoding: ConfigEncoding
     rule: str
     notes: tuple[str, ...]
     warning: str | None
     configs: list[ConfigSwap]
-    below: tuple[PatchStep, ...] = ()
+    below: tuple[PatchSpec, ...] = ()
+    engines: EngineAgreement | None = None

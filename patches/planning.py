@@ -1,0 +1,236 @@
+"""What a patch will change in a model, worked out and checked before anything is changed.
+
+    plan = plan_patch(model, "yarn", factor=8)
+    print(describe(plan))          # the model as it would be
+    apply(model, plan)             # patching.py
+
+Everything that can fail fails here, and the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.angle_tables import check_method
+from rope_ext_hf.patches.attention_interface import Layer
+from rope_ext_hf.patches.attention_probe import probe_layers
+from rope_ext_hf.patches.config import ConfigEncoding, config_encoding, softmax_scale, write_rope
+from rope_ext_hf.patches.describing import sliding_notes
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.geometry import (
+    BaseRope,
+    base_rope,
+    bind_to,
+    check_pairing,
+    stated_length,
+    undo_saved_patch,
+)
+from rope_ext_hf.patches.layer_types import Layers, rotating_layers
+from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
+from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+
+__all__ = ["PatchPlan", "plan_patch", "plan_replay"]
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """Everything that a patch changes in one model; `apply` in patching.py does it.
+
+    Attributes:
+        state: what the patched model will remember; `state.spec` is the patch, every parameter filled in, and
+            `state.configs` are copies of the model's configs with the method and the extended length written.
+        slots: the rotary modules that are replaced.
+        attention: every attention module and how it is to attend; empty for a frequency method.
+    """
+
+    state: PatchState
+    slots: tuple[Slot, ...]
+    attention: tuple[tuple[nn.Module, Layer], ...] = ()
+
+
+def plan_patch(
+    model: nn.Module,
+    method: str | RopeMethod,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    over: str = "own",
+    context_length: int | None = None,
+    layers: Layers | None = None,
+    native: bool = False,
+    **params: Any,
+) -> PatchPlan:
+    """Work out what `patch` with the same arguments would change; the model stays as it is.
+
+    A remapping method runs four tokens through the model, to see how each of its layers attends.
+
+    Raises:
+        MethodError, UnsupportedModelError: as `patch` does.
+    """
+    chosen = None if layers is None else (layers,) if isinstance(layers, (str, int)) else tuple(layers)
+
+    def make_spec(base: BaseRope) -> PatchSpec:
+        resolved = resolve_method(method, base.rotary, factor=factor, target_length=target_length, **params)
+        length = target_length or stated_length(resolved, base.rotary, factor)
+        return PatchSpec(resolved, base.rotary, length, native, chosen)
+
+    return _plan(model, chosen, make_spec, over=over, context_length=context_length)
+
+
+def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
+    """Work out what patching a model as saved or earlier patches say would change.
+
+    Args:
+        specs: bottom first; the last one is on top.
+
+    Raises:
+        MethodError, UnsupportedModelError: as `patch` does.
+    """
+    *below, top = specs
+    return _plan(model, top.layers, lambda base: top, below=tuple(below))
+
+
+def _plan(
+    model: nn.Module,
+    layers: tuple[str | int, ...] | None,
+    make_spec: Callable[[BaseRope], PatchSpec],
+    *,
+    over: str = "own",
+    context_length: int | None = None,
+    below: tuple[PatchSpec, ...] = (),
+) -> PatchPlan:
+    """A plan for a patch that is known once the rotary embedding underneath it is known."""
+    # 1. where, and on top of what
+    check_pairing(model)
+    slots = find_slots(model, layers)
+    configs = _copied_configs(model, slots[0].config)
+    config = next(swap.patched for swap in configs if swap.original is slots[0].config)
+    undo_saved_patch(config)
+    _check_rotating(config, layers)
+    base = base_rope(model, slots, config, over, context_length)
+    # 2. the method, with every parameter filled in
+    spec, live, saved = make_spec(base), below or base.live, below or base.saved
+    _check_same_layers(spec, saved)
+    bound = bind_to(spec.method, spec.rotary, config.model_type, spec.target_length)
+    spec = replace(spec, method=bound, target_length=spec.target_length or bound.extended_length(spec.rotary))
+    _check_method(model, slots, spec)
+    attention: list[tuple[nn.Module, Layer]] = []
+    if isinstance(spec.method, RemappingMethod) and not _on_meta_device(model):
+        attention = probe_layers(model, slots, spec.method, spec.rotary)
+    # 3. how the configs state it; these are copies
+    layer_types = list(dict.fromkeys(layer_type for slot in slots for layer_type in slot.scaled_layers))
+    one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
+    encoding = config_encoding(config, spec, layer_types[0], writable=not one_for_all)
+    write_rope(config, encoding, spec, saved, layer_types)
+    for other in _other_configs(slots, configs):
+        undo_saved_patch(other)
+        write_rope(other, encoding, spec, saved, layer_types)
+    _check_softmax_scale(slots[0], config, encoding)
+    sliding, every_layer = sliding_notes(slots[0], encoding.extended_length or spec.rotary.context_length)
+    notes = [sliding, *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers)]
+    state = PatchState(
+        spec,
+        encoding,
+        base.rule,
+        notes=tuple(note for note in notes if note),
+        warning=sliding if every_layer else None,
+        configs=configs,
+        below=live,
+    )
+    return PatchPlan(state, tuple(slots), tuple(attention))
+
+
+def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
+    """A copy of every config object in a model as it was before any patch, linked to each other as the originals are.
+
+    What the user changed in the config of a patched model is carried over to the original first.
+    """
+    unpatched: dict[int, Any] = {}
+    for slot in patched_slots(model):
+        for swap in slot.state.configs:
+            swap.sync_user_changes()
+            unpatched[id(swap.patched)] = swap.original
+    originals = {id(text_config): text_config}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if hasattr(config, "model_type"):
+            config = unpatched.get(id(config), config)
+            originals[id(config)] = config
+    memo: dict[int, Any] = {}  # shared, so that a config inside another one is copied once
+    return [ConfigSwap(copy.deepcopy(config, memo), config) for config in originals.values()]
+
+
+def _other_configs(slots: Sequence[Slot], configs: Sequence[ConfigSwap]) -> list[Any]:
+    """The copies of further text configs that slots were built from (T5Gemma has one for each of its two halves)."""
+    every = {id(slot.config) for slot in slots} - {id(slots[0].config)}
+    return [swap.patched for swap in configs if id(swap.original) in every]
+
+
+def _on_meta_device(model: nn.Module) -> bool:
+    """Whether a model's weights are not there, and no hook brings them when they are needed."""
+    return all(p.device.type == "meta" for p in model.parameters()) and not any(
+        hasattr(module, "_hf_hook") for module in model.modules()
+    )
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_rotating(config: Any, layers: tuple[str | int, ...] | None) -> None:
+    rotating, full = rotating_layers(config)
+    if full and not rotating and layers is None:
+        raise UnsupportedModelError(
+            f"none of the {full} full-attention layers of this {config.model_type!r} model rotates its queries and "
+            "keys; a RoPE method would change its sliding-window layers only, which see no further for it"
+        )
+
+
+def _check_same_layers(spec: PatchSpec, below: Sequence[PatchSpec]) -> None:
+    if below and below[-1].layers != spec.layers:
+        raise MethodError(
+            f"over='patched' keeps the layers of the present patch, {below[-1].layers or 'the default'}; got layers="
+            f"{spec.layers}"
+        )
+
+
+def _check_method(model: nn.Module, slots: Sequence[Slot], spec: PatchSpec) -> None:
+    """Whether these slots can run the method, with these values."""
+    method, model_type = spec.method, slots[0].config.model_type
+    check_method(slots, method, spec.rotary)
+    if method.trainable and (sets := sum(len(slot.scaled_layers) for slot in slots)) > 1:
+        raise UnsupportedModelError(
+            f"{method.name} trains one set of frequencies, and {type(model).__name__} has {sets}, for different layers"
+        )
+    # An attention factor would multiply the output of attention that rotates its values and rotates them back.
+    if family(model_type).rotates_back:
+        factor, own = method.frequencies(spec.rotary).attention_factor, spec.rotary.attention_factor
+        if not math.isclose(factor, own):
+            raise MethodError(
+                f"the attention of {model_type!r} rotates values, too, so an attention factor of {factor:.4f} would "
+                f"change their size; give attention_factor={own:g}"
+            )
+
+
+def _check_softmax_scale(slot: Slot, config: Any, encoding: ConfigEncoding) -> None:
+    """The saved settings must give, on plain loading, the softmax scale that the live attention modules have."""
+    known = family(slot.config.model_type)
+    if not known.softmax_mscale or not encoding.loads_plainly:
+        return
+    live, loaded = (softmax_scale(known, each.rope_parameters) for each in (slot.config, config))
+    if not math.isclose(live, loaded):
+        raise MethodError(
+            f"{slot.config.model_type} builds its attention with a softmax scale from YaRN's mscale_all_dim: "
+            f"x{live:.4f} in this model, x{loaded:.4f} in a model loaded with the new settings; "
+            "give a factor and mscale_all_dim that keep it"
+        )
