@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,49 +13,17 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
-from rope_ext_hf.patches.config import PATCH_KEY, ConfigRope, read_rope, saved_specs
+from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
-from rope_ext_hf.patches.layer_types import SLIDING, rotating_layers, sliding_layers
+from rope_ext_hf.patches.layer_types import rotating_layers
+from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_state import PatchState
+from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.saving import engine_agreement
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots, present_specs
+from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
-__all__ = ["Description", "describe", "scalings_underneath", "sliding_note", "sliding_notes"]
-
-
-def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
-    """What a patch does to sliding-window layers, in words, and whether every layer is one."""
-    chosen = [name for name in slot.scaled_layers if name in SLIDING]
-    apart = next((rope for name, rope in slot.as_loaded.items() if name in SLIDING), None)
-    note, every_layer = sliding_note(slot.config, apart, extended_length)
-    if note is None or every_layer or not chosen:
-        return note, every_layer
-    window, _ = sliding_layers(slot.config)
-    return (
-        f"Its {chosen[0]} layers alone are changed. They attend to the last {window} tokens only, and a longer RoPE "
-        "does not make them look further back.",
-        False,
-    )
-
-
-def sliding_note(config: Any, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
-    """`sliding_notes`, of a config alone.
-
-    Args:
-        apart: the rotary embedding of the sliding-window layers, where it is one of their own.
-    """
-    window, sliding = sliding_layers(config)
-    if not window or not sliding or window >= extended_length:
-        return None, False
-    if sliding == config.num_hidden_layers:
-        reach = f"Every layer attends to the last {window} tokens only"
-        return f"{reach}: a longer RoPE does not make the model look further back.", True
-    share = f"{sliding} of {config.num_hidden_layers} layers attend to the last {window} tokens only"
-    if apart is not None:
-        own = f"{apart.method.name}, theta {apart.plain.theta:g}"
-        return f"{share} and keep their own rotary embedding ({own}).", False
-    return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
+__all__ = ["Description", "describe", "scalings_underneath"]
 
 
 @dataclass(frozen=True)
@@ -152,19 +120,22 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def describe(model: nn.Module) -> Description:
+def describe(model: nn.Module | PatchPlan) -> Description:
     """Describe the RoPE method that a model runs, patched or as loaded.
+
+    Args:
+        model: a model, or the plan of a patch: then the model as it would be.
 
     Raises:
         UnsupportedModelError: a model without rotary embeddings.
     """
+    if isinstance(model, PatchPlan):
+        return _describe_patched(model.model, model.slots, model.state, model.state.spec.method)
     check_pairing(model)
-    present = present_specs(model)
-    slots = find_slots(model, present[-1].layers if present else None)
-    slot = next((each for each in slots if each.scaled_layers), slots[0])
-    if present:
-        state = patched_slots(model)[0].state
-        return _describe_patched(slot, state, present[-1].method, _save_route(model, slot, state))
+    if filled := patched_slots(model):
+        present = filled[0].present_spec
+        return _describe_patched(model, find_slots(model, present.layers), filled[0].state, present.method)
+    slot = _first_scaled(find_slots(model))
     layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
     config = copy.deepcopy(slot.config)
     rope_type = (getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}).get(
@@ -193,23 +164,28 @@ def describe(model: nn.Module) -> Description:
     )
 
 
+def _first_scaled(slots: Sequence[Slot]) -> Slot:
+    return next((each for each in slots if each.scaled_layers), slots[0])
+
+
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
     """How `save_pretrained` would write a patched model."""
     encoding = state.encoding
     if has_adapters(model):
         return SAVE_ROUTE
     if slot.is_table:
-        return f"a table of {encoding.saved_length:,} positions in the weights, which all versions of transformers read"
+        positions = f"{encoding.saved_length:,} positions"
+        return f"a table of {positions} in the weights, which every version of transformers reads"
     if not encoding.loads_plainly:
         return f"{encoding.rope_type!r}; plain loading stops with that name"
     if not encoding.exact:
         return f"transformers' own {encoding.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
-    right = ", ".join(["transformers 5", *engine_agreement(model).agreeing])
+    right = ", ".join(["transformers 5", *engine_agreement(state).agreeing])
     return f"transformers' own {encoding.rope_type!r}; known to be read right by {right}"
 
 
-def _describe_patched(slot: Slot, state: PatchState, method: RopeMethod, save_route: str) -> Description:
-    rotary = state.spec.rotary
+def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState, method: RopeMethod) -> Description:
+    slot, rotary = _first_scaled(slots), state.spec.rotary
     return _description(
         slot,
         rotary,
@@ -217,7 +193,7 @@ def _describe_patched(slot: Slot, state: PatchState, method: RopeMethod, save_ro
         context_length=rotary.context_length,
         context_rule=state.rule,
         extended_length=state.encoding.extended_length,
-        save_route=save_route,
+        save_route=_save_route(model, slot, state),
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
     )

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rope_ext_hf.engines.base import Engine, expected_of, runs_otherwise
+from rope_ext_hf.engines.base import Engine
+from rope_ext_hf.engines.comparison import expected_of, runs_otherwise
 from rope_ext_hf.engines.hf_transformers import FormerTransformers, Transformers, yarn_magnitude_by_config
 from rope_ext_hf.engines.mlx import MLX
 from rope_ext_hf.engines.sglang import SGLang

@@ -31,7 +31,7 @@ from rope_ext_hf.patches.saving import attach_saving, detach_saving
 from rope_ext_hf.patches.slots import PatchedSlot, find_slots, patched_slots, present_specs
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-__all__ = ["apply", "fixed_length", "patch", "patched", "patched_method", "replay", "reset", "unpatch"]
+__all__ = ["apply_plan", "fixed_length", "patch", "patched", "patched_method", "replay", "reset", "unpatch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -89,7 +89,7 @@ def patch(
         native=native,
         **params,
     )
-    apply(model, plan)
+    apply_plan(plan)
     if plan.state.warning is not None:
         warnings.warn(plan.state.warning, stacklevel=2)
     return model
@@ -101,16 +101,16 @@ def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
     """
-    apply(model, plan_replay(model, specs))
+    apply_plan(plan_replay(model, specs))
     return model
 
 
-def apply(model: nn.Module, plan: PatchPlan) -> None:
-    """Change a model as a plan for it says: the only place where a patch changes anything.
+def apply_plan(plan: PatchPlan) -> None:
+    """Change a model as its plan says: the only place where a patch changes anything.
 
-    A patch that the model has gives way.
+    A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made.
     """
-    state, method = plan.state, plan.state.spec.method
+    model, state, method = plan.model, plan.state, plan.state.spec.method
     modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
     _strip(model)
     _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})

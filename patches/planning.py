@@ -2,7 +2,7 @@
 
     plan = plan_patch(model, "yarn", factor=8)
     print(describe(plan))          # the model as it would be
-    apply(model, plan)             # patching.py
+    apply_plan(plan)               # patching.py
 
 Everything that can fail fails here, and the model stays as it is.
 """
@@ -25,7 +25,6 @@ from rope_ext_hf.patches.angle_tables import check_method
 from rope_ext_hf.patches.attention_interface import Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, config_encoding, softmax_scale, write_rope
-from rope_ext_hf.patches.describing import sliding_notes
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import (
     BaseRope,
@@ -36,6 +35,7 @@ from rope_ext_hf.patches.geometry import (
     undo_saved_patch,
 )
 from rope_ext_hf.patches.layer_types import Layers, rotating_layers
+from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
@@ -45,15 +45,17 @@ __all__ = ["PatchPlan", "plan_patch", "plan_replay"]
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """Everything that a patch changes in one model; `apply` in patching.py does it.
+    """Everything that a patch changes in one model; `apply_plan` does it.
 
     Attributes:
+        model: the model that the plan is for.
         state: what the patched model will remember; `state.spec` is the patch, every parameter filled in, and
             `state.configs` are copies of the model's configs with the method and the extended length written.
         slots: the rotary modules that are replaced.
         attention: every attention module and how it is to attend; empty for a frequency method.
     """
 
+    model: nn.Module
     state: PatchState
     slots: tuple[Slot, ...]
     attention: tuple[tuple[nn.Module, Layer], ...] = ()
@@ -148,7 +150,7 @@ def _plan(
         configs=configs,
         below=live,
     )
-    return PatchPlan(state, tuple(slots), tuple(attention))
+    return PatchPlan(model, state, tuple(slots), tuple(attention))
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:

@@ -26,6 +26,7 @@ from rope_ext_hf.patches.adapters import (
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
+from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 from rope_ext_hf.patches.trained_values import record_trained_values, trained_keys
 
@@ -74,7 +75,7 @@ class RewritingSave:
         with _left_out_of_weights(self.model, trained_keys(self.model)):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
-            rewrite_config(Path(save_directory), engine_agreement(self.model))
+            rewrite_config(Path(save_directory), _state(self.model))
 
 
 def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
@@ -110,10 +111,8 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
         record_patch(module)
 
 
-def engine_agreement(model: nn.Module) -> EngineAgreement:
+def engine_agreement(state: PatchState) -> EngineAgreement:
     """What serving engines make of the config that saving a patched model writes; worked out once per patch."""
-    slot = patched_slots(model)[0]
-    state = slot.state
     if state.engines is None:
         config = next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched))
         state.engines = compare_engines(_as_saved(config.to_dict()))
@@ -146,7 +145,7 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
         model._keys_to_ignore_on_save = before
 
 
-def rewrite_config(folder: Path, engines: EngineAgreement) -> None:
+def rewrite_config(folder: Path, state: PatchState) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
     Warns of engines known to run another model from it.
@@ -157,11 +156,10 @@ def rewrite_config(folder: Path, engines: EngineAgreement) -> None:
     for part in [config, *config.values()]:
         if isinstance(part, dict) and PATCH_KEY in part:
             part |= _as_saved(part, former=former)
-            if engines.disagreeing:
-                names = ", ".join(engines.disagreeing)
+            if disagreeing := engine_agreement(state).disagreeing:
                 warnings.warn(
-                    f"{names} would load {str(folder)!r} without an error and run another model: of these rope "
-                    "settings such programs read a part only",
+                    f"{', '.join(disagreeing)} would load {str(folder)!r} without an error and run another model: of "
+                    "these rope settings such programs read a part only",
                     stacklevel=3,
                 )
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -198,12 +196,16 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         copy_files(source, names, staging)
         if adapter is None:
             model.config.save_pretrained(staging)
-            rewrite_config(staging, engine_agreement(model))
+            rewrite_config(staging, _state(model))
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
                 write_json(staging / file, with_record(read_json(staging / file), _record(model)))
         card = _card(model, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
+
+
+def _state(model: nn.Module) -> PatchState:
+    return patched_slots(model)[0].state
 
 
 def _left_out(name: Path) -> bool:

@@ -29,7 +29,8 @@ _NAMES = {
     "modules.standalone": "NTKAwareRoPE apply_rotary_pos_emb",
     "patches.describing": "Description describe",
     "patches.loading": "from_pretrained",
-    "patches.patching": "fixed_length patch patched reset unpatch",
+    "patches.patching": "apply_plan fixed_length patch patched reset unpatch",
+    "patches.planning": "PatchPlan plan_patch",
     "rotary.embedding": "RotaryEmbedding",
     "serving.advice": "Advice advise",
     "serving.audit": "Audit audit",
@@ -83,11 +84,14 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
+    from rope_ext_hf.patches.patching import apply_plan as apply_plan
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched
     from rope_ext_hf.patches.patching import reset as reset
     from rope_ext_hf.patches.patching import unpatch as unpatch
+    from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
+    from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
     from rope_ext_hf.serving.advice import Advice as Advice
     from rope_ext_hf.serving.advice import advise as advise

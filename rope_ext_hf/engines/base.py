@@ -21,6 +21,7 @@ from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 __all__ = [
     "Computed",
+    "Config",
     "ConfigEngine",
     "Engine",
     "Form",
@@ -28,7 +29,6 @@ __all__ = [
     "ServingConfig",
     "Target",
     "Trap",
-    "expected_of",
     "find_engine",
     "length_setting",
     "list_engines",
@@ -38,7 +38,6 @@ __all__ = [
     "rope_divisors",
     "rope_settings",
     "rotated_dims",
-    "runs_otherwise",
     "text_settings",
 ]
 
@@ -325,39 +324,6 @@ class ConfigEngine(Engine):
             f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model as measured "
             f"({'; '.join(dict.fromkeys(reasons))})"
         )
-
-
-Expected = tuple[tuple[int, Computed], ...]
-"""What a reference computes from a config, for inputs of so many tokens: long ones, then short ones."""
-
-
-def expected_of(reference: Engine, config: Config, length: int | None = None) -> Expected:
-    """What an engine that follows every input computes from a config, to compare others with.
-
-    Args:
-        length: tokens that the others are started for; None: what the reference derives from the config.
-
-    Raises:
-        ServingError: the reference refuses the config.
-    """
-    longest = length or reference.computes(config).length
-    assert longest is not None
-    return tuple((tokens, reference.computes(config, tokens)) for tokens in (longest, 1))
-
-
-def runs_otherwise(engine: Engine, expected: Expected, config: Config) -> str | None:
-    """How an engine runs short or long inputs otherwise than expected, in words; None where both agree to 1e-6.
-
-    Raises:
-        ServingError: the engine refuses the config.
-    """
-    longest = expected[0][0]
-    for name, (tokens, theirs) in zip(("", "for short inputs "), expected, strict=True):
-        ours = engine.computes(config, tokens if engine.follows_input else longest)
-        reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
-        if reason is not None:
-            return name + reason
-    return None
 
 
 def _numbers(version: str) -> list[int]:

@@ -20,9 +20,10 @@ from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidanc
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.describing import scalings_underneath, sliding_note
+from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to
 from rope_ext_hf.patches.layer_types import SLIDING
+from rope_ext_hf.patches.notes import sliding_note
 from rope_ext_hf.serving.memory import CacheMemory, cache_memory
 from rope_ext_hf.serving.target import Model, describe_config, make_target, open_model
 

@@ -16,12 +16,11 @@ from rope_ext_hf.engines.base import (
     Computed,
     Engine,
     NotCheckedError,
-    expected_of,
     list_engines,
     rope_settings,
-    runs_otherwise,
     text_settings,
 )
+from rope_ext_hf.engines.comparison import expected_of, runs_otherwise
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json

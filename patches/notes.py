@@ -1,0 +1,45 @@
+"""What a patch does not reach, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rope_ext_hf.patches.config import ConfigRope
+from rope_ext_hf.patches.layer_types import SLIDING, sliding_layers
+from rope_ext_hf.patches.slots import Slot
+
+__all__ = ["sliding_note", "sliding_notes"]
+
+
+def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
+    """What a patch does to sliding-window layers, in words, and whether every layer is one."""
+    chosen = [name for name in slot.scaled_layers if name in SLIDING]
+    apart = next((rope for name, rope in slot.as_loaded.items() if name in SLIDING), None)
+    note, every_layer = sliding_note(slot.config, apart, extended_length)
+    if note is None or every_layer or not chosen:
+        return note, every_layer
+    window, _ = sliding_layers(slot.config)
+    return (
+        f"Its {chosen[0]} layers alone are changed. They attend to the last {window} tokens only, and a longer RoPE "
+        "does not make them look further back.",
+        False,
+    )
+
+
+def sliding_note(config: Any, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
+    """`sliding_notes`, of a config alone.
+
+    Args:
+        apart: the rotary embedding of the sliding-window layers, where it is one of their own.
+    """
+    window, sliding = sliding_layers(config)
+    if not window or not sliding or window >= extended_length:
+        return None, False
+    if sliding == config.num_hidden_layers:
+        reach = f"Every layer attends to the last {window} tokens only"
+        return f"{reach}: a longer RoPE does not make the model look further back.", True
+    share = f"{sliding} of {config.num_hidden_layers} layers attend to the last {window} tokens only"
+    if apart is not None:
+        own = f"{apart.method.name}, theta {apart.plain.theta:g}"
+        return f"{share} and keep their own rotary embedding ({own}).", False
+    return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
