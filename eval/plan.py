@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from rope_ext_hf.eval.protocols import (
     resolve_protocol,
 )
 from rope_ext_hf.eval.results import Setting
+from rope_ext_hf.eval.token_bytes import byte_ends
 from rope_ext_hf.hub import leading_token, load_tokenizer
 
 if TYPE_CHECKING:
@@ -82,11 +83,10 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     )
     ids = encoded["input_ids"]
     if not tokenizer.is_fast:  # no offsets; exact for byte tokenizers, where tokens and bytes are as many
-        ends = list(_shares(total, len(ids)))
+        ends = _shares(total, len(ids))
     else:
-        bytes_before = range(total + 1) if text.isascii() else [0, *accumulate(len(c.encode("utf-8")) for c in text)]
-        ends = list(accumulate((bytes_before[end] for _, end in encoded["offset_mapping"]), max))
-    return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), tuple(ends))
+        ends = byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
+    return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), ends)
 
 
 def _check_ids(name: str, ids: Sequence[int], most: int) -> None:
