@@ -31,6 +31,7 @@ __all__ = [
     "estimate_memory",
     "measure_flops",
     "sliding_window_warning",
+    "widest_activation",
 ]
 
 WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
@@ -216,6 +217,13 @@ def cached_per_token(config: Any) -> int:
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
     heads, head_dim = _heads(config)
     return 2 * heads * head_dim
+
+
+def widest_activation(config: Any) -> int:
+    """Numbers per token of the widest activation of a decoder."""
+    stated = getattr(config, "intermediate_size", None) or 0
+    widths = [stated] if isinstance(stated, int) else stated  # one per layer in some families
+    return max(*widths, 4 * config.hidden_size)
 
 
 def _heads(config: Any) -> tuple[int, int]:

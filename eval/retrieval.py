@@ -257,12 +257,13 @@ class RetrievalMeasurement(Measurement):
             length, depth = int(cell[0]), cell[1]
             trial = self.trials[depth][item]
             prompt = trial.prompt(self.haystack, length, depth)
-            kept = len(prompt) - len(trial.question) if self.shared and read == length else 0
-            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, kept=kept)
+            again = self.shared and read == length
+            shared = len(prompt) - len(trial.question) if self.shared else 0
+            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, shared=shared, again=again)
             exact = torch.equal(likeliest[0], trial.answers[0])
             read = length
             if progress is not None:
-                progress(trial.tail if kept else length)
+                progress(trial.tail if again else length)
             yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
 
 

@@ -198,7 +198,7 @@ def measure(
             progress=None if progress is None else lambda _, tokens: progress(tokens),
         )
         return list(run.results)
-    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
+    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache, longest=max(measurement.passes, default=1))
     saved = method.to_dict() if method else None
     records = [
         Record(saved, item, cell, value, cost)
@@ -222,6 +222,7 @@ def run_methods(
     workers: Workers | None = None,
     progress: Callable[[str, int], None] | None = None,
     started: Callable[[Path, int, int], None] | None = None,
+    reading: Callable[[str], None] | None = None,
 ) -> Run[Any]:
     """Measure every method in a run's folder, whatever is there already left out; then write its tables and pages.
 
@@ -236,6 +237,7 @@ def run_methods(
         workers: the processes that share the run; default: this one alone.
         progress: called with the method's label and the tokens read, after each pass.
         started: called with the run's folder, and how many of how many values are there already.
+        reading: called with how the model is read (`TokenScorer.reading`).
 
     Returns:
         The run, with the results of these methods; complete where the workers waited for each other.
@@ -260,9 +262,12 @@ def run_methods(
         units = [(key, item, cell) for key in chosen for item in mine for cell in measurement.cells(item)]
         if started is not None:
             started(folder, sum(unit in done for unit in units), len(units))
-        scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache)
+        longest = max(measurement.passes, default=1)
+        scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache, longest=longest)
         if chunk is None:
             scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+        if reading is not None:
+            reading(scorer.reading)
         with open_journal(folder, workers.rank) as write:
             for key, (method, saved) in chosen.items():
                 report = None if progress is None else partial(progress, label(saved))

@@ -20,6 +20,7 @@ __all__ = [
     "PROBE_RECORDS",
     "UNSUPPORTED_KWARGS",
     "Layer",
+    "chunk_size",
     "is_sliding",
     "register_attention",
     "use_attention",
@@ -79,11 +80,31 @@ def is_sliding(kwargs: Mapping[str, Any]) -> bool:
     return size is not None and _same_closure(kwargs.get("mask_function"), sliding_window_causal_mask_function(size))
 
 
-def _same_closure(one: Any, other: Any) -> bool:
-    """Whether two functions are the same code around the same values."""
+def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
+    """The size of attention chunks where the arguments of a mask function ask for causality inside chunks, and no more.
+
+    Without a padding mask, because padding on the left moves the chunks. None: another mask.
+    """
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    size: int | None = kwargs.get("local_size")
+    if size is None or kwargs.get("attention_mask") is not None:
+        return None
+    chunked = chunked_causal_mask_function(size, Tensor())
+    return size if _same_closure(kwargs.get("mask_function"), chunked, any_tensor=True) else None
+
+
+def _same_closure(one: Any, other: Any, *, any_tensor: bool = False) -> bool:
+    """Whether two functions are the same code around the same values.
+
+    Args:
+        any_tensor: tensors count as the same, whatever they hold; otherwise they never do.
+    """
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
         if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-            return all(map(_same_closure, one, other))
-        return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
+            return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(one, other, strict=True))
+        if isinstance(one, Tensor):
+            return any_tensor and isinstance(other, Tensor)
+        return type(one) is type(other) and bool(one == other)
     cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return one.__code__ is other.__code__ and _same_closure(*cells)
+    return one.__code__ is other.__code__ and _same_closure(*cells, any_tensor=any_tensor)

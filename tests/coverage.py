@@ -1,11 +1,11 @@
-"""What a patch does to every language model class of the installed transformers, each built tiny.
+"""What a patch does to every language model class of the installed transformers, each built tiny, and how it is read.
 
     make coverage
     python -m tests.coverage [--only llama,qwen3] [--again]
 
 Each class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes,
 and a run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not
-built, or a patch did something else than work or refuse with a reason.
+built, or a patch or a measurement did something else than work or refuse with a reason.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import RopeExtError, one_line
+from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.family_settings import class_pairing
 from tests.every_model import Entry, build, data, entries, holds_rope, inputs
 
@@ -42,7 +43,9 @@ LIMIT = 240  # seconds for one class
 SHORT, LONG, DECODED = 24, 160, 4
 EQUAL = 2e-4
 """The largest difference of two outputs that count as equal, in float32: stock angles are off by 1e-5 at 200 tokens."""
-COLUMNS = ("static", "length-dependent", "remapping", "conversion")
+COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
+PROMPT, ANSWER, CHUNK = 100, 3, 37
+"""Tokens of a prompt and its answers, and of a chunk, which no window, state or chunk of attention divides."""
 BECAUSE = {
     "full-attention layers of this": "no layer that attends to everything rotates: only sliding-window layers do",
     "built into its attention": "cos and sin are no module of their own: built into the attention, or none",
@@ -67,6 +70,17 @@ BECAUSE = {
     "no max_position_embeddings": "its config has no length",
     "one method needs one rotary embedding": "several rotary embeddings in layers that attend to everything",
     "a number for each of its": "it multiplies its frequencies by something learned",
+    "sees the tokens": "it sees the tokens that it is to predict",
+    "object has no attribute 'logits'": "it has no head",
+    "token ids alone": "it does not run on token ids alone",
+    "no rotary position embedding": "its rotary embedding cannot be replaced",
+    "does more with its angles": "its angles are arranged in a way of their own",
+    "DynamicIndexedLayer": "an index chooses the keys that a query sees",
+    "layers of the class": "its cache holds something else than keys, values and states of fixed size",
+    "mask itself": "its decoder works with its attention mask itself",
+    "off by": "its decoder and head apart give other logits",
+    "position_bias": "its attention adds a bias to the scores",
+    "cache of its own": "it takes its own cache alone",
 }
 """What a page says of a refusal, by words of its message; the message itself where none of them is in it."""
 OTHER_PAIRING = {"half": "interleaved", "interleaved": "half"}
@@ -216,8 +230,32 @@ def conversion(model: Any, entry: Entry) -> str:
     return ""
 
 
+def measured(model: Any, entry: Entry) -> str:
+    """Losses are those of an ordinary forward, in spans and of answers to prompts; the result says how it is read."""
+    ids = inputs(entry, LONG).get("input_ids", torch.arange(3, 90)[None])
+    scorer = TokenScorer(model, chunk=CHUNK)
+    losses = _ordinary_losses(model, ids[0])
+    far = float((scorer.losses(ids[0], 1) - losses).abs().max())
+    require(far < EQUAL, f"losses are off by {far:.2g}, read {scorer.reading}")
+    prompt = ids[0, :PROMPT]
+    answers = torch.stack([ids[0, PROMPT : PROMPT + ANSWER], ids[0, -ANSWER:]])
+    losses = torch.stack([_ordinary_losses(model, torch.cat([prompt, answer]))[-ANSWER:] for answer in answers])
+    for again in (False, True):
+        found, _ = scorer.candidates(prompt, answers, shared=PROMPT // 2, again=again)
+        far = float((found - losses).abs().max())
+        require(far < EQUAL, f"losses of answers are off by {far:.2g} ({again=}), read {scorer.reading}")
+    return "in chunks" if scorer.chunked else scorer.reading
+
+
+@torch.no_grad()
+def _ordinary_losses(model: Any, ids: Tensor) -> Tensor:
+    """(tokens - 1,), from the logits of one forward."""
+    logits = model(input_ids=ids[None], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[1:], reduction="none")
+
+
 CHECKS: Mapping[str, Callable[[Any, Entry], str]] = dict(
-    zip(COLUMNS, (static, length_dependent, remapping, conversion), strict=True)
+    zip(COLUMNS, (static, length_dependent, remapping, conversion, measured), strict=True)
 )
 
 
@@ -227,7 +265,7 @@ def refused(model: Any, entry: Entry) -> str:
     raise WrongError("a model without a rotary embedding was patched")
 
 
-WITHOUT_ROPE = dict.fromkeys(COLUMNS[:3], refused) | {"conversion": conversion}
+WITHOUT_ROPE = dict.fromkeys(COLUMNS[:3], refused) | {"conversion": conversion, "measured": measured}
 
 
 def measure(entry: Entry) -> dict[str, Any]:
@@ -332,9 +370,12 @@ def _for_the_record(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the result: what works, and in a few words why not."""
     kept = {key: value for key, value in row.items() if key not in COLUMNS}
     for column in COLUMNS:
-        reason = row[column].get("reason")
-        found = next((words for said, words in BECAUSE.items() if reason and said in reason), reason)
-        kept[column] = {"works": True} if row[column]["works"] else {"works": False, "because": found}
+        works, reason = row[column]["works"], row[column].get("reason")
+        if works and column == "measured" and (how := row[column]["how"]) != "in chunks":
+            reason = how
+        kept[column] = {"works": works}
+        if reason:
+            kept[column]["because"] = next((words for said, words in BECAUSE.items() if said in reason), reason)
     return kept
 
 

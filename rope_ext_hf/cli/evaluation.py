@@ -349,6 +349,7 @@ def _measure(
             workers=workers,
             progress=bar.advance,
             started=started,
+            reading=(lambda how: print_note("read", how)) if first else None,
         )
     if first and show:
         _print_run(run, as_json)

@@ -1,0 +1,157 @@
+"""Attention of a chunk of tokens to everything before it, without a mask tensor: what the scorer reads texts with.
+
+transformers describes every mask by a function of indices before it makes a tensor of it. Here the description alone
+goes to the attention modules (`MaskRule`), so that a window counts wherever a model class states it: in its mask, or in
+its mask and its attention's keywords. Whatever is more than causality with a window or with chunks is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
+from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
+from rope_ext_hf.patches.attention_interface import (
+    UNSUPPORTED_KWARGS,
+    chunk_size,
+    is_sliding,
+    register_attention,
+    use_attention,
+)
+
+__all__ = ["NotReadInChunksError", "chunked_attention", "reading_in_chunks"]
+
+ATTENTION = "rope_ext_hf.chunks"
+
+UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
+"""Keywords that change which keys count, or how much; `indices` are the keys that an index has chosen."""
+
+
+class NotReadInChunksError(Exception):
+    """A model that needs something when it is read that reading in chunks does not have; the message is the reason."""
+
+
+class MaskReadError(NotReadInChunksError, AttributeError):
+    """A decoder that works with its mask itself; an AttributeError, so that `hasattr` is False (accelerate asks)."""
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What a mask says, in place of the mask.
+
+    Attributes:
+        window: keys a query sees, itself included; None: no window.
+        chunk: queries see keys of their own chunk of so many tokens alone, counted from the first token; None: all.
+        past: tokens before the queries.
+        keys: keys that the layer's cache hands out, those of the queries included.
+    """
+
+    window: int | None
+    chunk: int | None
+    past: int
+    keys: int
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MaskReadError(f"its decoder works with its attention mask itself (.{name})")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
+
+
+def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
+    """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`.
+
+    Raises:
+        NotReadInChunksError: a mask of another kind.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    window = chunk = None
+    padding: Tensor | None = kwargs.get("attention_mask")  # some decoders make one of ones
+    if padding is not None and not bool(padding.all()):
+        raise NotReadInChunksError("its decoder hides some tokens from all others")
+    if is_sliding(kwargs):
+        window = kwargs["local_size"]
+    elif (size := chunk_size(kwargs)) is not None:
+        chunk = size
+    elif kwargs.get("mask_function") is not causal_mask_function:
+        raise NotReadInChunksError("its mask is another one than causality, with or without a window")
+    return MaskRule(window, chunk, int(kwargs["q_offset"]), kwargs["kv_length"])
+
+
+def chunked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | Tensor | None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of the newest queries to a cache that ends with their own keys.
+
+    Args:
+        query: (batch, heads, tokens, head_dim).
+        key, value: (batch, kv_heads, past + tokens, head_dim); heads share them in groups.
+        attention_mask: None: causality alone, where the model class asks transformers for no mask.
+        given: transformers' keywords: `scaling`, `softcap`, `s_aux`, and `sliding_window`, which the mask has as well.
+
+    Returns:
+        (batch, tokens, heads, head_dim), None for the weights.
+
+    Raises:
+        NotReadInChunksError: mask tensors, position biases or other additions to the scores.
+    """
+    unknown = [name for name in UNSUPPORTED if given.get(name) is not None]
+    if unknown:
+        raise NotReadInChunksError(f"its attention is given {', '.join(unknown)}")
+    if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
+        raise NotReadInChunksError("its attention is not causal")
+    if isinstance(attention_mask, Tensor):
+        raise NotReadInChunksError("its decoder makes a mask of its own")
+    tokens, keys = query.shape[-2], key.shape[-2]
+    rule = MaskRule(None, None, keys - tokens, keys) if attention_mask is None else attention_mask
+    if rule.keys != keys:
+        raise NotReadInChunksError(f"its attention has {keys} keys for {rule.keys} tokens")
+    if given.get("sliding_window") not in (None, rule.window):
+        # sdpa and eager attention follow the mask, flash attention the keyword: which one is meant is unknown
+        raise NotReadInChunksError(
+            f"its mask has the window {rule.window}, its attention the window {given['sliding_window']}"
+        )
+    given["dropout"] = 0.0  # whatever mode the model is in
+    if rule.chunk is None:
+        return _attend(rule.window, query, key, value, given)
+    # Chunks of attention: the queries of each see keys from its beginning on, causally and nothing else.
+    first_key = rule.past + tokens - keys  # a sliding-window cache has dropped those before
+    parts = []
+    start, end = rule.past, rule.past + tokens
+    while start < end:
+        begin = start // rule.chunk * rule.chunk
+        stop = min(begin + rule.chunk, end)
+        here = slice(begin - first_key, stop - first_key)
+        some = query[:, :, start - rule.past : stop - rule.past]
+        parts.append(_attend(None, some, key[:, :, here], value[:, :, here], given)[0])
+        start = stop
+    return torch.cat(parts, dim=1), None
+
+
+def _attend(
+    window: int | None, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+) -> tuple[Tensor, None]:
+    positions = torch.arange(key.shape[-2], device=query.device)[None]  # what counts is their distance
+    every = TokenPositions(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
+    return attend_from_kwargs(LocalAttention(window), None, every, query, key, value, None, **given)
+
+
+@contextmanager
+def reading_in_chunks(model: nn.Module) -> Iterator[None]:
+    """Every attention module of this model uses `chunked_attention`, until the end of the block."""
+    register_attention(ATTENTION, chunked_attention, mask_rule)
+    with use_attention(model, ATTENTION):
+        yield
