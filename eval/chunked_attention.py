@@ -25,7 +25,7 @@ from rope_ext_hf.patches.attention_interface import (
     use_attention,
 )
 
-__all__ = ["NotReadInChunksError", "chunked_attention", "reading_in_chunks"]
+__all__ = ["NotReadInChunksError", "reading_in_chunks"]
 
 ATTENTION = "rope_ext_hf.chunks"
 

@@ -95,7 +95,7 @@ def test_reading_in_chunks_changes_nothing(name: str) -> None:
     torch.testing.assert_close(scorer.losses(ids, 5), expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(scorer.losses(ids[:60], 5), expected[:55], atol=2e-5, rtol=0)  # the cache used again
     assert model.config._attn_implementation == implementation
-    assert scorer.chunked or name == "llama4"  # chunked attention
+    assert scorer.chunked
 
 
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
@@ -182,10 +182,20 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_length() -> None:
 
 def test_a_head_that_cannot_be_run_apart_is_measured_through_the_whole_model() -> None:
     model = build("llama")
-    model.config.logit_scale = 2.0  # a key the model's own forward does not read: run apart, logits would be doubled
+    model.register_forward_hook(lambda module, args, output: output | {"logits": 2 * output.logits})
     document = tokens("a", 64, 5)
     (result,) = perplexity(model, [document], lengths=[64], targets=7, bos=False)
     assert not TokenScorer(model).chunked
+    assert result.loss == pytest.approx(nats(model, document.ids, range(57, 64)) / 7, abs=1e-5)
+
+
+def test_a_scale_that_the_forward_of_a_model_leaves_out_is_left_out() -> None:
+    """As Aya Vision does, whose text part has one."""
+    model = build("llama")
+    model.config.logit_scale = 2.0
+    document = tokens("a", 64, 5)
+    (result,) = perplexity(model, [document], lengths=[64], targets=7, bos=False)
+    assert TokenScorer(model).chunked
     assert result.loss == pytest.approx(nats(model, document.ids, range(57, 64)) / 7, abs=1e-5)
 
 
