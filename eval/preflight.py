@@ -222,8 +222,8 @@ def cached_per_token(config: Any) -> int:
 def widest_activation(config: Any) -> int:
     """Numbers per token of the widest activation of a decoder."""
     stated = getattr(config, "intermediate_size", None) or 0
-    widths = [stated] if isinstance(stated, int) else stated  # one per layer in some families
-    return max(*widths, 4 * config.hidden_size)
+    widths = [stated] if isinstance(stated, int) else list(stated)  # one per layer in some families
+    return int(max(*widths, 4 * config.hidden_size))
 
 
 def _heads(config: Any) -> tuple[int, int]:

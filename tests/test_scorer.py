@@ -94,7 +94,8 @@ def test_every_class_is_measured_or_refused_by_name(entry: Entry) -> None:
 @pytest.mark.parametrize("of_type", HYBRIDS)
 def test_patched_hybrids(of_type: str, method: str) -> None:
     model = tiny(of_type)
-    rope.patch(model, method, **({"window": 32} if method == "rerope" else {"factor": 4} if method == "yarn" else {}))
+    params: dict[str, Any] = {"yarn": {"factor": 4}, "rerope": {"window": 32}}.get(method, {})
+    rope.patch(model, method, **params)
     ids = tokens(200)
     with rope.fixed_length(model, 200):
         expected = ordinary_losses(model, ids)
