@@ -4,8 +4,8 @@
     (1, 2, 3)
 
 The tokens of byte-level BPE and of byte fallback name their bytes: these are counted where they spell the text. A
-normalised text goes by offsets. These count characters, and every token of a character ends where the character does: its
-bytes are divided evenly among its tokens, if their names do not spell it.
+normalised text goes by offsets. These count characters, and every token of a character ends where the character does:
+its bytes are divided evenly among its tokens, if their names do not spell it.
 """
 
 from __future__ import annotations
@@ -111,4 +111,4 @@ def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[
     shares = ((before[c + 1] - before[c]) / max(1, count) for c, count in zip(range(first, last), owners, strict=False))
     sums = [0.0, *accumulate(shares)]
     ends = accumulate(sums[stop - first] - sums[start - first] for start, stop in offsets)
-    return [*(before[first] + round(end) for end in ends)][:-1] + [before[last]]  # exact in the last place too
+    return [min(before[first] + round(end), before[last]) for end in ends]
