@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 
 from rope_ext_hf.eval.results import Result, Retrieval
 from rope_ext_hf.eval.tables import by_method, by_method_and_depth, loss_lines
-from rope_ext_hf.pictures.drawing import new_figure, plot_text
-from rope_ext_hf.pictures.result_plots import draw_heat_map, draw_lines, line_styles
+from rope_ext_hf.pictures.drawing import LOADED, picture, plot_text
+from rope_ext_hf.pictures.result_plots import draw_curves, draw_heat_map, line_styles
 
 __all__ = ["Overview"]
 
-_LOADED = "as loaded"
 R = TypeVar("R", Result, Retrieval)
 
 
@@ -57,7 +56,7 @@ class Overview:
         def beyond(name: str) -> float:
             return sum(share for length, share in self.found[name].items() if length > self.context_length)
 
-        return max((name for name in self.found if name != _LOADED), key=beyond)
+        return max((name for name in self.found if name != LOADED), key=beyond)
 
     def conclusions(self) -> tuple[str, str, str]:
         """One line each: for bits per byte, for retrieval by length, for retrieval by depth."""
@@ -67,16 +66,16 @@ class Overview:
         at = {
             name: {r.length: r.bits_per_byte for r in rows} for name, rows in _by_short_name(self.perplexities).items()
         }
-        longest = max(at[_LOADED])
-        best = min((name for name in at if name != _LOADED), key=lambda name: at[name].get(longest, float("inf")))
+        longest = max(at[LOADED])
+        best = min((name for name in at if name != LOADED), key=lambda name: at[name].get(longest, float("inf")))
         return (
-            f"As loaded, the loss rises from {at[_LOADED][self.context_length]:.2f} bits per byte at "
-            f"{self.context_length:,} to {at[_LOADED][longest]:.2f} at {longest:,}; with {best} it is "
+            f"As loaded, the loss rises from {at[LOADED][self.context_length]:.2f} bits per byte at "
+            f"{self.context_length:,} to {at[LOADED][longest]:.2f} at {longest:,}; with {best} it is "
             f"{at[best][longest]:.2f}."
         )
 
     def _of_retrieval(self) -> str:
-        loaded, best = self.found[_LOADED], self.found[self.best]
+        loaded, best = self.found[LOADED], self.found[self.best]
         longest = max(best)
         return (
             f"As loaded, {loaded[self.context_length]:.0%} of the answers are found at {self.context_length:,} and "
@@ -110,43 +109,40 @@ class Overview:
         by_name = zip(_by_short_name(self.perplexities), loss_lines(self.perplexities).values(), strict=True)
         losses = dict(by_name)
         styles = line_styles(list(dict.fromkeys([*losses, *self.found])))
-        figure = new_figure(12.4, 8.6)
-        (left, right), below = figure.subplots(2, 2, height_ratios=(5, 4))
+        with picture(path, 12.4, 8.6) as figure:
+            (left, right), below = figure.subplots(2, 2, height_ratios=(5, 4))
 
-        most = max(value for points in losses.values() for _, value in points)
-        draw_lines(left, losses, styles, self.context_length, (0.0, 1.15 * most))
-        left.set_ylabel("bits per byte (lower is better)")
-        left.set_title("Loss on the same held-out text, by context length", fontsize=11)
-        _conclude(left, of_loss)
+            most = max(value for points in losses.values() for _, value in points)
+            draw_curves(left, losses, styles, self.context_length, (0.0, 1.15 * most))
+            left.set_ylabel("bits per byte (lower is better)")
+            left.set_title("Loss on the same held-out text, by context length", fontsize=11)
+            _conclude(left, of_loss)
 
-        shares = {name: list(row.items()) for name, row in self.found.items()}
-        draw_lines(right, shares, styles, self.context_length, (-0.03, 1.15))
-        right.set_ylabel("answered exactly (higher is better)")
-        right.set_yticks([share / 5 for share in range(6)], [f"{share / 5:.0%}" for share in range(6)])
-        keys = f"one of {one.keys} statements" if one.keys > 1 else "a statement"
-        right.set_title(f"Retrieval: {keys} in a long text is asked for at its end", fontsize=11)
-        _conclude(right, of_retrieval)
+            shares = {name: list(row.items()) for name, row in self.found.items()}
+            draw_curves(right, shares, styles, self.context_length, (-0.03, 1.15))
+            right.set_ylabel("answered exactly (higher is better)")
+            right.set_yticks([share / 5 for share in range(6)], [f"{share / 5:.0%}" for share in range(6)])
+            keys = f"one of {one.keys} statements" if one.keys > 1 else "a statement"
+            right.set_title(f"Retrieval: {keys} in a long text is asked for at its end", fontsize=11)
+            _conclude(right, of_retrieval)
 
-        by_depth = dict(zip(self.found, by_method_and_depth(self.retrievals).values(), strict=True))
-        lengths = sorted({r.length for r in self.retrievals})
-        depths = sorted({r.depth for r in self.retrievals})
-        for axes, name in zip(below, (_LOADED, self.best), strict=True):
-            draw_heat_map(axes, by_depth[name], lengths, depths, self.context_length)
-            axes.set_title(plot_text(f"Retrieval by depth, {name}", 80), fontsize=11)
-            axes.set_ylabel("depth of the statement (0%: first)")
-        note = (
-            f"{one.trials} questions per cell; rank among {one.distractors + 1} answers (by luck {one.chance_rank:g})"
-        )
-        _conclude(below[0], note)
-        _conclude(below[1], of_depth)
-        figure.suptitle(plot_text(title), fontsize=13)
-        figure.savefig(path, format="png")
+            by_depth = dict(zip(self.found, by_method_and_depth(self.retrievals).values(), strict=True))
+            lengths = sorted({r.length for r in self.retrievals})
+            depths = sorted({r.depth for r in self.retrievals})
+            for axes, name in zip(below, (LOADED, self.best), strict=True):
+                draw_heat_map(axes, by_depth[name], lengths, depths, self.context_length)
+                axes.set_title(plot_text(f"Retrieval by depth, {name}", 80), fontsize=11)
+                axes.set_ylabel("depth of the statement (0%: first)")
+            luck = f"rank among {one.distractors + 1} answers (by luck {one.chance_rank:g})"
+            _conclude(below[0], f"{one.trials} questions per cell; {luck}")
+            _conclude(below[1], of_depth)
+            figure.suptitle(plot_text(title), fontsize=13)
 
 
 def _by_short_name(results: Sequence[R]) -> dict[str, list[R]]:
     """Results by method and factor, without further parameters where that tells them apart."""
     rows = by_method(results)
-    names = {name: name if name == _LOADED else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in rows}
+    names = {name: name if name == LOADED else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in rows}
     return rows if len(set(names.values())) < len(rows) else {names[name]: row for name, row in rows.items()}
 
 

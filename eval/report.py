@@ -9,10 +9,8 @@ linked pictures are not embedded.
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,21 +24,11 @@ from rope_ext_hf.eval.results import (
     Retrieval,
     labels,
     method_key,
-    perplexity_from_loss,
 )
 from rope_ext_hf.eval.run_folder import Run
-from rope_ext_hf.eval.tables import (
-    best_of_lengths,
-    by_method,
-    by_method_and_depth,
-    loss_lines,
-    perplexity_text,
-    retrieval_caption,
-    scored_text,
-    throughput_text,
-)
+from rope_ext_hf.eval.tables import by_method_and_depth, loss_lines, run_table, throughput_text
 from rope_ext_hf.files import atomic_file, json_text
-from rope_ext_hf.pictures.html_page import MAX_PICTURE_BYTES, embedded_picture, html_page, provenance
+from rope_ext_hf.pictures.html_page import MAX_PICTURE_BYTES, embedded_picture, html_page, html_table, provenance
 from rope_ext_hf.pictures.result_plots import curves, heat_map
 
 __all__ = ["write_files"]
@@ -114,13 +102,12 @@ def _page(run: Run[Any], view: _View, picture: Path | None) -> str:
         f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.context_length:,} tokens as loaded. "
         f"{len(settings['items'])} {view.items}. Read on {settings['device']}{view.speed(run)}. {versions}."
     )
+    table = run_table(run, detailed=True)
     return html_page(
         _title(run),
         summary,
         *(_embedded(path) for path in [*([picture] if picture else []), *others]),
-        f"<h2>{view.heading}</h2>",
-        f'<div class="wide">{view.table(run)}</div>',
-        f"<p><small>{html.escape(view.caption(run) if run.results else 'Nothing is finished yet.')}</small></p>",
+        "<p>Nothing is finished yet.</p>" if table is None else html_table(table),
         provenance("Everything these numbers depend on", settings),
     )
 
@@ -130,11 +117,6 @@ def _embedded(path: Path) -> str:
         return embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES))
     except FileError:
         return ""
-
-
-def _lengths_head(run: Run[Any]) -> tuple[list[int], str]:
-    lengths = sorted({result.length for result in run.results})
-    return lengths, "".join(f"<th>{n:,}<br><small>{n / run.context_length:g}x</small></th>" for n in lengths)
 
 
 # --- perplexity -------------------------------------------------------------------------------------------------------
@@ -151,36 +133,6 @@ def _perplexity_rows(run: Run[Result]) -> Iterable[list[Any]]:
         ]
 
 
-def _perplexity_html(run: Run[Result]) -> str:
-    lengths, head = _lengths_head(run)
-    best = best_of_lengths(run.results)
-    rows = []
-    for name, row in by_method(run.results).items():
-        at = {result.length: result for result in row}
-        cells = "".join(_perplexity_cell(at.get(n), best[n]) for n in lengths)
-        increase = run.loss_increase(row[0].method)
-        shown = ""
-        if increase is not None:
-            shown = f"{increase[0]:+.3f}<br><small>{increase[1]:+.3f} to {increase[2]:+.3f}</small>"
-        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}<td>{shown}</td></tr>")
-    head += f"<th>loss increase<br>at {run.context_length:,}</th>"
-    return f"<table><tr><th>method</th>{head}</tr>{''.join(rows)}</table>"
-
-
-def _perplexity_cell(result: Result | None, best: float) -> str:
-    if result is None:
-        return "<td></td>"
-    if not math.isfinite(result.loss):
-        names = ", ".join(result.nonfinite)
-        return f'<td class="bad">not finite<br><small>{html.escape(printable(names))}</small></td>'
-    mark = ' class="best"' if result.loss == best else ""
-    low, high = (perplexity_text(perplexity_from_loss(bound)) for bound in (result.low, result.high))
-    return (
-        f"<td{mark}>{perplexity_text(result.perplexity)}"
-        f"<br><small>{result.bits_per_byte:.3f} b/B<br>{low} to {high}</small></td>"
-    )
-
-
 # --- retrieval --------------------------------------------------------------------------------------------------------
 
 
@@ -193,30 +145,11 @@ def _retrieval_rows(run: Run[Retrieval]) -> Iterable[list[Any]]:
         ]
 
 
-def _retrieval_html(run: Run[Retrieval]) -> str:
-    lengths, head = _lengths_head(run)
-    rows = [
-        f"<tr><td>{html.escape(name)}</td><td>{depth:.0%}</td>"
-        + "".join(_retrieval_cell(row.get(length)) for length in lengths)
-        + "</tr>"
-        for name, depths in by_method_and_depth(run.results).items()
-        for depth, row in depths.items()
-    ]
-    return f"<table><tr><th>method</th><th>depth</th>{head}</tr>{''.join(rows)}</table>"
-
-
 def _luck(one: Retrieval) -> str:
     return (
         f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
         "grey where no better than chance"
     )
-
-
-def _retrieval_cell(result: Retrieval | None) -> str:
-    if result is None:
-        return "<td></td>"
-    mark = ' class="best"' if result.above_chance else ""
-    return f"<td{mark}>{result.exact_match:.0%}<br><small>rank {result.rank:.1f}</small></td>"
 
 
 # --- kinds of runs ----------------------------------------------------------------------------------------------------
@@ -226,20 +159,16 @@ def _retrieval_cell(result: Retrieval | None) -> str:
 class _View:
     """How one kind of run is shown."""
 
-    heading: str
     items: str
     columns: Sequence[str]
     rows: Callable[[Run[Any]], Iterable[list[Any]]]
     picture: str
     draw: Callable[[Run[Any], Path], None]
-    table: Callable[[Run[Any]], str]
-    caption: Callable[[Run[Any]], str]
     speed: Callable[[Run[Any]], str]
 
 
 _VIEWS = {
     "perplexity": _View(
-        heading="Perplexity by context length",
         items="documents",
         columns=(
             *("method", "length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token"),
@@ -251,16 +180,9 @@ _VIEWS = {
         draw=lambda run, path: curves(
             loss_lines(run.results), run.context_length, path, _title(run), "bits per byte (lower is better)"
         ),
-        table=_perplexity_html,
-        caption=lambda run: (
-            f"{scored_text(run.results[0])}. Below each perplexity: bits per byte, and the 95% interval of the "
-            "perplexity over documents. Loss increase: the loss of a method minus that of the model as loaded, at the "
-            "context length of the latter, in nats per token, with its interval paired by document."
-        ),
         speed=lambda run: f" at {throughput_text(run.results)}",
     ),
     "passkey": _View(
-        heading="Retrieval by depth and context length",
         items="prompts per length and depth",
         columns=(
             *("method", "task", "keys", "length", "depth", "top1", "rank", "exact_match", "trials", "distractors"),
@@ -270,11 +192,6 @@ _VIEWS = {
         picture="passkey.png",
         draw=lambda run, path: heat_map(
             by_method_and_depth(run.results), run.context_length, path, _title(run), _luck(run.results[0])
-        ),
-        table=_retrieval_html,
-        caption=lambda run: (
-            f"Exact match; below: mean rank. {retrieval_caption(run.results[0])}. Green: mean "
-            "rank better than chance by 3 standard errors."
         ),
         speed=lambda run: "",
     ),

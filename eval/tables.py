@@ -1,4 +1,4 @@
-"""Results as tables for a terminal.
+"""Results as tables, for a terminal and for a page.
 
 Names come from files and models and may hold anything: they go into tables as text, never as markup, with control
 characters escaped.
@@ -16,20 +16,16 @@ from rich.text import Text
 
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.eval.protocols import PROTOCOLS
-from rope_ext_hf.eval.results import Result, Retrieval, labels, method_key
+from rope_ext_hf.eval.results import Result, Retrieval, labels, method_key, perplexity_from_loss
 from rope_ext_hf.eval.run_folder import Run
 
 __all__ = [
-    "best_of_lengths",
     "by_method",
     "by_method_and_depth",
     "loss_lines",
     "perplexity_table",
-    "perplexity_text",
-    "retrieval_caption",
     "retrieval_table",
     "run_table",
-    "scored_text",
     "throughput_text",
 ]
 
@@ -104,54 +100,66 @@ def perplexity_text(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 
-def run_table(run: Run[Result] | Run[Retrieval]) -> Table | None:
-    """The table of a run's results; None where nothing is complete."""
+def run_table(run: Run[Result] | Run[Retrieval], *, detailed: bool = False) -> Table | None:
+    """The table of a run's results, `detailed` with the intervals of perplexities; None where nothing is complete."""
     if not run.results:
         return None
     perplexities = [result for result in run.results if isinstance(result, Result)]
     if not perplexities:
         return retrieval_table([r for r in run.results if isinstance(r, Retrieval)], run.context_length)
     increases = {name: run.loss_increase(row[0].method) for name, row in by_method(perplexities).items()}
-    return perplexity_table(perplexities, run.context_length, increases)
+    return perplexity_table(perplexities, run.context_length, increases, detailed=detailed)
 
 
 def perplexity_table(
-    results: Sequence[Result], context_length: int, increases: Mapping[str, Increase | None] | None = None
+    results: Sequence[Result],
+    context_length: int,
+    increases: Mapping[str, Increase | None] | None = None,
+    *,
+    detailed: bool = False,
 ) -> Table:
     """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
 
     Args:
         results: at least one.
         context_length: the length in tokens that the model as loaded is for.
-        increases: by label, how much higher the loss is at that length, in nats per token: a column more.
+        increases: by label, how much higher the loss is at that length than as loaded, in nats per token, and its 95%
+            interval, paired by document: a column more.
+        detailed: with a second line in each cell, the interval, or the documents whose loss is not finite.
     """
     lengths = sorted({result.length for result in results})
     best = best_of_lengths(results)
     title = f"Perplexity and (bits per byte) by context length; the model is for {context_length:,} tokens"
     shown = increases if increases and any(increases.values()) else None
     units = "; loss increase in nats per token" if shown else ""
-    view = _table(title, f"{scored_text(results[0])}; * best of a column{units}")
+    lines = "; below: the 95% interval over documents" if detailed else ""
+    view = _table(title, f"{scored_text(results[0])}; * best of a column{units}{lines}")
     view.add_column("method", overflow="fold")
     _add_lengths(view, lengths, context_length)
     if shown is not None:
         view.add_column(f"loss\nincrease\nat {context_length:,}", justify="right", overflow="fold")
     for name, row in by_method(results).items():
         at = {result.length: result for result in row}
-        cells = [_perplexity_cell(at.get(length), best[length]) for length in lengths]
+        cells = [_perplexity_cell(at.get(length), best[length], detailed) for length in lengths]
         if shown is not None:
             increase = shown.get(name)
-            cells.append(Text("" if increase is None else f"{increase[0]:+.3f}"))
+            interval = f"\n{increase[1]:+.3f} to {increase[2]:+.3f}" if increase and detailed else ""
+            cells.append(Text("" if increase is None else f"{increase[0]:+.3f}{interval}"))
         view.add_row(Text(name), *cells)
     return view
 
 
-def _perplexity_cell(result: Result | None, best: float) -> Text:
+def _perplexity_cell(result: Result | None, best: float, detailed: bool) -> Text:
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):
-        return Text("not finite", style="red")
-    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.2f})"
-    return Text(f"{text}*", style="bold green") if result.loss == best else Text(f"{text} ")
+        names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
+        return Text(f"not finite{names}", style="red")
+    mark = "*" if result.loss == best else " "
+    low, high = (perplexity_text(perplexity_from_loss(bound)) for bound in (result.low, result.high))
+    interval = f"\n{low} to {high}" if detailed else ""
+    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.2f}){mark}{interval}"
+    return Text(text, style="bold green" if mark == "*" else "")
 
 
 def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:

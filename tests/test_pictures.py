@@ -181,7 +181,7 @@ def test_unseen_angles() -> None:
 def texts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Every text of a picture, without the time it takes to paint it."""
     figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
 
     def read(rotary: Rotary, chosen: dict[str, RopeMethod], **kwargs: Any) -> list[str]:
         draw("unwritten.png", rotary, chosen, **kwargs)

@@ -114,7 +114,7 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("passkey.png", "report.html", "results.csv", "results.json")
     ]
-    assert Page(files.page).text.count("rank 1.5") == 8
+    assert Page(files.page).text.count("90%  1.5") == 8
     with files.csv.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["depth"] for row in rows] == ["0", "1"] * 4
@@ -166,7 +166,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     def missing(*_: object) -> None:
         raise ImportError("matplotlib")
 
-    monkeypatch.setattr(result_plots, "new_figure", missing)
+    monkeypatch.setattr(result_plots, "picture", missing)
     assert write_files(a_run(tmp_path, RESULTS)).picture is None
 
 

@@ -1,20 +1,47 @@
-"""What every picture here is drawn with: the figure, axes, texts, and names at the ends of lines.
+"""What every picture is drawn with: the figure and its file, axes, marks, and names at the ends of lines.
 
 Names come from files and models and may hold anything: `plot_text` makes them safe to draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import printable, short
 
-__all__ = ["finish_axes", "name_ends", "new_figure", "plot_text", "short_length"]
+__all__ = [
+    "LOADED",
+    "NOTE",
+    "PLAIN",
+    "RULE",
+    "Line",
+    "colour_bar",
+    "distance_axis",
+    "draw_lines",
+    "finish_axes",
+    "mark_distance",
+    "name_ends",
+    "picture",
+    "plot_text",
+    "short_length",
+]
+
+PLAIN = "#222222"
+"""The colour of plain RoPE, and of a model as loaded."""
+LOADED = "as loaded"
+RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
+NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
+Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
+"""Name, x, y, and matplotlib's settings, a colour among them."""
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure, in inches, that is saved without any window system.
+@contextmanager
+def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """An empty matplotlib figure, in inches, that becomes a PNG at `path` when the block ends; it needs no display.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -23,7 +50,9 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: install this package with its extra [eval]") from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    yield figure
+    figure.savefig(path, format="png")
 
 
 def plot_text(text: str, most: int = 120) -> str:
@@ -51,6 +80,44 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7
         axes.annotate(
             plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=size, color=colour, va="center"
         )
+
+
+def draw_lines(axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], size: float = 7) -> None:
+    """Lines with their names at their ends.
+
+    Args:
+        limits: the lowest and the highest value that is shown; None: as the lines have it.
+        size: of the names, in points.
+    """
+    for _, across, up, style in lines:
+        axes.plot(across, up, **style)
+    axes.set_ylim(*(own if given is None else given for own, given in zip(axes.get_ylim(), limits, strict=True)))
+    name_ends(axes, [(up[-1], name, style["color"]) for name, _, up, style in lines], size)  # once the scale is fixed
+
+
+def distance_axis(axes: Any, length: int) -> None:
+    """Distances from 1 to a length in tokens, by octaves, with at most nine ticks."""
+    octaves = math.floor(math.log2(length))
+    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, max(length, 2))
+    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
+    axes.minorticks_off()
+
+
+def mark_distance(axes: Any, tokens: int, text: str) -> None:
+    """A dotted line at a distance, the text beside its upper end."""
+    axes.axvline(tokens, **RULE)
+    at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points"}
+    axes.annotate(text, (tokens, 1), **at, ha="right", va="top", rotation=90, **NOTE)
+
+
+def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> Any:
+    """The scale of `image`, to the right of these axes of a figure or a part of one."""
+    bar = panel.colorbar(image, ax=list(axes), pad=0.01)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=7.5)
+    return bar
 
 
 def finish_axes(axes: Any, title: str, across: str, up: str) -> None:

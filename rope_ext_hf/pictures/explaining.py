@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
-from rope_ext_hf.pictures.html_page import embedded_picture, html_page, provenance
+from rope_ext_hf.pictures.html_page import embedded_picture, html_page, html_table, provenance
 from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
 from rope_ext_hf.pictures.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
 
@@ -94,10 +96,7 @@ def explain(
         printable(title),
         summary,
         *parts,
-        "<h2>Wavelengths in numbers</h2>",
-        f'<div class="wide">{_table(rotary, methods, length)}</div>',
-        "<p><small>A slow pair has no full cycle within the trained length. Unseen: pairs that reach, within the "
-        "length drawn, angles that did not occur in training.</small></p>",
+        html_table(_table(rotary, methods, length)),
         provenance("What the pictures are of", settings),
     )
     with atomic_file(page) as part:
@@ -110,10 +109,6 @@ def _sections(
 ) -> dict[str, _Section]:
     """Every picture by the name of its file."""
     slow = pairs_without_full_cycle(rotary.inv_freq(), rotary.trained_length)
-
-    def draw_all(path: Path) -> None:
-        with path.open("wb") as file:
-            draw(file, rotary, methods, extended_length=length, title=title)
 
     return {
         "angles": _Section(
@@ -153,24 +148,27 @@ def _sections(
             f"{slow} of {rotary.dim // 2} pairs have no full cycle in {rotary.trained_length:,} tokens. Beyond that "
             "length they reach angles that training never showed, which is why plain RoPE fails there; methods slow "
             "them down, or change the distances that are seen.",
-            draw_all,
+            lambda path: draw(path, rotary, methods, extended_length=length, title=title),
         ),
     }
 
 
-def _table(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> str:
+def _table(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> Table:
     """Wavelengths of a few pairs, and counts of slow pairs and unseen angles, by method."""
     pairs = sorted({round(share * (rotary.dim // 2 - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
-    head = "".join(f"<th>pair {pair}</th>" for pair in pairs)
-    rows = []
+    table = Table(
+        *("wavelength in tokens", *(f"pair {pair}" for pair in pairs), "slow pairs", "unseen"),
+        title="Wavelengths in numbers",
+        caption="A slow pair has no full cycle within the trained length. Unseen: pairs that reach, within the length "
+        "drawn, angles that did not occur in training.",
+    )
     everything = {"plain RoPE": rotary.inv_freq()} | {
         name: method.frequencies(rotary, length).inv_freq for name, method in methods.items()
     }
     for name, inv_freq in everything.items():
         wavelengths = (TWO_PI / inv_freq)[pairs].tolist()
-        cells = "".join(f"<td>{value:,.{0 if value >= 100 else 1}f}</td>" for value in wavelengths)
         slow = pairs_without_full_cycle(inv_freq, rotary.trained_length)
         unseen = int(unseen_angles(rotary, inv_freq, length).sum())
-        rows.append(f"<tr><td>{html.escape(printable(name))}</td>{cells}<td>{slow}</td><td>{unseen}</td></tr>")
-    title = f"<tr><th>wavelength in tokens</th>{head}<th>slow pairs</th><th>unseen</th></tr>"
-    return f"<table>{title}{''.join(rows)}</table>"
+        cells = (f"{value:,.{0 if value >= 100 else 1}f}" for value in wavelengths)
+        table.add_row(Text(name), *cells, str(slow), str(unseen))
+    return table

@@ -8,9 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 from rope_ext_hf.errors import printable
 
-__all__ = ["MAX_PICTURE_BYTES", "embedded_picture", "html_page", "provenance"]
+__all__ = ["MAX_PICTURE_BYTES", "embedded_picture", "html_page", "html_table", "provenance"]
 
 MAX_PICTURE_BYTES = 20_000_000
 
@@ -21,7 +24,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --line: #8884; --best: #2a7d2a; --bad: #b3261e; }}
+:root {{ color-scheme: light dark; --line: #8884; --green: #2a7d2a; --red: #b3261e; }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }}
 h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
@@ -30,7 +33,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-sp
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
 td small {{ color: GrayText; }}
-.best {{ color: var(--best); font-weight: 600; }} .bad {{ color: var(--bad); }}
+.green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
 pre {{ overflow-x: auto; font-size: .8rem; }}
 </style>
 </head>
@@ -53,6 +56,33 @@ def html_page(title: str, summary: str, *parts: str) -> str:
     return _PAGE.format(
         title=html.escape(title), summary=html.escape(printable(summary)), body="\n".join(filter(None, parts))
     )
+
+
+def html_table(table: Table) -> str:
+    """A table of a terminal, with its title and its caption.
+
+    Further lines of a head or a cell stand small below the first one; a style becomes classes.
+    """
+    head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
+    rows = "".join(
+        f"<tr>{''.join(map(_cell, row))}</tr>\n"
+        for row in zip(*(column.cells for column in table.columns), strict=True)
+    )
+    title, caption = (html.escape(printable(str(text or ""))) for text in (table.title, table.caption))
+    return (
+        f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
+        f"<p><small>{caption}</small></p>"
+    )
+
+
+def _cell(cell: Any) -> str:
+    style = f' class="{html.escape(str(cell.style))}"' if isinstance(cell, Text) and cell.style else ""
+    return f"<td{style}>{_lines(str(cell))}</td>"
+
+
+def _lines(text: str) -> str:
+    first, *others = (html.escape(printable(line.strip())) for line in text.split("\n"))
+    return first + "".join(f"<br><small>{line}</small>" for line in others)
 
 
 def provenance(summary: str, values: Mapping[str, Any]) -> str:

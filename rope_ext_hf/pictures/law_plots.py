@@ -5,34 +5,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.pictures.attention_vectors import mean_scores
-from rope_ext_hf.pictures.drawing import finish_axes, name_ends, new_figure, short_length
+from rope_ext_hf.pictures.drawing import PLAIN, Line, colour_bar, draw_lines, finish_axes, picture
 from rope_ext_hf.pictures.rope_plots import (
-    MethodCurve,
+    DISTANCE,
     decay,
     distance_bins,
+    draw_by_distance,
     method_curves,
+    middles,
     pairs_without_full_cycle,
-    seen_distances,
 )
 
 __all__ = ["draw_angles", "draw_bound", "draw_rotated", "draw_scores", "draw_similarity"]
 
-_DISTANCE = "distance m - n (tokens)"
 _BOUND = "mean |S_j|"
-_PLAIN = "#222222"
 _NEAR = 256  # the distances of the figure that introduced RoPE
-Curve = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
-"""A line: name, x, y, style."""
 
 
 def draw_angles(path: str | Path, rotary: Rotary, positions: int = _NEAR) -> None:
@@ -42,15 +37,16 @@ def draw_angles(path: str | Path, rotary: Rotary, positions: int = _NEAR) -> Non
         ImportError: matplotlib is not installed.
     """
     angles = torch.arange(positions).double()[:, None] * rotary.inv_freq()
-    figure = new_figure(9, 3.6)
-    for axes, name, values in zip(
-        figure.subplots(1, 2, sharey=True), ("cos", "sin"), (angles.cos(), angles.sin()), strict=True
-    ):
-        image = axes.imshow(values.T.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-        finish_axes(axes, f"{name}(m theta_i)", "position m", "pair i, fastest first" if name == "cos" else "")
-        axes.grid(visible=False)
-    figure.colorbar(image, ax=figure.axes, pad=0.01).ax.tick_params(labelsize=7.5)
-    figure.savefig(path, format="png")
+    with picture(path, 9, 3.6) as figure:
+        for axes, name, values in zip(
+            figure.subplots(1, 2, sharey=True), ("cos", "sin"), (angles.cos(), angles.sin()), strict=True
+        ):
+            image = axes.imshow(
+                values.T.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"
+            )
+            finish_axes(axes, f"{name}(m theta_i)", "position m", "pair i, fastest first" if name == "cos" else "")
+            axes.grid(visible=False)
+        colour_bar(figure, image, figure.axes)
 
 
 def draw_similarity(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
@@ -61,14 +57,13 @@ def draw_similarity(path: str | Path, rotary: Rotary, methods: Mapping[str, Rope
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = new_figure(10.5, 3.8)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
-    near = torch.arange(_NEAR + 1)
-    left.plot(near, _cosines(rotary.inv_freq(), near), color=_PLAIN, linewidth=1.4)
-    finish_axes(left, f"Similarity by offset, 0 to {_NEAR}", _DISTANCE, "mean cos((m - n) theta_i)")
-    _draw_methods(right, rotary, method_curves(rotary, methods, length), length, _cosines)
-    finish_axes(right, f"The same up to {length:,} tokens, mean over 1/8 octave", _DISTANCE, "")
-    figure.savefig(path, format="png")
+    with picture(path, 10.5, 3.8) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
+        near = torch.arange(_NEAR + 1)
+        left.plot(near, _cosines(rotary.inv_freq(), near), color=PLAIN, linewidth=1.4)
+        finish_axes(left, f"Similarity by offset, 0 to {_NEAR}", DISTANCE, "mean cos((m - n) theta_i)")
+        draw_by_distance(right, rotary, method_curves(rotary, methods, length), length, _cosines)
+        finish_axes(right, f"The same up to {length:,} tokens, mean over 1/8 octave", DISTANCE, "")
 
 
 def draw_bound(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
@@ -79,31 +74,32 @@ def draw_bound(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMetho
     """
     near = torch.arange(_NEAR + 1)
 
-    def lines(geometries: Iterable[tuple[str, Rotary]], *, relative: bool = False) -> list[Curve]:
-        made: list[Curve] = []
+    def lines(geometries: Iterable[tuple[str, Rotary]], *, relative: bool = False) -> list[Line]:
+        made: list[Line] = []
         for index, (name, geometry) in enumerate(geometries):
             values = decay(geometry.theta_inv_freq(), near)
             values = values / values[0] if relative else values
             made.append((name, near.tolist(), values.tolist(), {"color": f"C{index}", "linewidth": 1.3}))
         return made
 
-    figure = new_figure(10.5, 7.2)
-    (first, by_theta), (by_dims, by_method) = figure.subplots(2, 2)
-    dim, theta, trained = rotary.dim, rotary.theta, rotary.trained_length
-    first.plot(near, decay(rotary.inv_freq(), near), color=_PLAIN, linewidth=1.4)
-    finish_axes(first, f"The bound: d = {dim}, theta = {theta:,.10g}", _DISTANCE, _BOUND)
-    thetas = [100.0, 1e4, 5e5, 1e7]
-    _draw_lines(by_theta, lines((f"theta {value:,.10g}", Rotary(dim, value, trained)) for value in thetas), bottom=0)
-    finish_axes(by_theta, f"By theta, d = {dim}: a larger base falls less", _DISTANCE, _BOUND)
-    dims = [16, 32, 64, 128, 256]
-    _draw_lines(
-        by_dims, lines(((f"d {value}", Rotary(value, theta, trained)) for value in dims), relative=True), bottom=0
-    )
-    finish_axes(by_dims, f"By dims, theta = {theta:,.10g}: fewer dims, more ripple", _DISTANCE, f"{_BOUND} / at 0")
-    _draw_methods(by_method, rotary, method_curves(rotary, methods, length), length, decay, bottom=0)
-    finish_axes(by_method, f"By method, to {length:,} tokens, mean over 1/8 octave", _DISTANCE, _BOUND)
-    first.set_ylim(bottom=0)
-    figure.savefig(path, format="png")
+    with picture(path, 10.5, 7.2) as figure:
+        (first, by_theta), (by_dims, by_method) = figure.subplots(2, 2)
+        dim, theta, trained = rotary.dim, rotary.theta, rotary.trained_length
+        first.plot(near, decay(rotary.inv_freq(), near), color=PLAIN, linewidth=1.4)
+        finish_axes(first, f"The bound: d = {dim}, theta = {theta:,.10g}", DISTANCE, _BOUND)
+        thetas = [100.0, 1e4, 5e5, 1e7]
+        draw_lines(
+            by_theta, lines((f"theta {value:,.10g}", Rotary(dim, value, trained)) for value in thetas), (0, None)
+        )
+        finish_axes(by_theta, f"By theta, d = {dim}: a larger base falls less", DISTANCE, _BOUND)
+        dims = [16, 32, 64, 128, 256]
+        draw_lines(
+            by_dims, lines(((f"d {value}", Rotary(value, theta, trained)) for value in dims), relative=True), (0, None)
+        )
+        finish_axes(by_dims, f"By dims, theta = {theta:,.10g}: fewer dims, more ripple", DISTANCE, f"{_BOUND} / at 0")
+        draw_by_distance(by_method, rotary, method_curves(rotary, methods, length), length, decay, (0, None))
+        finish_axes(by_method, f"By method, to {length:,} tokens, mean over 1/8 octave", DISTANCE, _BOUND)
+        first.set_ylim(bottom=0)
 
 
 def draw_scores(
@@ -130,31 +126,30 @@ def draw_scores(
     """
     near = torch.arange(_NEAR + 1)
     widths = (1.0,) if trained is None else (1.0, 1.35)
-    figure = new_figure(4.5 * sum(widths), 3.9)
-    panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-    for colour, name, values in (
-        ("C0", "k = q", _random_scores(rotary, samples, near, same=True)),
-        ("C1", "q and k independent", _random_scores(rotary, samples, near, same=False)),
-    ):
-        mean, spread = values.mean(0), values.std(0)
-        panels[0].fill_between(near, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
-        panels[0].plot(near, mean, color=colour, linewidth=1.4, label=f"{name}: mean, and one standard deviation")
-    panels[0].legend(fontsize=7.5, frameon=False)
-    finish_axes(panels[0], f"{samples} random q and k, plain RoPE", _DISTANCE, "cosine of rotated q and k")
-    if trained is not None:
-        curves = method_curves(rotary, methods, length)
+    with picture(path, 4.5 * sum(widths), 3.9) as figure:
+        panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+        for colour, name, values in (
+            ("C0", "k = q", _random_scores(rotary, samples, near, same=True)),
+            ("C1", "q and k independent", _random_scores(rotary, samples, near, same=False)),
+        ):
+            mean, spread = values.mean(0), values.std(0)
+            panels[0].fill_between(near, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+            panels[0].plot(near, mean, color=colour, linewidth=1.4, label=f"{name}: mean, and one standard deviation")
+        panels[0].legend(fontsize=7.5, frameon=False)
+        finish_axes(panels[0], f"{samples} random q and k, plain RoPE", DISTANCE, "cosine of rotated q and k")
+        if trained is not None:
+            curves = method_curves(rotary, methods, length)
 
-        def heads(inv_freq: Tensor, distances: Tensor) -> Tensor:
-            return mean_scores(trained, inv_freq, distances)
+            def heads(inv_freq: Tensor, distances: Tensor) -> Tensor:
+                return mean_scores(trained, inv_freq, distances)
 
-        bins = distance_bins(length)
-        shares = torch.stack([heads(curves[0].inv_freq, part).mean(-1) for part in bins], -1)
-        low, high = shares.quantile(0.1, dim=0), shares.quantile(0.9, dim=0)
-        panels[1].fill_between(_middles(bins), low, high, color="#999999", alpha=0.2, linewidth=0, zorder=0)
-        _draw_methods(panels[1], rotary, curves, length, lambda inv_freq, distances: heads(inv_freq, distances).mean(0))
-        title = f"Trained q and k, mean over {len(trained)} heads. Grey: 80% of heads, plain RoPE"
-        finish_axes(panels[1], title, _DISTANCE, "")
-    figure.savefig(path, format="png")
+            bins = distance_bins(length)
+            shares = torch.stack([heads(curves[0].inv_freq, part).mean(-1) for part in bins], -1)
+            low, high = shares.quantile(0.1, dim=0), shares.quantile(0.9, dim=0)
+            panels[1].fill_between(middles(bins), low, high, color="#999999", alpha=0.2, linewidth=0, zorder=0)
+            draw_by_distance(panels[1], rotary, curves, length, lambda *at: heads(*at).mean(0))
+            title = f"Trained q and k, mean over {len(trained)} heads. Grey: 80% of heads, plain RoPE"
+            finish_axes(panels[1], title, DISTANCE, "")
 
 
 def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, contents: int = 2) -> None:
@@ -163,7 +158,6 @@ def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, cont
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
     """
-    figure = new_figure(10.5, 3.8)
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
@@ -181,22 +175,22 @@ def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, cont
         f"{slow} slow pairs, no cycle in {positions} tokens": slice(pairs - slow, None),
     }
     marks = "o^sDv"
-    for axes, (name, part) in zip(figure.subplots(1, 3), parts.items(), strict=True):
-        axes.set_title(name, fontsize=9)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        flat = torch.view_as_real(rotated[..., part]).flatten(2).flatten(0, 1).numpy()
-        if not flat.size:
-            continue
-        places = TSNE(perplexity=30, random_state=0, init="pca").fit_transform(flat)
-        places = places.reshape(contents, positions, -1)
-        for index, own in enumerate(places):
-            image = axes.scatter(*own.T[:2], c=range(positions), s=7, marker=marks[index % 5], cmap="viridis")
-    bar = figure.colorbar(image, ax=figure.axes, pad=0.01)
-    bar.set_label("position", fontsize=8)
-    bar.ax.tick_params(labelsize=7.5)
-    figure.suptitle(f"t-SNE of {contents} vectors (marks), each rotated to positions 0 to {positions - 1}", fontsize=10)
-    figure.savefig(path, format="png")
+    with picture(path, 10.5, 3.8) as figure:
+        for axes, (name, part) in zip(figure.subplots(1, 3), parts.items(), strict=True):
+            axes.set_title(name, fontsize=9)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            flat = torch.view_as_real(rotated[..., part]).flatten(2).flatten(0, 1).numpy()
+            if not flat.size:
+                continue
+            places = TSNE(perplexity=30, random_state=0, init="pca").fit_transform(flat)
+            places = places.reshape(contents, positions, -1)
+            for index, own in enumerate(places):
+                image = axes.scatter(*own.T[:2], c=range(positions), s=7, marker=marks[index % 5], cmap="viridis")
+        colour_bar(figure, image, figure.axes, "position")
+        figure.suptitle(
+            f"t-SNE of {contents} vectors (marks), each rotated to positions 0 to {positions - 1}", fontsize=10
+        )
 
 
 def _cosines(inv_freq: Tensor, distances: Tensor) -> Tensor:
@@ -209,54 +203,3 @@ def _random_scores(rotary: Rotary, samples: int, distances: Tensor, *, same: boo
     pairs = torch.randn(2, samples, rotary.dim // 2, dtype=torch.complex128, generator=generator)
     q, k = pairs / pairs.abs().square().sum(-1, keepdim=True).sqrt()
     return mean_scores(q * (q if same else k).conj(), rotary.inv_freq(), distances)
-
-
-def _middles(bins: Sequence[Tensor]) -> list[float]:
-    return [math.sqrt(float(part[0] * part[-1])) for part in bins]
-
-
-def _draw_methods(
-    axes: Any,
-    rotary: Rotary,
-    curves: Sequence[MethodCurve],
-    length: int,
-    measure: Callable[[Tensor, Tensor], Tensor],
-    bottom: float | None = None,
-) -> None:
-    """`measure(inv_freq, distances)` of each method, over a logarithmic scale of distances."""
-    bins = distance_bins(length)
-    lines: list[Curve] = []
-    for curve in curves:
-        means = [float(measure(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
-        lines.append((curve.name, _middles(bins), means, curve.style))
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, max(length, 2))
-    _draw_lines(axes, lines, bottom)
-    octaves = math.floor(math.log2(length))
-    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
-    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.axvline(rotary.trained_length, color="#888888", linewidth=1, linestyle=":")
-    axes.annotate(
-        "trained length",
-        (rotary.trained_length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, -4),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        rotation=90,
-        fontsize=7,
-        color="#555555",
-    )
-
-
-def _draw_lines(axes: Any, lines: Sequence[Curve], bottom: float | None = None) -> None:
-    """Lines with their names at their ends, which stand where they should once the scale is fixed."""
-    ends = []
-    for name, across, up, style in lines:
-        axes.plot(across, up, **style)
-        ends.append((up[-1], name, style["color"]))
-    low, high = axes.get_ylim()
-    axes.set_ylim(low if bottom is None else bottom, high)
-    name_ends(axes, ends)

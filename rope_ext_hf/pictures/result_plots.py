@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rope_ext_hf.pictures.drawing import name_ends, new_figure, plot_text
+from rope_ext_hf.pictures.drawing import LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
 
-__all__ = ["curves", "draw_heat_map", "draw_lines", "heat_map", "line_styles"]
-
-_LOADED = "as loaded"
+__all__ = ["curves", "draw_curves", "draw_heat_map", "heat_map", "line_styles"]
 
 
 class RetrievalCell(Protocol):
@@ -38,40 +36,42 @@ def _family(name: str) -> str:
 
 def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How the line of each method is drawn; the factors of one method share a colour."""
-    families = list(dict.fromkeys(_family(name) for name in names if name != _LOADED))
+    families = list(dict.fromkeys(_family(name) for name in names if name != LOADED))
     markers = "osD^vP*Xhd"
     styles: dict[str, dict[str, Any]] = {}
     for name in names:
         siblings = [other for other in names if _family(other) == _family(name)]
-        which, nth = families.index(_family(name)) if name != _LOADED else 0, siblings.index(name)
+        which, nth = families.index(_family(name)) if name != LOADED else 0, siblings.index(name)
         styles[name] = {
             "marker": markers[(which + 3 * nth) % len(markers)],
             "markersize": 5,
-            "linewidth": 2.4 if name == _LOADED else 1.6,
-            "linestyle": "--" if name == _LOADED else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
-            "color": "#222222" if name == _LOADED else f"C{which % 10}",
+            "linewidth": 2.4 if name == LOADED else 1.6,
+            "linestyle": "--" if name == LOADED else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
+            "color": PLAIN if name == LOADED else f"C{which % 10}",
         }
     return styles
 
 
-def draw_lines(
+def draw_curves(
     axes: Any,
-    lines: Mapping[str, Sequence[tuple[int, float]]],
+    points: Mapping[str, Sequence[tuple[int, float]]],
     styles: Mapping[str, Mapping[str, Any]],
     context_length: int,
-    limits: tuple[float, float] | None = None,
+    limits: tuple[float | None, float | None] = (None, None),
 ) -> None:
     """One line per method over context lengths, its name at its end; a dotted line marks the model's own length.
 
     Args:
-        lines: (length, value) by the method's label, in ascending order; a line without points is left out.
+        points: (length, value) by the method's label, in ascending order; a method without any is left out.
         styles: of `line_styles`, for all labels.
         limits: lowest and highest value that is shown; default: those of the lines.
     """
-    for name, points in lines.items():
-        if points:
-            axes.plot(*zip(*points, strict=True), **styles[name])
-    axes.axvline(context_length, color="#888888", linewidth=1, linestyle=":")
+    lines: list[Line] = [
+        (name, [length for length, _ in row], [value for _, value in row], dict(styles[name]))
+        for name, row in points.items()
+        if row
+    ]
+    axes.axvline(context_length, **RULE)
     axes.annotate(
         "context length of the model as loaded",
         (context_length, 1),
@@ -82,24 +82,23 @@ def draw_lines(
         fontsize=8,
         color="#666666",
     )
-    lengths = sorted({length for points in lines.values() for length, _ in points})
+    lengths = sorted({length for row in points.values() for length, _ in row})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}\n{length / context_length:g}x" for length in lengths])
     axes.minorticks_off()
     axes.set_xlabel("context length (tokens)")
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylim(limits or axes.get_ylim())  # the names' heights are shares of these
-    name_ends(axes, [(points[-1][1], name, styles[name]["color"]) for name, points in lines.items() if points], 8)
+    draw_lines(axes, lines, limits, 8)
 
 
 def curves(
-    lines: Mapping[str, Sequence[tuple[int, float]]], context_length: int, path: Path, title: str, up: str
+    points: Mapping[str, Sequence[tuple[int, float]]], context_length: int, path: Path, title: str, up: str
 ) -> None:
     """Draw values against context lengths, one line per method, as a PNG; the factors of one method share a colour.
 
     Args:
-        lines: (length, value) by the method's label, in ascending order.
+        points: (length, value) by the method's label, in ascending order.
         context_length: the length in tokens that the model as loaded is for; a dotted line marks it.
         path: the file; an existing one is replaced.
         title: stands above the picture.
@@ -108,12 +107,11 @@ def curves(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = new_figure(8.2, 4.8)
-    axes = figure.subplots()
-    draw_lines(axes, lines, line_styles(list(lines)), context_length)
-    axes.set_ylabel(up)
-    axes.set_title(plot_text(title), fontsize=11)
-    figure.savefig(path, format="png")
+    with picture(path, 8.2, 4.8) as figure:
+        axes = figure.subplots()
+        draw_curves(axes, points, line_styles(list(points)), context_length)
+        axes.set_ylabel(up)
+        axes.set_title(plot_text(title), fontsize=11)
 
 
 def draw_heat_map(
@@ -170,17 +168,15 @@ def heat_map(
     """
     depths = sorted({depth for rows in panels.values() for depth in rows})
     lengths = sorted({length for rows in panels.values() for row in rows.values() for length in row})
-    figure = new_figure(1.6 + len(panels) * max(2.0, 0.75 * len(lengths)), 1.9 + 0.5 * len(depths))
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, rows) in zip(grid, panels.items(), strict=True):
-        image = draw_heat_map(axes, rows, lengths, depths, context_length)
-        axes.set_title(plot_text(name, 40), fontsize=10)
-    grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
-    figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
-    figure.suptitle(plot_text(title), fontsize=11)
-    bar = figure.colorbar(image, ax=list(grid), pad=0.01)
-    bar.set_label("exact match", fontsize=8)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    bar.ax.tick_params(labelsize=8)
-    bar.outline.set_visible(False)
-    figure.savefig(path, format="png")
+    width, height = 1.6 + len(panels) * max(2.0, 0.75 * len(lengths)), 1.9 + 0.5 * len(depths)
+    with picture(path, width, height) as figure:
+        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (name, rows) in zip(grid, panels.items(), strict=True):
+            image = draw_heat_map(axes, rows, lengths, depths, context_length)
+            axes.set_title(plot_text(name, 40), fontsize=10)
+        grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
+        figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
+        figure.suptitle(plot_text(title), fontsize=11)
+        bar = colour_bar(figure, image, grid, "exact match")
+        bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        bar.outline.set_visible(False)

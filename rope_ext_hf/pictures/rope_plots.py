@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +23,33 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.pictures.drawing import finish_axes, name_ends, new_figure, plot_text, short_length
+from rope_ext_hf.pictures.drawing import (
+    NOTE,
+    PLAIN,
+    RULE,
+    Line,
+    colour_bar,
+    distance_axis,
+    draw_lines,
+    finish_axes,
+    mark_distance,
+    name_ends,
+    picture,
+    plot_text,
+    short_length,
+)
 
 __all__ = [
-    "MethodCurve",
+    "DISTANCE",
     "check_size",
     "decay",
     "distance_bins",
     "draw",
+    "draw_by_distance",
     "method_curves",
+    "middles",
     "pairs_without_full_cycle",
-    "seen_distances",
+    "reach",
     "similarity",
     "similarity_as_seen",
     "unseen_angles",
@@ -42,6 +57,7 @@ __all__ = [
 
 MOST_DIMS = 4_096  # one line a pair; the widest published heads have 512 dims
 MOST_POSITIONS = 2**53  # beyond, a float skips positions
+MOST_THETA = 1e30  # beyond, scales of wavelengths overflow
 
 
 def pairs_without_full_cycle(inv_freq: Tensor, length: int) -> int:
@@ -113,10 +129,9 @@ def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
     return torch.cat(means)
 
 
+DISTANCE = "distance m - n (tokens)"
 _PAIRS = "pair of dims, fastest first"
 _SHADE = "#fbe3d6"
-_RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
-_NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 
 
 class MethodCurve(NamedTuple):
@@ -140,8 +155,10 @@ def check_size(rotary: Rotary, length: int) -> None:
     """Refuse what cannot be drawn.
 
     Raises:
-        MethodError: more dims or positions than can be drawn, or a length below the trained one.
+        MethodError: more dims or positions, or a larger base, than can be drawn, or a length below the trained one.
     """
+    if rotary.theta > MOST_THETA:
+        raise MethodError(f"a base of {rotary.theta:g} cannot be drawn; at most {MOST_THETA:g} can")
     if rotary.dim > MOST_DIMS or length > MOST_POSITIONS:
         raise MethodError(
             f"{rotary.dim:,} rotated dims up to position {short(f'{length:,}')} cannot be drawn; at most {MOST_DIMS:,} "
@@ -152,19 +169,19 @@ def check_size(rotary: Rotary, length: int) -> None:
 
 
 def draw(
-    path: str | Path | BinaryIO,
+    path: str | Path,
     rotary: Rotary,
     methods: Mapping[str, RopeMethod],
     *,
     extended_length: int | None = None,
     title: str = "Rotary position embedding",
 ) -> None:
-    """Four panels, methods laid over plain RoPE, in one picture of 1600 x 1200 pixels; PNG where `path` ends in .png.
+    """Four panels, methods laid over plain RoPE, in one PNG of 1600 x 1200 pixels.
 
     Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay.
 
     Args:
-        path: the file, an existing one is replaced; or one that is open for writing, which gets a PNG.
+        path: the file; an existing one is replaced.
         rotary: the model's geometry.
         methods: what is drawn beside plain RoPE, by name. A `Default` is plain RoPE and not drawn twice.
         extended_length: how far the panels reach, in tokens, and the length that length-dependent methods are drawn
@@ -176,29 +193,37 @@ def draw(
         MethodError: a method that cannot go with this geometry, an extended length below the trained one, or more dims
             or positions than can be drawn.
     """
-    length = _reach(rotary, methods) if extended_length is None else extended_length
+    length = reach(rotary, methods.values()) if extended_length is None else extended_length
     check_size(rotary, length)
     curves = method_curves(rotary, methods, length)
 
-    figure = new_figure(32 / 3, 8)
-    rotated = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them rotate)"
-    figure.suptitle(
-        f"{plot_text(title)}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{rotated}, "
-        f"base {rotary.theta:,.10g}, trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
-        fontsize=10.5,
-    )
-    rows: Any = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
-    (upper_left, upper_right), (lower_left, lower_right) = rows[1].subfigures(2, 2)
-    _draw_wavelengths(upper_left.subplots(), rotary, curves, length)
-    _draw_angles(upper_right.subplots(), rotary, curves, length)
-    _draw_similarity(lower_left, rotary, curves, length)
-    _draw_decay(lower_right.subplots(), rotary, curves, length)
-    _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
-    figure.savefig(path)
+    with picture(path, 32 / 3, 8) as figure:
+        rotated = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them rotate)"
+        figure.suptitle(
+            f"{plot_text(title)}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{rotated}, "
+            f"base {rotary.theta:,.10g}, trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
+            fontsize=10.5,
+        )
+        rows: Any = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
+        (upper_left, upper_right), (lower_left, lower_right) = rows[1].subfigures(2, 2)
+        _draw_wavelengths(upper_left.subplots(), rotary, curves, length)
+        _draw_angles(upper_right.subplots(), rotary, curves, length)
+        _draw_similarity(lower_left, rotary, curves, length)
+        decay_axes = lower_right.subplots()
+        top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
+        draw_by_distance(decay_axes, rotary, curves, length, decay, (0, top))
+        finish_axes(
+            decay_axes,
+            "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
+            DISTANCE,
+            "mean |S_j| (relative upper bound)",
+        )
+        _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
 
 
-def _reach(rotary: Rotary, methods: Mapping[str, RopeMethod]) -> int:
-    meant = max((method.extended_length(rotary) or 0 for method in methods.values()), default=0)
+def reach(rotary: Rotary, methods: Iterable[RopeMethod]) -> int:
+    """The largest length in tokens that a method is meant for, else 8 times the trained length."""
+    meant = max((method.extended_length(rotary) or 0 for method in methods), default=0)
     return meant if meant > rotary.trained_length else 8 * rotary.trained_length
 
 
@@ -207,7 +232,7 @@ def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int
     # Dashes let the lower of two equal curves show through; colour and dash together repeat after 44 methods.
     dashes = ("-", (0, (5, 2)), (0, (3, 1.2, 1, 1.2)), (0, (1.5, 1.2)))
     colours = [*(f"C{index}" for index in range(10)), "#00441b"]
-    curves = [MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": "#222222", "linewidth": 2.4}, length)]
+    curves = [MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": PLAIN, "linewidth": 2.4}, length)]
     for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
         relative, farthest = None, length
         if isinstance(method, RemappingMethod):
@@ -245,14 +270,14 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], 
         axes.plot(range(pairs), heights, marker="." if pairs <= 16 else "", **curve.style)
     axes.axhspan(rotary.trained_length, top, color=_SHADE, linewidth=0, zorder=0)
     for value, text in _lengths(rotary, length):
-        axes.axhline(value, **_RULE)
+        axes.axhline(value, **RULE)
         axes.annotate(
             f"{text} length {value:,}",
             (0.01, value),
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
             textcoords="offset points",
-            **_NOTE,
+            **NOTE,
         )
     axes.set_yscale("log")
     axes.set_ylim(bottom, top)
@@ -311,7 +336,7 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], lengt
         f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}",
         (0.015, 0.02),
         xycoords="axes fraction",
-        **_NOTE,
+        **NOTE,
     )
     finish_axes(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
 
@@ -353,48 +378,31 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[MethodCurve], 
         axes.set_xticks(ticks, [short_length(tick) for tick in ticks] if below else [])
         axes.set_yticks(ticks, [short_length(tick) for tick in ticks] if index % columns == 0 else [])
         axes.tick_params(labelsize=6.5, length=2)
-    panel.colorbar(image, ax=list(grid.flat), pad=0.02).ax.tick_params(labelsize=7)
+    colour_bar(panel, image, list(grid.flat))
     title = "Similarity of positions m, n"
     title += f", means of {block} x {block}" if block > 1 else ""
     title += ". Dashed: |m - n| = trained length" if marked else ""
     panel.suptitle(title, fontsize=9)
 
 
-def _draw_decay(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
+def draw_by_distance(
+    axes: Any,
+    rotary: Rotary,
+    curves: Sequence[MethodCurve],
+    length: int,
+    measure: Callable[[Tensor, Tensor], Tensor],
+    limits: tuple[float | None, float | None] = (None, None),
+) -> None:
+    """`measure(inv_freq, distances)` of each method, means over bins of distances up to `length` tokens."""
     bins = distance_bins(length)
-    middles = [math.sqrt(float(part[0] * part[-1])) for part in bins]
-    ends = []
+    lines: list[Line] = []
     for curve in curves:
-        means = [float(decay(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
-        axes.plot(middles, means, **curve.style)
-        ends.append((statistics.fmean(means[-8:]), curve.name, curve.style["color"]))
-    top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, max(length, 2))
-    axes.set_ylim(0, top)
-    octaves = math.floor(math.log2(length))
-    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
-    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
-    axes.minorticks_off()
-    for value, text in _lengths(rotary, length):
-        axes.axvline(value, **_RULE)
-        axes.annotate(
-            f"{text} length",
-            (value, top),
-            xytext=(-3, -4),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            rotation=90,
-            **_NOTE,
-        )
-    name_ends(axes, ends)
-    finish_axes(
-        axes,
-        "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
-        "distance m - n (tokens)",
-        "mean |S_j| (relative upper bound)",
-    )
+        means = [float(measure(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
+        lines.append((curve.name, middles(bins), means, curve.style))
+    distance_axis(axes, length)
+    draw_lines(axes, lines, limits)
+    for tokens, name in _lengths(rotary, length):
+        mark_distance(axes, tokens, f"{name} length")
 
 
 def seen_distances(curve: MethodCurve, length: int, distances: Tensor) -> Tensor:
@@ -414,6 +422,11 @@ def distance_bins(length: int) -> list[Tensor]:
         torch.linspace(start, stop - 1, min(64, stop - start), dtype=torch.float64).round()
         for start, stop in itertools.pairwise(edges)
     ]
+
+
+def middles(bins: Sequence[Tensor]) -> list[float]:
+    """Where each bin stands on a logarithmic scale."""
+    return [math.sqrt(float(part[0] * part[-1])) for part in bins]
 
 
 def _lengths(rotary: Rotary, length: int) -> list[tuple[int, str]]:
