@@ -74,15 +74,20 @@ def test_limits_that_are_none() -> None:
             pass
 
 
+DESCRIBE = ("describe", "reference")
+
+
 def test_limits_on_the_command_line() -> None:
     def run(*options: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["describe", "reference", *options])
+        result = CliRunner().invoke(app, [*DESCRIBE, *options])
         return result.exit_code, result.stderr
 
     with rope.limits(layers=2, head_dim=2):
         code, message = run("--raise-limit", "layers=100")
         assert (code, "dims per head" in message) == (2, True), message
-        assert run("--raise-limit", "layers=100", "--raise-limit", "head_dim=1000") == (0, "")
+        assert run("--raise-limit", "layers=100", "--raise-limit=head_dim=1000") == (0, "")
+        first = CliRunner().invoke(app, ["--raise-limit", "layers=100", "--raise-limit=head_dim=99", *DESCRIBE])
+        assert first.exit_code == 0, first.output
         assert (limit("layers"), limit("head_dim")) == (2, 2)
     assert run("--raise-limit", "layers") == (
         2,

@@ -242,10 +242,12 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["passkey", "reference", "--lengths", "256", "--distractors", "999999999"], "and at most 1,000"),
         (["detect", "reference", "--text", "/dev/zero"], "no such text file: '/dev/zero'"),
         (["report", "no-such-run"], "not the folder of a run"),
-        (["describe", "reference", "--plot", "no-such-folder/a.png"], "cannot be written"),
-        (["methods", "--plot", "no/a.png", "--dim", "999999998"], "at most 4,096 dims"),
-        (["methods", "--plot", "no/a.png", "--factor", "1e300"], "cannot be drawn"),
-        (["methods", "--plot", "no/a.png", "--theta", "1e300"], "cannot be written"),
+        (["describe", "reference", "--plot", "a.png"], "no such option: --plot. `rope-ext explain` draws"),
+        (["methods", "--plot", "a.png"], "no such option: --plot. `rope-ext explain` draws"),
+        (["explain", "--dim", "999999998"], "at most 4,096 dims"),
+        (["explain", "--factor", "1e300"], "--factor must be a finite number of a possible size"),
+        (["explain", "--theta", "1e300"], "cannot be drawn"),
+        (["explain", "--over", "patched"], "--over"),
         (["describe", "./no-such-folder"], "no such model folder"),
         (
             ["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"],
@@ -255,7 +257,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    if arguments[0] in ("ppl", "sweep", "passkey"):
+    if arguments[0] in ("ppl", "sweep", "passkey", "explain"):
         arguments = [*arguments, "--out", str(tmp_path)]
     code, out, err = run(*arguments)
     assert code == 2, (out, err)
@@ -414,15 +416,6 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "rope_ext_hf", *common], capture_output=True, text=True, check=True)
     said = "warning  3 of 3 layers attend to the last 64 tokens only; spans of 256 tokens are longer"
     assert said in done.stderr.splitlines()
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_pictures_of_rope(tmp_path: Path) -> None:
-    for command in (["describe", "reference", "-m", "yarn", "--factor", "8"], ["methods", "--factor", "4"]):
-        picture = tmp_path / f"{command[0]}.png"
-        assert run(*command, "--plot", str(picture))[0] == 0
-        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_without_rope_is_refused(tmp_path: Path) -> None:

@@ -152,9 +152,37 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     loaded = CliRunner().invoke(app, ["explain", "reference", *out])
     assert json.loads(loaded.stdout)["trained_heads"] == 20
     assert drawn[1]["trained"].shape == (20, 32)
+    chosen = CliRunner().invoke(
+        app, ["explain", "reference", "-m", "yarn,dca", "--factor", "2,4", "--no-weights", *out]
+    )
+    assert chosen.exit_code == 0, chosen.output
+    assert [name.partition(" llama4")[0] for name in drawn[2]["methods"]] == ["yarn x2", "yarn x4", "dca"]
+    assert drawn[2]["length"] == 4 * 256
     both = CliRunner().invoke(app, ["explain", "reference", "--dim", "64", *out])
     assert both.exit_code == 2
     assert "--dim given beside a model" in both.stderr
+    without = CliRunner().invoke(app, ["explain", "--over", "original", *out])
+    assert "--over and --context-length say what of a model is extended; give a model" in without.stderr
     large = CliRunner().invoke(app, ["explain", "--dim", "1000000", *out])
     assert large.exit_code == 2
     assert "cannot be drawn" in large.stderr
+
+
+def test_the_patch_of_a_folder_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from rope_ext_hf.cli.app import app
+    from rope_ext_hf.pictures import explaining
+
+    drawn: list[tuple[Rotary, Any, int]] = []
+
+    def note(_: Path, rotary: Rotary, methods: Any, *, length: int, **__: Any) -> Any:
+        drawn.append((rotary, methods, length))
+        return explaining.Explanation(tmp_path, {})
+
+    monkeypatch.setattr(explaining, "explain", note)
+    patch(tiny(), "yarn", factor=4).save_pretrained(tmp_path / "patched")
+    run = ["explain", str(tmp_path / "patched"), "--no-weights", "--out", str(tmp_path / "made")]
+    assert CliRunner().invoke(app, run).exit_code == 0
+    ((rotary, methods, length),) = drawn
+    assert (rotary, list(methods), length) == (Rotary(16, 1e4, 64), ["yarn x4"], 256)

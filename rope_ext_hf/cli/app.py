@@ -6,6 +6,7 @@ Bad input ends with one line on standard error and exit code 2; a loss that is n
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import Annotated, Any, NoReturn
 
@@ -13,10 +14,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
+from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving
 from rope_ext_hf.cli.console import print_error, print_text, short_warnings
 from rope_ext_hf.cli.options import expand_options, unknown_option
-from rope_ext_hf.errors import RopeExtError
+from rope_ext_hf.errors import MethodError, RopeExtError, short
 
 __all__ = ["app", "main"]
 
@@ -38,6 +40,10 @@ _CONTINUE = {
     "sweep": "the same command continues where it stopped",
 }
 """What to do after Ctrl-C, by command."""
+
+
+_ANYWHERE = frozenset({"--raise-limit", "--traceback"})
+"""Options of `rope-ext` itself that are accepted behind the command too."""
 
 
 class Command(TyperCommand):
@@ -82,6 +88,19 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """`rope-ext` itself: every error a user can cause becomes one line, every warning too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse its own options, which may stand anywhere on the line: errors advise to add one to what was typed."""
+        own: list[str] = []
+        rest: list[str] = []
+        waiting = list(args)
+        while waiting and waiting[0] != "--":
+            arg = waiting.pop(0)
+            name = arg.partition("=")[0]
+            (own if name in _ANYWHERE else rest).append(arg)
+            if name == arg == "--raise-limit" and waiting:
+                own.append(waiting.pop(0))
+        return super().parse_args(ctx, [*own, *rest, *waiting])
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -143,8 +162,20 @@ def _options(
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Before an error, also print where in the code it came from.")
     ] = False,
+    raise_limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help=f"Raise a limit on what a model folder may ask for: {', '.join(LIMITS)}. May be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Longer context for Hugging Face models: patch RoPE methods in, and measure what they do."""
+    for value in raise_limit or ():
+        name, _, number = value.partition("=")
+        if not re.fullmatch("[0-9]{1,18}", number):
+            raise MethodError(f"--raise-limit takes NAME=NUMBER, e.g. layers=5000; got {short(value)!r}")
+        context.with_resource(limits(**{name: int(number)}))
     if context.invoked_subcommand is None:
         print_text(context.get_help())
 

@@ -10,7 +10,7 @@ import typer
 
 from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, quiet_transformers
 from rope_ext_hf.cli.layer_options import LayerOptions
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, Plot, SourceOptions, parse_length
+from rope_ext_hf.cli.options import Json, LoadOptions, MethodOptions, Model, Out, SourceOptions, parse_length
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
 
@@ -24,33 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["describe", "explain", "methods", "patch"]
 
 
-def methods(
-    plot: Plot = None,
-    dim: Annotated[int, typer.Option(help="For the picture: rotated dims per head.")] = 128,
-    theta: Annotated[float, typer.Option(help="For the picture: the base.")] = 10000.0,
-    trained_length: Annotated[str, typer.Option(help="For the picture: the trained length.")] = "4k",
-    factor: Annotated[float, typer.Option(help="For the picture: the methods' factor.")] = 8.0,
-    as_json: Json = False,
-) -> None:
-    """List the methods and their parameters, with the defaults; with --plot, draw those that need only a factor.
+def methods(as_json: Json = False) -> None:
+    """List the methods and their parameters, with the defaults; `rope-ext explain` draws them.
 
     Each parameter is an option of every command that takes --method. A required factor may be given as --target-length.
 
-    Example: `rope-ext methods --plot methods.png`
+    Example: `rope-ext methods`
     """
     import dataclasses
 
-    from rope_ext_hf.methods.base import Rotary
     from rope_ext_hf.methods.registry import list_methods
 
-    if plot is not None:
-        from rope_ext_hf.eval.results import label
-        from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
-
-        rotary = Rotary(dim, theta, parse_length(trained_length))
-        drawn = {label(method.to_dict()): method for method in expand(DEFAULT_METHODS, [factor], rotary)}
-        title = f"{dim} dims, theta {theta:g}, trained at {rotary.context_length:,} tokens"
-        _draw(plot, rotary, drawn, round(rotary.context_length * factor), title)
     rows: list[dict[str, Any]] = []
     for name, method in list_methods().items():
         fields = dataclasses.fields(method)
@@ -90,17 +74,13 @@ def describe(
     model: Model,
     methods: LayerOptions,
     source: SourceOptions,
-    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Show which RoPE method a model has, or would have with --method; reads no weights.
 
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
-    from rope_ext_hf.eval.results import label
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.patches.patching import patched_method
 
     methods.check_single()
     quiet_transformers()
@@ -108,14 +88,11 @@ def describe(
     with foreign_errors(f"the model {short(model)!r} could not be described"):
         methods.apply(empty)
         description = _describe(empty, model, source)
-    if plot is not None:
-        method = patched_method(empty)
-        drawn = {label(method.to_dict()): method} if method else {}
-        _draw(plot, patch_geometry(empty), drawn, description.extended_length if method else None, Path(model).name)
     print_text(json_text(description.to_dict()) if as_json else str(description))
 
 
 def explain(
+    methods: MethodOptions,
     source: LoadOptions,
     model: Annotated[
         str | None,
@@ -127,7 +104,6 @@ def explain(
     trained_length: Annotated[
         str | None, typer.Option(metavar="TOKENS", help="Without a model: the trained length. Default: 4k.")
     ] = None,
-    factor: Annotated[float, typer.Option(min=1.0, help="The methods' factor, and how far the pictures reach.")] = 8.0,
     weights: Annotated[
         bool, typer.Option("--weights/--no-weights", help="Also draw the scores of the model's own queries and keys.")
     ] = True,
@@ -136,38 +112,44 @@ def explain(
     """Draw RoPE and what methods change in it, of a model or of any geometry, into one page with its pictures.
 
     Angles, similarity by offset, long-range decay, mean scores of random and of trained queries and keys, rotated
-    vectors, wavelengths against the trained length.
+    vectors, wavelengths against the trained length. Without --method it is the patch that the folder carries, else
+    those that need only a factor; the factor is 8 unless given.
 
-    Example: `rope-ext explain reference`
+    Example: `rope-ext explain reference --method yarn --factor 8`
     """
     from rope_ext_hf.eval.results import label
-    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
     from rope_ext_hf.methods.base import Rotary
     from rope_ext_hf.patches.geometry import patch_geometry
+    from rope_ext_hf.patches.patching import patched_method
     from rope_ext_hf.pictures.explaining import explain as write_explanation
-    from rope_ext_hf.pictures.rope_plots import check_size
 
     stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
     if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
         raise MethodError(f"{', '.join(extra)} given beside a model, which states its own; leave one of the two out")
     quiet_transformers()
-    trained, note = None, ""
+    trained, note, own = None, "", None
     if model is None:
+        if methods.underneath != {"over": "own", "context_length": None}:
+            raise MethodError("--over and --context-length say what of a model is extended; give a model")
         rotary = Rotary(
             128 if dim is None else dim, 1e4 if theta is None else theta, parse_length(trained_length or "4k")
         )
     else:
-        rotary = patch_geometry(source.empty_model(model))
+        empty = source.empty_model(model)
+        rotary, own = patch_geometry(empty, **methods.underneath), patched_method(empty)
         trained, note = _trained_spectra(model, source) if weights else (None, "")
-    length = round(rotary.context_length * factor)
-    check_size(rotary, length)
-    drawn = {label(method.to_dict()): method for method in expand(DEFAULT_METHODS, [factor], rotary)}
+    drawn, length = _methods_to_draw(methods, rotary, own)
     title = f"RoPE of {Path(model).name}" if model else "Rotary position embedding"
     make_folder(out)
+    by_label = {label(method.to_dict()): method for method in drawn}
     try:
-        made = write_explanation(out, rotary, drawn, length=length, title=title, trained=trained, note=note)
+        made = write_explanation(out, rotary, by_label, length=length, title=title, trained=trained, note=note)
+    except RopeExtError:
+        raise
     except ImportError as error:
         raise MethodError(str(error)) from error
+    except Exception as error:  # matplotlib raises anything on what it cannot draw
+        raise MethodError(f"the pictures cannot be drawn: {one_line(error)}") from error
     if as_json:
         pictures = {name: str(path) for name, path in made.pictures.items()}
         heads = None if trained is None else len(trained)
@@ -178,6 +160,28 @@ def explain(
         )
     else:
         print_text(str(made.page))
+
+
+def _methods_to_draw(methods: MethodOptions, rotary: Rotary, own: RopeMethod | None) -> tuple[list[RopeMethod], int]:
+    """What is drawn beside plain RoPE, and how far, in tokens.
+
+    Args:
+        own: the patch of the model's folder, drawn where no method or factor was asked for.
+    """
+    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
+    from rope_ext_hf.methods.remapping import RemappingMethod
+    from rope_ext_hf.pictures.rope_plots import check_size, reach
+
+    methods.check(factor_alone=True)
+    factors = methods.factors or [8.0]
+    length = methods.extended_length or round(rotary.context_length * max(factors))
+    check_size(rotary, length)
+    if methods.names:
+        chosen = methods.over_rotary(rotary, length)
+        return [m.bind(rotary, to) if isinstance(m, RemappingMethod) else m for m, to in chosen], length
+    if own is not None and not methods.factors:
+        return [own], reach(rotary, [own])
+    return expand(DEFAULT_METHODS, factors, rotary), length
 
 
 def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str]:
@@ -255,17 +259,3 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
     if description.patched and is_adapter(name, revision=source.revision):
         return replace(description, save_route=SAVE_ROUTE)
     return description
-
-
-def _draw(path: Path, rotary: Rotary, drawn: dict[str, RopeMethod], extended: int | None, title: str) -> None:
-    from rope_ext_hf.pictures.rope_plots import draw
-
-    try:
-        draw(path, rotary, drawn, extended_length=extended, title=title)
-    except RopeExtError:
-        raise
-    except ImportError as error:
-        raise MethodError(str(error)) from error
-    except Exception as error:  # matplotlib raises anything on what it cannot draw
-        raise MethodError(f"the picture {str(path)!r} cannot be written: {one_line(error)}") from error
-    print_note("picture", str(path))

@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.protocols import protocol_help
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rope_ext_hf.methods.base import RopeMethod
+    from rope_ext_hf.methods.base import RopeMethod, Rotary
 
 __all__ = [
     "EvalOptions",
@@ -41,7 +40,6 @@ __all__ = [
     "Model",
     "Out",
     "PatchOptions",
-    "Plot",
     "SourceOptions",
     "SpanOptions",
     "expand_options",
@@ -62,23 +60,9 @@ Model = Annotated[
 Lengths = Annotated[str, typer.Option(metavar="LENGTHS", help="Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.png", help="Also draw wavelengths, angles, similarity and decay into this picture."),
-]
 
 MOST_TOKENS = 2**40  # a longer context has no meaning; a limit keeps numbers of 400 digits out of every computation
 MOST_NESTING = 100  # of brackets in a value
-
-
-def _raise_limits(context: typer.Context, values: list[str] | None) -> list[str] | None:
-    """Raise limits until the command ends."""
-    for value in values or ():
-        name, _, number = value.partition("=")
-        if not re.fullmatch("[0-9]{1,18}", number):
-            raise MethodError(f"--raise-limit takes NAME=NUMBER, e.g. layers=5000; got {short(value)!r}")
-        context.with_resource(limits(**{name: int(number)}))
-    return values
 
 
 @dataclass(frozen=True)
@@ -91,14 +75,6 @@ class SourceOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
     ] = False
-    raise_limit: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=NUMBER",
-            callback=_raise_limits,
-            help=f"Raise a limit on what a model folder may ask for: {', '.join(LIMITS)}.",
-        ),
-    ] = None
 
     def empty_model(self, model: str) -> PreTrainedModel:
         """The model without weights, which describing, patching and planning need no more than."""
@@ -301,21 +277,25 @@ class MethodOptions:
         Args:
             longest: the extended length where neither a factor nor a target length is given, in tokens.
         """
-        from rope_ext_hf.methods.registry import resolve_method
-        from rope_ext_hf.patches.geometry import bind, patch_geometry, stated_length
+        from rope_ext_hf.patches.geometry import bind, patch_geometry
 
         self.check()
         rotary = patch_geometry(model, **self.underneath)
         longest = max(longest, rotary.context_length)
-        resolved: list[RopeMethod] = []
+        bound = (bind(model, method, reach, **self.underneath) for method, reach in self.over_rotary(rotary, longest))
+        return list(dict.fromkeys(bound))
+
+    def over_rotary(self, rotary: Rotary, longest: int) -> Iterator[tuple[RopeMethod, int]]:
+        """Every method asked for, with every factor, before it is bound to a model, and its extended length."""
+        from rope_ext_hf.methods.registry import resolve_method
+        from rope_ext_hf.patches.geometry import stated_length
+
         for name in self.names:
             parameters = self._parameters_for(name)
             for factor in self.factors or (None,):
                 length = self.extended_length or (longest if factor is None else None)
                 method = resolve_method(name, rotary, factor=factor, target_length=length, **parameters)
-                reach = length or stated_length(method, rotary, factor) or longest
-                resolved.append(bind(model, method, reach, **self.underneath))
-        return list(dict.fromkeys(resolved))
+                yield method, length or stated_length(method, rotary, factor) or longest
 
     def _parameters_for(self, name: str) -> dict[str, Any]:
         """The further parameters for one of several methods: those it takes, and those that none of them takes."""
@@ -489,4 +469,6 @@ def _parse_value(text: str) -> Any:
 
 def unknown_option(option: str, known: Sequence[str]) -> str:
     """The message for an option that a command does not have."""
+    if option == "--plot":
+        return "no such option: --plot. `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
     return f"no such option: {short(option)}.{did_you_mean(option, known)}"

@@ -140,7 +140,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "serve-config": (*_METHOD_OPTIONS, "--engine", "--engine-version", "--revision"),
     "audit": ("--revision",),
     "report": (),
-    "methods": ("--dim", "--theta", "--trained-length", "--factor"),
+    "methods": (),
     "lm-eval": (*_METHOD_OPTIONS, "--tasks", "--limit", "--num-fewshot", "--max-length"),
     "demo": ("--device",),
 }
@@ -265,17 +265,10 @@ class _Maker:
             return self.out / draw.choice(("deep/er/new", "a\nb", "\x1b[31m", os.fsdecode(b"\xff"), "x" * 240))
         return path
 
-    def picture(self) -> list[str]:
-        draw = self.draw
-        if draw.random() > 0.08:
-            return []
-        name = draw.choice(("a.png", "a.png", "a.jpg", "a", "no/a.png", "n" * 300 + ".png", "$x$.png", "\x1b.png"))
-        return ["--plot", draw.choice((str(self.out / name), "/dev/full", str(self.out)))]
-
     # --- commands ---
 
     def describe(self) -> list[str]:
-        return [self.model(), *self.options("describe"), *self.picture()]
+        return [self.model(), *self.options("describe")]
 
     def advise(self) -> list[str]:
         length = self.draw.choice(_VALUES["--target-length"])
@@ -353,7 +346,7 @@ class _Maker:
         return [self.model(), *text, *self.options("detect", 1)]
 
     def methods(self) -> list[str]:
-        return [*self.options("methods"), *self.picture()]
+        return self.options("methods")
 
     def lm_eval(self) -> list[str]:
         """Refused before the harness is imported, which takes long."""
