@@ -60,9 +60,10 @@ class PerplexityMeasurement(Measurement):
         return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(repr(self.plan.prefix).encode())
         for document, spans in self.plan.documents:
             digest.update(document.ids.numpy().tobytes())
+            digest.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
             digest.update(repr(spans).encode())
         return digest.hexdigest()
 

@@ -2,10 +2,10 @@
 
     run = run_methods(model, [None, Yarn(factor=8.0)], measurement, data="stdlib", out="rope-ext-results")
 
-A run's folder is named after everything that its numbers depend on (weights, text, protocol, versions), so that a
-changed setting starts another run. Each finished piece of work is one line of the folder's journal, on disk before it
-is reported; the same call continues after the last whole line. Tables, pictures and pages are made from the folder
-alone.
+A run's folder is named after everything that its numbers depend on (model, patches, text, protocol, code: see
+`run_key.py`), so that a changed setting starts another run. Each finished piece of work is one line of the folder's
+journal, on disk before it is reported; the same call continues after the last whole line. Tables, pictures and pages
+are made from the folder alone.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from rope_ext_hf.eval.journal import (
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import Cost, label, method_key, provenance
 from rope_ext_hf.eval.run_folder import KINDS, SETTINGS, Run, check_settings, read_run, results_from_records
+from rope_ext_hf.eval.run_key import Basis, find_basis, model_key
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.patching import patched, patched_method
+from rope_ext_hf.patches.slots import present_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,7 +89,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A digest of all token ids that are read and of how they are scored."""
+        """A digest of all token ids that are read, of the bytes they stand for, and of how they are scored."""
 
     @abstractmethod
     def measure(
@@ -248,12 +250,19 @@ def run_methods(
     workers = workers or Workers()
     loaded = patched_method(model)
     base = loaded.to_dict() if loaded is not None and None in methods else None
-    under: dict[str, Any] = {"over": over, "context_length": context_length}
-    settings = _settings(model, measurement, data, base, under)
+    basis = find_basis(model, methods, over, context_length)
+    settings = _settings(model, measurement, data, base) | model_key(model, methods, basis, over)
+    settings["context_length"] = basis.rotary.context_length
+    settings = check_settings(json.loads(json.dumps(settings)))
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     chosen = {method_key(saved): (method, saved) for method in methods for saved in [_saved(method, base)]}
+    if base is not None and chosen[method_key(base)][0] is not None and basis != Basis.from_specs(present_specs(model)):
+        raise MethodError(
+            f"{label(base)} is what the model runs as loaded; to measure it with another over or context_length, give "
+            "the model without its patch"
+        )
     with exclusive(folder, workers.rank):
         _write_settings(folder, settings)
         records = read_records(folder, measurement.layout, KINDS[measurement.kind].parse)
@@ -271,7 +280,7 @@ def run_methods(
         with open_journal(folder, workers.rank) as write:
             for key, (method, saved) in chosen.items():
                 report = None if progress is None else partial(progress, label(saved))
-                with _applied(model, method, loaded, under):
+                with _applied(model, method, basis, {"over": over, "context_length": context_length}):
                     for item in mine:
                         if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
                             for cell, value, cost in measurement.measure(scorer, item, left, report):
@@ -289,28 +298,22 @@ def _saved(method: RopeMethod | None, loaded: dict[str, Any] | None) -> dict[str
 
 
 def _applied(
-    model: PreTrainedModel, method: RopeMethod | None, loaded: RopeMethod | None, under: dict[str, Any]
+    model: PreTrainedModel, method: RopeMethod | None, basis: Basis, under: dict[str, Any]
 ) -> AbstractContextManager[Any]:
-    """The model under a method; a method that it has already is not patched in a second time."""
-    present = method == loaded and under["over"] == "own" and under["context_length"] is None
+    """The model under a method; a method that it has already, on the same basis, is not patched in a second time."""
+    specs = present_specs(model)
+    present = bool(specs) and method == specs[-1].method and basis == Basis.from_specs(specs)
     return nullcontext() if method is None or present else patched(model, method, **under)
 
 
 def _settings(
-    model: PreTrainedModel,
-    measurement: Measurement,
-    data: str,
-    loaded: dict[str, Any] | None,
-    under: dict[str, Any],
+    model: PreTrainedModel, measurement: Measurement, data: str, loaded: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Everything the numbers depend on, methods aside."""
+    """What is read, how, where, and what the model as loaded is called."""
     layout = measurement.layout
-    settings = provenance(model, data) | {
+    return provenance(model, data) | {
         "kind": measurement.kind,
-        "weights": _weights_fingerprint(model),
         "text": measurement.fingerprint(),
-        "context_length": patch_geometry(model, **under).context_length,
-        "over": under["over"],
         "loaded": loaded,
         "setting": asdict(measurement.setting),
         "items": list(layout.items),
@@ -318,7 +321,6 @@ def _settings(
         "per_cell": list(layout.counts.values()),
         "tokens": sum(measurement.passes),
     }
-    return check_settings(json.loads(json.dumps(settings)))
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -326,7 +328,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
-            if parse_json_object(read_plain(path)) == settings:
+            if _key(parse_json_object(read_plain(path))) == _key(settings):
                 return
         except (ValueError, RecursionError):
             pass
@@ -335,15 +337,10 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
         part.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
-def _weights_fingerprint(model: PreTrainedModel) -> str:
-    """A digest of a few numbers of every parameter: it differs between checkpoints, and is quick for any size."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)][:64]
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(sample.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _key(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the numbers depend on: all but where the model was loaded from."""
+    return {name: value for name, value in settings.items() if name != "model"}
 
 
 def _digest(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
+    return hashlib.sha256(json.dumps(_key(settings), sort_keys=True).encode()).hexdigest()[:10]

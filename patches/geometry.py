@@ -31,6 +31,7 @@ __all__ = [
     "BaseRope",
     "base_rope",
     "base_rope_of_config",
+    "base_rope_of_model",
     "bind",
     "bind_to",
     "check_pairing",
@@ -216,8 +217,17 @@ def patch_geometry(model: nn.Module, *, over: str = "own", context_length: int |
     Raises:
         UnsupportedModelError: a model without rotary embeddings.
     """
+    return base_rope_of_model(model, over=over, context_length=context_length).rotary
+
+
+def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: int | None = None) -> BaseRope:
+    """What a patch of this model starts from; the arguments are those of `patch`.
+
+    Raises:
+        UnsupportedModelError: a model without rotary embeddings.
+    """
     slots = find_slots(model)
-    return base_rope(model, slots, _before_patches(slots[0].config), over, context_length).rotary
+    return base_rope(model, slots, _before_patches(slots[0].config), over, context_length)
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
