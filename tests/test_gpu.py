@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import rope_ext_hf as rope
 from rope_ext_hf.attention.blockwise import attend
@@ -40,9 +41,10 @@ def test_a_static_forward_never_waits_for_the_device() -> None:
     model = rope.patch(build("llama").cuda(), "yarn", factor=4)
     ids = torch.randint(0, 97, (2, 32), device="cuda")
     positions = torch.arange(32, device="cuda")[None]
-    model(ids, position_ids=positions, use_cache=False)
+    model(ids, position_ids=positions, past_key_values=DynamicCache())
+    # Given neither a mask nor a cache, transformers itself waits, to see whether positions start anew in a row.
     with torch.no_grad(), no_synchronisation():
-        model(ids, position_ids=positions, use_cache=False)
+        model(ids, position_ids=positions, past_key_values=DynamicCache())
 
 
 def test_patching_before_and_after_a_move_is_the_same() -> None:
