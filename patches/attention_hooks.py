@@ -27,6 +27,7 @@ from rope_ext_hf.patches.attention_interface import (
 )
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.graphs import graph_break
 
 __all__ = [
@@ -50,7 +51,7 @@ class RemappingHooks(DecoderHooks):
 
         Raises:
             UnsupportedModelError: attention weights are asked for, or the attention was set to another function.
-            LengthError: positions that do not fit the cache.
+            LengthError: a cache that was filled elsewhere, or positions that do not fit it.
         """
         if PROBE_RECORDS.get() is not None:
             return None
@@ -69,7 +70,11 @@ class RemappingHooks(DecoderHooks):
         context = self.begin(decoder, args, kwargs)
         if context is None:
             return None
+        if context.past_length:
+            context.cache_state = check_origin(context.cache, self.origin())
         context.token_positions = place_tokens(context)
+        if context.cache_state is None:
+            context.cache_state = CacheState(self.origin(), packed=context.packed)
         passed_on: dict[str, Any] = {}
         if _takes_any_keyword(decoder):
             passed_on[CONTEXT_KWARG] = context
@@ -79,8 +84,11 @@ class RemappingHooks(DecoderHooks):
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         context = self.end(decoder)
-        if context is not None and context.token_positions is not None:
-            context.token_positions.rotations.clear()
+        if context is None or context.token_positions is None:
+            return
+        context.token_positions.rotations.clear()
+        if output is not None and context.cache_state is not None:
+            self.record(context.cache, output, context.cache_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the attention function, which a pickled model needs in the process that loads it."""

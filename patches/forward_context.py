@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import TokenPositions
 from rope_ext_hf.errors import LengthError
+from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
-from rope_ext_hf.rotary.kv_cache import CacheState
 
 __all__ = [
     "CONTEXT_KWARG",
@@ -23,8 +23,10 @@ __all__ = [
     "GivenMask",
     "arguments",
     "current_context",
+    "own_cache",
     "place_tokens",
     "row_lengths",
+    "several_inputs",
     "takes_tokens",
     "values_of",
 ]
@@ -54,9 +56,11 @@ class ForwardContext(ForwardState):
         position_ids: as given, (rows or 1, tokens); None: the decoder counts from the past length on.
         padding_mask: (rows, past + tokens), 0 where a key is padding; None: none was given.
         prepared_mask: a mask was given of which nothing follows for the padding.
-        cache: as given; None: none was.
+        cache: as given, of the decoder's own tokens; None: none was.
         token_positions: where tokens and padding are, for attention functions (remapping methods).
-        cache_state: how the cache's keys are rotated once this forward has ended (length-dependent methods).
+        packed: a row holds several inputs one after the other (remapping methods).
+        cache_state: what is stored with the cache.
+        cache_rows: how the cache's keys are rotated once this forward has ended (length-dependent methods).
         undo: what this forward has changed in its cache until it ends.
     """
 
@@ -67,7 +71,9 @@ class ForwardContext(ForwardState):
     prepared_mask: bool
     cache: Any
     token_positions: TokenPositions | None = None
+    packed: bool = False
     cache_state: CacheState | None = None
+    cache_rows: RowState | None = None
     undo: ExitStack | None = None
 
     @classmethod
@@ -87,7 +93,7 @@ class ForwardContext(ForwardState):
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
         if new_tokens is None:
             return None
-        cache, mask = call.get("past_key_values"), call.get("attention_mask")
+        cache, mask = own_cache(call.get("past_key_values")), call.get("attention_mask")
         padding = _padding_mask(mask)
         prepared = mask is not None and padding is None
         if prepared:
@@ -106,6 +112,11 @@ class ForwardContext(ForwardState):
         if self.undo is not None:
             self.undo.close()
             self.undo = None
+
+
+def own_cache(cache: Any) -> Any:
+    """The cache of a decoder's own tokens, where it is given together with that of an encoder's."""
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
@@ -187,8 +198,22 @@ def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int
     return torch.minimum(count if past_length else count[:, None], by_position).clamp(min=1)
 
 
+def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Whether a row holds several inputs one after the other, a bool scalar; positions (rows or 1, tokens).
+
+    A row of one input has no more tokens than its largest position allows. Without a mask, padding is known by
+    positions that do not ascend, and only steps upward are counted.
+    """
+    largest = positions.amax(-1)
+    if padding_mask is not None:
+        count = padding_mask[:, : positions.shape[1]].sum(-1).to(positions.device) - 1
+    else:
+        count = ((positions.diff(dim=-1) > 0) & (positions[:, :-1] >= 0)).sum(-1)
+    return (count > largest).any()
+
+
 def place_tokens(context: ForwardContext) -> TokenPositions:
-    """Positions and padding of a forward, with at most two looks at values from the host.
+    """Positions and padding of a forward, with at most three looks at values from the host.
 
     Raises:
         LengthError: positions of several axes, or positions that do not continue those in the cache.
@@ -237,6 +262,7 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
     if agreed or positions is None:
         return TokenPositions(keys[:, past_length:], keys, ordered, key_mask)
     if past_length == 0:  # several inputs in a row, or positions that do not begin at 0
+        context.packed = bool(several_inputs(positions, context.padding_mask))
         return TokenPositions(positions, positions, None, key_mask)
     keys = keys + positions[:, -1:] - keys[:, -1:]
     if not bool(agree(keys, key_mask)):

@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, takes_tokens
+from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens, values_of
 from rope_ext_hf.patches.slots import PatchedSlot
+from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.forward_state import pop, push
+from rope_ext_hf.rotary.graphs import graph_break
 
 __all__ = ["DecoderHooks", "decoder_of", "install_forward_hooks"]
 
@@ -55,6 +58,24 @@ class DecoderHooks(ABC):
             return None
         context.close()
         return context
+
+    def origin(self) -> KeyOrigin:
+        """What rotates the keys that a forward stores now."""
+        return KeyOrigin.from_tables(slot.table(name) for slot in self.slots for name in slot.tables)
+
+    def record(self, cache: Any, output: Any, state: CacheState) -> None:
+        """Store a state with the cache of a forward that has ended: the one given, or (None) the one returned."""
+        from transformers.cache_utils import Cache
+
+        given = cache is not None
+        if not given:
+            cache = own_cache(next((value for value in values_of(output) if isinstance(value, Cache)), None))
+        if cache is None:
+            return
+        store_state(cache, state)
+        # A call without a cache compiles whole, so no graph ends there.
+        if state.rows is not None and not state.follows and (given or not torch.compiler.is_compiling()):
+            graph_break(follow_rows)(cache, state)
 
 
 class _MaskHooks:

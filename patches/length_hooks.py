@@ -8,21 +8,32 @@ cache is kept).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError
-from rope_ext_hf.patches.forward_context import ForwardContext, arguments, row_lengths, values_of
+from rope_ext_hf.patches.forward_context import ForwardContext, arguments, own_cache, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot
+from rope_ext_hf.rotary.cache_state import (
+    CacheState,
+    KeyOrigin,
+    RowState,
+    check_origin,
+    discard_state,
+    follow_rows,
+    has_origin,
+    packed_error,
+)
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
 from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.kv_cache import (
-    CacheState,
     KeyLayout,
     KeyRotation,
     Layers,
@@ -32,9 +43,6 @@ from rope_ext_hf.rotary.kv_cache import (
 )
 
 __all__ = ["LengthHooks"]
-
-CACHE_STATE = "_rope_ext_hf_cache_state"
-"""The attribute of a transformers cache that holds its `CacheState`, or the length it was filled at by fixed_length."""
 
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
 
@@ -54,13 +62,23 @@ class LengthHooks(DecoderHooks):
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Work out the lengths of the rows, and rotate the keys in the cache to their frequencies."""
         tables = [table for table in self._tables() if table.length_dependent]
+        call = arguments(decoder, args, kwargs)
         if not tables:
-            self._check_fixed(arguments(decoder, args, kwargs).get("past_key_values"))
+            if not torch.compiler.is_compiling():
+                self._check_fixed(own_cache(call.get("past_key_values")))
             return
-        if arguments(decoder, args, kwargs).get("cache") is not None:
+        if call.get("cache") is not None:
             raise LengthError(
                 f"a paged cache holds parts of many inputs, whose keys cannot be rotated again. {_REMEDY}"
             )
+        if call.get("past_key_values") is None:
+            self._begin(decoder, args, kwargs, tables)
+        else:  # tensors that stay with a cache must not be outputs of a CUDA graph, which its next run overwrites
+            graph_break(self._begin)(decoder, args, kwargs, tables)
+
+    def _begin(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: list[RotaryEmbedding]
+    ) -> None:
         context = self.begin(decoder, args, kwargs)
         if context is None:
             return
@@ -73,46 +91,42 @@ class LengthHooks(DecoderHooks):
         lengths = context.row_lengths if context.row_lengths.ndim == 1 else context.row_lengths.amax(-1)
         if context.past_length:
             self._rotate_cache_to(decoder, context, lengths, positions, counted)
-        else:
-            first_change = table.method.constant_until(table.rotary, 1)
-            short = counted and context.new_tokens.shape[1] <= first_change
-            context.cache_state = CacheState(table.method.to_dict(), lengths, positions, first_change if short else 0)
+            return
+        if context.cache is not None:
+            discard_state(context.cache)
+        first_change = table.method.constant_until(table.rotary, 1)
+        short = counted and context.new_tokens.shape[1] <= first_change
+        one_input_each = context.position_ids is None
+        context.cache_state = CacheState(self.origin())
+        context.cache_rows = RowState(lengths, positions, first_change if short else 0, one_input_each)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Undo `pre_forward` and record how the keys in the cache are rotated now."""
-        from transformers.cache_utils import Cache
-
         context = self.end(decoder)
-        state: CacheState | int | None = None
-        if context is not None:
-            state = context.cache_state
-        elif not torch.compiler.is_compiling():
-            state = self._held_length()
-        if output is None or state is None:
+        if output is None:
             return
-        cache = arguments(decoder, args, kwargs).get("past_key_values")
-        if cache is None:
-            cache = next((value for value in values_of(output) if isinstance(value, Cache)), None)
-        if cache is not None:
-            setattr(cache, CACHE_STATE, state)
+        cache = own_cache(arguments(decoder, args, kwargs).get("past_key_values"))
+        if context is None:
+            if self._held():
+                self.record(cache, output, CacheState(self.origin()))
+            return
+        state = context.cache_state
+        if state is not None:
+            state.rows = context.cache_rows
+            self.record(cache, output, state)
 
     def _tables(self) -> list[RotaryEmbedding]:
         return [slot.table(name) for slot in self.slots for name in slot.tables]
 
-    def _held_length(self) -> int | None:
-        """The length that `fixed_length` holds, if it does."""
-        return next(
-            (table.fixed_length for table in self._tables() if table.method.depends_on_length(table.rotary)), None
-        )
+    def _held(self) -> bool:
+        """Whether `fixed_length` holds a length."""
+        return any(table.fixed_length for table in self._tables())
 
     def _check_fixed(self, cache: Any) -> None:
         """Refuse keys that were stored at another length than is held now."""
-        if torch.compiler.is_compiling():
-            return
-        stored, held = getattr(cache, CACHE_STATE, None), self._held_length()
-        if stored not in (None, held) and cache.get_seq_length():
-            when = "outside fixed_length" if isinstance(stored, CacheState) else f"at a fixed length of {stored}"
-            raise LengthError(f"the keys in this cache were stored {when}, and {held} is held now: fill a new one")
+        origin = self.origin()
+        if cache is not None and self._held() and not has_origin(cache, origin) and cache.get_seq_length():
+            check_origin(cache, origin)
 
     @graph_break  # it looks at values
     def _rotate_cache_to(
@@ -126,22 +140,40 @@ class LengthHooks(DecoderHooks):
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
         table, cache, past_length = tables[0], context.cache, context.past_length
-        stored = _checked_state(context, table)
+        state, stored = _checked_state(context, self.origin())
         if lengths.shape[0] == 1:
             lengths = lengths.expand_as(stored.lengths)
         past = stored.positions[:, :past_length].expand(max(positions.shape[0], stored.positions.shape[0]), -1)
         every = torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
         total = every.shape[1]
-        context.cache_state = CacheState(stored.method, stored.lengths, every, stored.valid_up_to)
-        cropped = past_length < stored.positions.shape[1]
+        cropped = stored.positions.shape[1] - past_length
+        context.cache_state = state
+        context.cache_rows = replace(stored, positions=every)
+        if not state.follows:  # compiled code made this cache, and code between the two may have moved its rows
+            if not table.method.sticky_length:
+                _check_rows(stored.lengths + positions.shape[1] - cropped, lengths)
+            follow_rows(cache, state)
         if counted and not cropped and total <= stored.valid_up_to:
             return  # follows from the number of tokens, without waiting for the device
         if self.key_layouts is None:
             self.key_layouts = _key_layouts(decoder, context.new_tokens, tables)
         layers = [(layer, layout) for layer, layout in zip(cache.layers, self.key_layouts, strict=False) if layout]
-        if table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers):
-            context.cache_state = _rotate_past_steps(table, cache, layers, stored, lengths, past, every, counted)
-            return
+        in_steps = table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers)
+        packed = None if stored.one_input_each else several_inputs(past, context.padding_mask)
+        if in_steps or packed is not None:
+            now, before, any_packed = _on_host(lengths, stored.lengths, packed)
+            if any_packed:
+                raise packed_error()
+            stored = replace(stored, one_input_each=True)
+            context.cache_rows = replace(stored, positions=every)
+            if in_steps:
+                ends = [table.method.constant_until(table.rotary, length) for length in now]
+                if ends != [table.method.constant_until(table.rotary, length) for length in before]:
+                    rotation = partial(KeyRotation.between_lengths, table, stored.lengths, lengths, past)
+                    _rotate_in_place(state, layers, rotation, replace(stored, lengths=lengths, positions=past))
+                slack = min(end - length for end, length in zip(ends, now, strict=True))
+                context.cache_rows = RowState(lengths, every, total + slack if counted else 0, True)
+                return
         context.undo = ExitStack()
         for scaled, some in _by_attention_factor(layers):
             before_storing = KeyRotation.between_lengths(table, lengths, stored.lengths, positions, scaled)
@@ -172,14 +204,13 @@ def _positions(context: ForwardContext) -> Tensor:
     return positions
 
 
-def _checked_state(context: ForwardContext, table: RotaryEmbedding) -> CacheState:
-    """The state of a cache that fits this forward."""
-    stored, rows = getattr(context.cache, CACHE_STATE, None), context.new_tokens.shape[0]
-    if not isinstance(stored, CacheState) or stored.method != table.method.to_dict():
-        raise LengthError(
-            f"the keys in this cache were not stored under this model's {table.method.name}, so the frequencies they "
-            f"are rotated with are not known. {_REMEDY}"
-        )
+def _checked_state(context: ForwardContext, origin: KeyOrigin) -> tuple[CacheState, RowState]:
+    """The state of a cache that fits this forward, and that of its rows."""
+    rows = context.new_tokens.shape[0]
+    state = check_origin(context.cache, origin)
+    stored = state.rows
+    if stored is None:
+        raise LengthError("an error has left the keys in this cache rotated half-way: fill a new one")
     filled = max(stored.lengths.shape[0], stored.positions.shape[0])
     if filled not in (1, rows):
         raise LengthError(
@@ -188,7 +219,23 @@ def _checked_state(context: ForwardContext, table: RotaryEmbedding) -> CacheStat
         )
     if stored.positions.shape[1] < context.past_length:
         raise LengthError(f"something else has added keys to this cache. {_REMEDY}")
-    return stored
+    return state, stored
+
+
+def _check_rows(expected: Tensor, lengths: Tensor) -> None:
+    """Refuse rows that have moved in a cache whose state could not follow them; lengths (rows or 1,)."""
+    if not bool((expected == lengths).all()):
+        raise LengthError(
+            "the rows of this cache, which compiled code has made, are not as long as they were: its rows were moved, "
+            "or tokens were padded in between. Pass a cache to the first forward: past_key_values=DynamicCache()"
+        )
+
+
+def _on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int], bool]:
+    """Lengths (rows,), stored lengths (rows,) and a flag, in one wait for the device."""
+    flag = torch.zeros_like(lengths[:1]) if packed is None else packed.reshape(1).to(lengths.device)
+    *values, any_packed = torch.cat([lengths, stored.to(lengths.device), flag.to(lengths.dtype)]).tolist()
+    return values[: len(lengths)], values[len(lengths) :], bool(any_packed)
 
 
 def _can_rotate_in_place(cache: Any, layers: Layers) -> bool:
@@ -205,31 +252,18 @@ def _by_attention_factor(layers: Layers) -> list[tuple[bool, Layers]]:
     return [(scaled, some) for scaled, some in groups if some]
 
 
-def _rotate_past_steps(
-    table: RotaryEmbedding,
-    cache: Any,
-    layers: Layers,
-    stored: CacheState,
-    lengths: Tensor,
-    past: Tensor,
-    every: Tensor,
-    counted: bool,
-) -> CacheState:
-    """Rotate cached keys in place where a row has passed a step of the method; the state of the cache afterwards.
+def _rotate_in_place(
+    state: CacheState, layers: Layers, rotation: Callable[[bool], KeyRotation], afterwards: RowState
+) -> None:
+    """Rotate all keys in a cache; an error on the way leaves it without a state of its rows, and so refused.
 
     Args:
-        past, every: (rows or 1, tokens), positions in the cache, and with the new tokens.
+        rotation: of keys that carry the attention factor (True), and of others.
     """
-    until = [table.method.constant_until(table.rotary, length) for length in lengths.tolist()]
-    before = [table.method.constant_until(table.rotary, length) for length in stored.lengths.tolist()]
-    if until != before:
-        delattr(cache, CACHE_STATE)  # a cache whose rotation fails half-way must be refused from then on
-        for scaled, some in _by_attention_factor(layers):
-            rotation = KeyRotation.between_lengths(table, stored.lengths, lengths, past, scaled)
-            rotate_cached_keys_(some, rotation)
-        setattr(cache, CACHE_STATE, CacheState(stored.method, lengths, past, 0))
-    slack = min(end - length for end, length in zip(until, lengths.tolist(), strict=True))
-    return CacheState(stored.method, lengths, every, every.shape[1] + slack if counted else 0)
+    state.rows = None
+    for scaled, some in _by_attention_factor(layers):
+        rotate_cached_keys_(some, rotation(scaled))
+    state.rows = afterwards
 
 
 def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[RotaryEmbedding]) -> list[KeyLayout | None]:

@@ -1,8 +1,8 @@
 """Re-rotate cached keys when a length-dependent method changes its frequencies.
 
 Such a method has new frequencies when a row grows, and all keys that a query meets must share them. Every cache that
-was filled under such a method carries a `CacheState`: the position of each key, and the length whose frequencies the
-keys have. A forward onto the cache then goes one of two ways:
+was filled under such a method carries a `CacheState` (cache_state.py): the position of each key, and the length whose
+frequencies the keys have. A forward onto the cache then goes one of two ways:
 
 - Frequencies that change in steps: when a row passes a step, its keys are rotated in place, once. Nothing happens
   between steps.
@@ -29,7 +29,6 @@ from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.phase import angles, phase_to_radians
 
 __all__ = [
-    "CacheState",
     "KeyLayout",
     "KeyRotation",
     "Layers",
@@ -65,23 +64,6 @@ class KeyLayout:
     in_values: bool = False
     negative_angle: bool = False
     scaled: bool = True
-
-
-@dataclass
-class CacheState:
-    """How the keys of a cache are rotated; rows in the order of its batch.
-
-    Attributes:
-        method: `RopeMethod.to_dict` of the method the cache was filled under.
-        lengths: (rows,) int64, the length whose frequencies a row's keys have.
-        positions: (rows or 1, tokens) int64, the position of each key.
-        valid_up_to: no row's frequencies change while the cache has at most this many tokens.
-    """
-
-    method: dict[str, Any]
-    lengths: Tensor
-    positions: Tensor
-    valid_up_to: int
 
 
 @dataclass

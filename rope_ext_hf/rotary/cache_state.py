@@ -1,0 +1,210 @@
+"""What a cache carries from one forward of a patched model to the next: how its keys are rotated, row by row.
+
+transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, holds it, so
+that a forward onto the cache either continues it right or refuses it. It is copied and pickled with its cache.
+
+Beam search and `batch_select_indices` move the rows of a cache. The state moves with them: the first layer of the cache
+gets a `RowFollower` in place of each method that moves rows. No class of transformers is changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rope_ext_hf.errors import LengthError
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
+
+__all__ = [
+    "CacheState",
+    "KeyOrigin",
+    "RowState",
+    "check_origin",
+    "discard_state",
+    "follow_rows",
+    "has_origin",
+    "packed_error",
+    "store_state",
+]
+
+CACHE_STATE = "_rope_ext_hf_cache_state"
+"""The attribute of a transformers cache that holds its `CacheState`."""
+
+
+@dataclass(frozen=True)
+class KeyOrigin:
+    """What rotates the keys that a patched model stores in a cache.
+
+    Attributes:
+        tables: the method, the geometry and the fixed length in tokens of each rotary module of the decoder.
+    """
+
+    tables: tuple[tuple[RopeMethod, Rotary, int | None], ...]
+
+    @classmethod
+    def from_tables(cls, tables: Iterable[RotaryEmbedding]) -> KeyOrigin:
+        return cls(tuple((table.method, table.rotary, table.fixed_length) for table in tables))
+
+    def differences(self, other: KeyOrigin) -> tuple[str, str]:
+        """The two origins in words, each with what the other has not."""
+        mine, others = [_settings(self)], [_settings(other)]
+        if len(self.tables) == len(other.tables):
+            mine, others = ([_settings(KeyOrigin((one,))) for one in each.tables] for each in (self, other))
+        one, two = next(pair for pair in zip(mine, others, strict=True) if pair[0] != pair[1])
+        keys = [key for key in {**one, **two} if key != "method" and one.get(key) != two.get(key)]
+        return _words(one, keys), _words(two, keys)
+
+    @property
+    def name(self) -> str:
+        """The names of the methods."""
+        return " and ".join(dict.fromkeys(method.name for method, _, _ in self.tables))
+
+
+def _settings(origin: KeyOrigin) -> dict[str, Any]:
+    if len(origin.tables) != 1:
+        return {"method": origin.name, "rotary embeddings": len(origin.tables)}
+    method, rotary, length = origin.tables[0]
+    return method.to_dict() | rotary.to_dict() | {"fixed_length": length}
+
+
+def _words(settings: dict[str, Any], keys: Iterable[str]) -> str:
+    shown = [f"no {key}" if settings.get(key) is None else f"{key}={_short(settings[key])}" for key in keys]
+    return f"{settings['method']} with {', '.join(shown)}" if shown else str(settings["method"])
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True)
+class RowState:
+    """How the keys of each row are rotated under a length-dependent method; rows in the order of the cache.
+
+    Attributes:
+        lengths: (rows or 1,) int64, the length whose frequencies a row's keys have.
+        positions: (rows or 1, tokens) int64, the position of each key.
+        valid_up_to: no row's frequencies change while the cache has at most this many tokens.
+        one_input_each: each row is known to hold one input, not several one after the other.
+    """
+
+    lengths: Tensor
+    positions: Tensor
+    valid_up_to: int
+    one_input_each: bool
+
+    def moved(self, pick: Callable[[Tensor], Tensor]) -> RowState:
+        """The state of the rows that `pick` takes out of a tensor; a state that all rows share stays."""
+        lengths, positions = (each if each.shape[0] == 1 else pick(each) for each in (self.lengths, self.positions))
+        return replace(self, lengths=lengths, positions=positions)
+
+
+@dataclass
+class CacheState:
+    """What is stored with a cache that a patched model has filled.
+
+    Attributes:
+        origin: what rotated its keys.
+        packed: a row holds several inputs one after the other, which no later token continues.
+        rows: how the keys of each row are rotated; None: all by their positions alone, or half-way after an error.
+        follows: the rows of this state move with those of the cache.
+    """
+
+    origin: KeyOrigin
+    packed: bool = False
+    rows: RowState | None = None
+    follows: bool = False
+
+
+def store_state(cache: Any, state: CacheState) -> None:
+    """Keep a state with its cache."""
+    setattr(cache, CACHE_STATE, state)
+
+
+def discard_state(cache: Any) -> None:
+    """Forget the state of a cache that is filled anew."""
+    vars(cache).pop(CACHE_STATE, None)
+
+
+def has_origin(cache: Any, origin: KeyOrigin) -> bool:
+    """Whether a cache was last filled by this origin; without a wait for the device."""
+    stored: CacheState | None = getattr(cache, CACHE_STATE, None)
+    return stored is not None and stored.origin == origin
+
+
+def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
+    """The state of a cache with keys in it that were rotated as this model rotates them.
+
+    Raises:
+        LengthError: naming what stored the keys and what was to continue them.
+    """
+    stored: CacheState | None = getattr(cache, CACHE_STATE, None)
+    if stored is None:
+        raise LengthError(
+            f"the keys in this cache were not stored under this model's {origin.name}, but by an unpatched model, "
+            "under a static method, or by other code, and cannot be continued: fill a new cache with this model"
+        )
+    if stored.origin is not origin and stored.origin != origin:
+        before, now = stored.origin.differences(origin)
+        raise LengthError(
+            f"the keys in this cache were stored under {before}, and this model is under {now}: fill a new cache, or "
+            "continue this one with the model as it was"
+        )
+    if stored.packed:
+        raise packed_error()
+    return stored
+
+
+def packed_error() -> LengthError:
+    return LengthError(
+        "a row of this cache holds several inputs one after the other (its position_ids start anew), and which of them "
+        "the new tokens continue is not known: fill a cache with one input per row"
+    )
+
+
+class RowFollower:
+    """In place of a method of a cache layer that moves rows: calls it, and moves the rows of the cache's state, too.
+
+    A cache calls the method of each of its layers, so one layer with followers is enough. The layer is held weakly, so
+    that a cache is freed with its last reference; copies and pickles of the layer get a follower of their own.
+    """
+
+    def __init__(self, layer: Any, name: str, state: CacheState) -> None:
+        self.layer = weakref.ref(layer)
+        self.name = name
+        self.state = state
+
+    def __call__(self, rows: Any) -> None:
+        layer = self.layer()
+        getattr(type(layer), self.name)(layer, rows)
+        if self.state.rows is not None:
+            self.state.rows = self.state.rows.moved(lambda each: MOVES[self.name](each, rows))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowFollower, (self.layer(), self.name, self.state)
+
+
+def _on_device_of(tensor: Tensor, rows: Any) -> Any:
+    return rows.to(tensor.device) if isinstance(rows, Tensor) else rows
+
+
+MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "reorder_cache": lambda tensor, rows: tensor.index_select(0, _on_device_of(tensor, rows)),
+    "batch_select_indices": lambda tensor, rows: tensor[_on_device_of(tensor, rows)],
+    "batch_repeat_interleave": lambda tensor, repeats: tensor.repeat_interleave(repeats, dim=0),
+}
+"""The methods of a cache layer that move its rows, and what they do to a tensor (rows, ...)."""
+
+
+def follow_rows(cache: Any, state: CacheState) -> None:
+    """From now on, move the rows of this state with those of its cache."""
+    if not state.follows and (layer := next(iter(cache.layers), None)) is not None:
+        for name in MOVES:
+            if hasattr(type(layer), name):
+                setattr(layer, name, RowFollower(layer, name, state))
+        state.follows = True
