@@ -216,8 +216,8 @@ def test_beam_search_over_a_batch(which: str) -> None:
 
 # --- refusals ------------------------------------------------------------------------------------------------------
 
-LONGER = {"context_length": 2 * TRAINED}
-OVER_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": TRAINED // 2}
+LONGER: dict[str, Any] = {"context_length": 2 * TRAINED}
+OVER_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": TRAINED // 2}
 
 ELSEWHERE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "unpatched, length-dependent": (

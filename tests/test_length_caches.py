@@ -278,7 +278,7 @@ def test_a_cache_from_elsewhere_is_refused() -> None:
         with pytest.raises(LengthError, match=r"not stored under this model's dynamic-ntk.*by an unpatched model"):
             model(ids[:, :1], past_key_values=plain)
         other = patched("llama", "dynamic-yarn")(ids, use_cache=True).past_key_values
-        with pytest.raises(LengthError, match="stored under dynamic-yarn.*this model is under dynamic-ntk"):
+        with pytest.raises(LengthError, match=r"stored under dynamic-yarn.*this model is under dynamic-ntk"):
             model(ids[:, :1], past_key_values=other)
     assert torch.equal(logits(model, ids), logits(patched("llama", "paper"), ids))  # nothing is left behind
 

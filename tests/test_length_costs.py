@@ -152,13 +152,13 @@ def test_a_cache_keeps_to_the_length_that_was_held() -> None:
         with rope.fixed_length(model, 200):
             held = model(ids[:, :80], use_cache=True).past_key_values
             model(ids[:, 80:81], past_key_values=held)
-            with pytest.raises(LengthError, match="no fixed_length, and this model is .* with fixed_length=200"):
+            with pytest.raises(LengthError, match=r"no fixed_length, and this model is .* with fixed_length=200"):
                 model(ids[:, 80:81], past_key_values=free)
         with (
             rope.fixed_length(model, 300),
-            pytest.raises(LengthError, match="with fixed_length=200, and this model is .* with fixed_length=300"),
+            pytest.raises(LengthError, match=r"with fixed_length=200, and this model is .* with fixed_length=300"),
         ):
             model(ids[:, 81:82], past_key_values=held)
-        with pytest.raises(LengthError, match="with fixed_length=200, and this model is .* with no fixed_length"):
+        with pytest.raises(LengthError, match=r"with fixed_length=200, and this model is .* with no fixed_length"):
             model(ids[:, 81:82], past_key_values=held)
         model(ids[:, 80:81], past_key_values=free)
