@@ -7,8 +7,9 @@ its mask and its attention's keywords. Whatever is more than causality with a wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,6 +32,9 @@ ATTENTION = "rope_ext_hf.chunks"
 
 UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
 """Keywords that change which keys count, or how much; `indices` are the keys that an index has chosen."""
+
+_REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
+"""While a model is checked: called at every attention with the keys that a query may see, None for all."""
 
 
 class NotReadInChunksError(Exception):
@@ -124,6 +128,8 @@ def chunked_attention(
         raise NotReadInChunksError(
             f"its mask has the window {rule.window}, its attention the window {given['sliding_window']}"
         )
+    if (seen := _REACH_SEEN.get()) is not None:
+        seen(rule.window or rule.chunk)
     given["dropout"] = 0.0  # whatever mode the model is in
     if rule.chunk is None:
         return _attend(rule.window, query, key, value, given)
@@ -150,8 +156,16 @@ def _attend(
 
 
 @contextmanager
-def reading_in_chunks(model: nn.Module) -> Iterator[None]:
-    """Every attention module of this model uses `chunked_attention`, until the end of the block."""
+def reading_in_chunks(model: nn.Module, reach_seen: Callable[[int | None], None] | None = None) -> Iterator[None]:
+    """Every attention module of this model uses `chunked_attention`, until the end of the block.
+
+    Args:
+        reach_seen: called at every attention with how many keys a query may see, itself included; None: all.
+    """
     register_attention(ATTENTION, chunked_attention, mask_rule)
-    with use_attention(model, ATTENTION):
-        yield
+    token = _REACH_SEEN.set(reach_seen)
+    try:
+        with use_attention(model, ATTENTION):
+            yield
+    finally:
+        _REACH_SEEN.reset(token)

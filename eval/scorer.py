@@ -30,6 +30,7 @@ from rope_ext_hf.eval.preflight import budgets, widest_activation
 from rope_ext_hf.eval.results import Cost
 from rope_ext_hf.eval.span_cache import SpanCache
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length, patched_method
@@ -104,6 +105,7 @@ class TokenScorer:
         self.decoder = _decoder(model, slots[0])
         self.head = model.get_output_embeddings()
         self.finish = True
+        self.windows: dict[int, int] = {}
         self.cache: SpanCache | None = None
         self.prefix: _Prefix | None = None
         # As loaded, a method that follows the input is run right by transformers in one forward only.
@@ -269,7 +271,7 @@ class TokenScorer:
         """The decoder's output for tokens after the `start` tokens of a cache: (first position, (tokens, hidden))."""
         # An attention-level method has an attention of its own, which needs neither masks nor more memory.
         own = isinstance(patched_method(self.model), RemappingMethod)
-        with nullcontext() if own else reading_in_chunks(self.model):
+        with nullcontext() if own else reading_in_chunks(self.model, cache.see):
             for piece in torch.split(ids, self.chunk) if len(ids) else ():
                 positions = torch.arange(start, start + len(piece), device=ids.device)[None]
                 out = self.decoder(input_ids=piece[None], position_ids=positions, past_key_values=cache, use_cache=True)
@@ -281,7 +283,7 @@ class TokenScorer:
         if self.cache is None or self.cache.capacity < tokens:
             self.cache = self.prefix = None  # free the old one first
             capacity = max(tokens, self.longest)
-            self.cache = SpanCache(self.decoder.config, capacity, offload=self.offload_cache)
+            self.cache = SpanCache(self.decoder.config, capacity, offload=self.offload_cache, windows=self.windows)
         self.cache.restore(self.cache.empty)
         return self.cache
 
@@ -311,6 +313,8 @@ class TokenScorer:
             try:
                 cache = self._empty_cache(CHECKED - 1)
                 hidden = torch.cat([each for _, each in self._hidden(ids[:-1], cache)])
+                for index, window in remapped_windows(self.model):
+                    cache.seen.setdefault(index, set()).add(window)
             except NotReadInChunksError as error:
                 return str(error)
             except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -322,6 +326,7 @@ class TokenScorer:
             for self.finish in (True, False):  # some classes for images and text leave out what their text part does
                 differences.append(_difference(self._head.logits(hidden), wanted))
                 if differences[-1] <= tolerance:
+                    self.windows = cache.safe_windows()
                     return None
         return (
             f"in chunks its logits are off by {min(differences):.2g} standard deviations, more than the {tolerance:g} "

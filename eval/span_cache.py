@@ -7,6 +7,7 @@ cache.restore(state)                 # goes back to them, as often as wanted
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache as remembered
 from typing import Any
 
@@ -20,8 +21,8 @@ from rope_ext_hf.eval.chunked_attention import NotReadInChunksError
 
 __all__ = ["SpanCache"]
 
-WHOLE = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""transformers' layers of keys and values; with a window too all are kept, because the mask says what is seen."""
+FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"
+"""transformers' layers of keys and values, of all tokens or of the last ones."""
 HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 """Its layers that have a state beside keys and values."""
 STATE = ("LinearAttentionLayer", "DummyLayer")
@@ -93,26 +94,35 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         config: of the decoder.
         capacity: tokens.
         offload: keys and values wait in main memory; those of one layer at a time are on its device.
+        windows: layers by index that keep the keys of their window alone; all others keep those of all tokens,
+            whatever the config says of them: see `safe_windows`.
 
     Raises:
         NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.
     """
 
-    def __init__(self, config: Any, capacity: int, *, offload: bool = False) -> None:
+    def __init__(
+        self, config: Any, capacity: int, *, offload: bool = False, windows: Mapping[int, int] | None = None
+    ) -> None:
         try:
             super().__init__(config=config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
         self.capacity, self.offload = capacity, offload
         stocks: list[Any] = vars(self)["layers"]
-        self.layers: list[Any] = [self._layer(stock) for stock in stocks]
+        self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == SLIDING}
+        self.layers: list[Any] = [
+            stock if windows and index in windows else self._layer(stock) for index, stock in enumerate(stocks)
+        ]
         # Some decoders have more layers of attention than their config says.
         self.layer_class_to_replicate = lambda: self._layer(DynamicLayer())
+        self.updated = 0
+        self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
     def _layer(self, stock: Any) -> Any:
         kind = type(stock)
-        if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (*WHOLE, *HYBRID, *STATE):
+        if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *HYBRID, *STATE):
             raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
         if kind.__name__ in STATE:
             return stock
@@ -122,6 +132,23 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
         layer.__dict__ |= {"capacity": self.capacity, "offload": self.offload, "filled": 0}
         return layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def see(self, reach: int | None) -> None:
+        """Note that a query may see so many of the keys that were added last; None: all."""
+        self.seen.setdefault(self.updated, set()).add(reach)
+
+    def safe_windows(self) -> dict[int, int]:
+        """The windows of layers that the config states, if attention was seen to have exactly these; else none.
+
+        Some classes state a window in their config and attend to everything, and transformers makes one mask for all
+        layers with a window, so that all keep it or none does.
+        """
+        narrow = {index: reaches for index, reaches in self.seen.items() if reaches != {None}}
+        return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
 
     def state(self) -> list[dict[str, Any]]:
         """What `restore` needs: how many keys and values count, and copies of all other states."""
@@ -135,7 +162,8 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
 
 
 def _changing(layer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if name not in ("keys", "values")}
+    """The attributes of a layer, without keys and values in memory allocated once."""
+    return {k: v for k, v in vars(layer).items() if not isinstance(layer, Preallocated) or k not in ("keys", "values")}
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

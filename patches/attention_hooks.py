@@ -37,6 +37,7 @@ __all__ = [
     "detach",
     "register",
     "remapped_attention",
+    "remapped_windows",
 ]
 
 
@@ -186,6 +187,14 @@ def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:
     """Give each attention module what `probe_layers` found out about it."""
     for module, layer in layers:
         module.__dict__[LAYER_ATTRIBUTE] = layer
+
+
+def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:
+    """The layer index and the window of every attention module under a remapping method; None: it attends to all."""
+    modules = [module for module in model.modules() if LAYER_ATTRIBUTE in module.__dict__]
+    layers: list[Layer] = [module.__dict__[LAYER_ATTRIBUTE] for module in modules]
+    indices = [getattr(module, "layer_idx", -1) for module in modules]
+    return [(index, layer.rule.window_size) for index, layer in zip(indices, layers, strict=True)]
 
 
 def detach(model: nn.Module) -> None:
