@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError
+from rope_ext_hf.eval.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.patches.layer_types import sliding_layers
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MemoryEstimate",
     "budgets",
-    "cached_per_token",
     "check_memory",
     "estimate_flops",
     "estimate_memory",
@@ -69,7 +69,9 @@ class MemoryEstimate:
 def available(device: torch.device) -> int:
     """Bytes free on a device."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # and what torch's allocator holds for this process and does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     return int(psutil.virtual_memory().available)
 
 
@@ -97,13 +99,15 @@ def estimate_memory(
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
-    cache = config.num_hidden_layers * cached_per_token(config) * longest * width
+    cache = cached_bytes(config, longest, width=width)
     working = sum(budgets(device or torch.device("cpu")))
     weights = model.num_parameters() * width
     if offload_cache:
-        layer = cache // config.num_hidden_layers
-        pinned = 1 << (layer // 2 - 1).bit_length()  # keys, or values: torch pins a power of two of bytes
-        return MemoryEstimate(weights, layer, working, 2 * pinned * config.num_hidden_layers)
+        # Layers without a window alone are offloaded, and the keys of one of them at a time are on the device.
+        moved = [layer.per_token * longest * width for layer in cached_layers(config) if layer.window is None]
+        # keys, or values: torch pins a power of two of bytes
+        pinned = sum(2 << (size // 2 - 1).bit_length() for size in moved if size)
+        return MemoryEstimate(weights, cache - sum(moved) + max(moved, default=0), working, pinned)
     return MemoryEstimate(weights, cache, working)
 
 
@@ -158,7 +162,6 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
     Two per weight and token (of experts, the share that a token is routed to), four per head dim and query-key pair.
     """
     config: Any = model.config.get_text_config()
-    head_dim = _heads(config)[1]
     routed = getattr(config, "num_experts_per_tok", None) or 1
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or routed
     embedding = model.get_input_embeddings().weight.numel()
@@ -171,7 +174,7 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
         body -= head.weight.numel()
     lengths = list(passes)
     pairs = sum(length * length / 2 for length in lengths)
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * pairs
+    attention = 4 * pairs * sum(layer.heads * layer.head_dim for layer in cached_layers(config) if layer.per_token)
     return float(2 * body * sum(lengths) + attention + 2 * embedding * scored)
 
 
@@ -211,21 +214,8 @@ def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
     )
 
 
-def cached_per_token(config: Any) -> int:
-    """Numbers that a layer caches per token: keys and values, or what latent attention makes them from."""
-    if getattr(config, "kv_lora_rank", None):
-        return int(config.kv_lora_rank + config.qk_rope_head_dim)
-    heads, head_dim = _heads(config)
-    return 2 * heads * head_dim
-
-
 def widest_activation(config: Any) -> int:
     """Numbers per token of the widest activation of a decoder."""
     stated = getattr(config, "intermediate_size", None) or 0
     widths = [stated] if isinstance(stated, int) else list(stated)  # one per layer in some families
     return int(max(*widths, 4 * config.hidden_size))
-
-
-def _heads(config: Any) -> tuple[int, int]:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads

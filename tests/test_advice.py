@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CheckpointError, MethodError
+from rope_ext_hf.eval.cache_memory import cached_bytes
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.serving.memory import cached_bytes
 from tests.models import build
 from tests.serving_models import FOLDER
 
@@ -171,7 +171,8 @@ def test_layers_with_sizes_of_their_own_and_shared_ones() -> None:
     assert cached_bytes(gemma4, 100, width=1) == 5 * 2 * 16 * 8 + 2 * 32 * 100
     hybrid = AutoConfig.for_model("qwen3_next", **sizes | {"num_hidden_layers": 4}, head_dim=16)
     assert hybrid.layer_types.count("linear_attention") == 3
-    assert cached_bytes(hybrid, 100, width=1) == 2 * 16 * 100
+    state = hybrid.linear_num_value_heads * hybrid.linear_key_head_dim * hybrid.linear_value_head_dim
+    assert cached_bytes(hybrid, 100, width=1) == 2 * 16 * 100 + 3 * 4 * state
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ def test_keys_and_values_are_what_a_cache_holds(name: str) -> None:
     with torch.no_grad():
         cache = model(torch.arange(3, 35)[None], use_cache=True).past_key_values
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
-    found = estimate_memory(model, 32)
-    assert found.cache == held
-    assert found.weights == sum(p.numel() * 4 for p in model.parameters())
+    estimate = estimate_memory(model, 32)
+    assert estimate.cache == held
+    assert estimate.weights == sum(p.numel() * 4 for p in model.parameters())
     assert estimate_memory(model, 32, torch.bfloat16).cache == held // 2
     offloaded = estimate_memory(model, 32, offload_cache=True)
     assert offloaded.cache == held // len(cache.layers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .registry import figure, markdown_table, read_result
 
-COLUMNS = ("static", "length-dependent", "remapping", "conversion")
+COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
 KINDS = {
     "causal": "causal language models",
     "vision": "models of text and images",
@@ -60,17 +60,38 @@ def _names(rows: list[dict[str, Any]]) -> str:
     return ", ".join(sorted({f"`{row['model_type']}`" for row in rows}))
 
 
+def _mark(row: dict[str, Any], column: str) -> str:
+    if not _works(row, column):
+        return "–"
+    return "yes" if column != "measured" else "whole" if "because" in row[column] else "in chunks"
+
+
 @figure
 def coverage_models() -> str:
     """One line for every combination of what works."""
-    groups: dict[tuple[bool, ...], list[dict[str, Any]]] = {}
+    order = ("yes", "in chunks", "whole", "–")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in _rotating():
-        groups.setdefault(tuple(_works(row, column) for column in COLUMNS), []).append(row)
+        groups.setdefault(tuple(_mark(row, column) for column in COLUMNS), []).append(row)
     rows = (
-        [*("yes" if works else "–" for works in marks), str(len(some)), _names(some)]
-        for marks, some in sorted(groups.items(), reverse=True)
+        [*marks, str(len(some)), _names(some)]
+        for marks, some in sorted(groups.items(), key=lambda item: [order.index(mark) for mark in item[0]])
     )
     return markdown_table([*COLUMNS, "classes", "`model_type`"], rows)
+
+
+@figure
+def coverage_reading() -> str:
+    """Why a class that takes a patch is read whole, or cannot be measured."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in _rotating():
+        if _works(row, "static") and (reason := row["measured"].get("because")):
+            groups.setdefault((_mark(row, "measured"), reason), []).append(row)
+    rows = (
+        [mark, reason, _names(some)]
+        for (mark, reason), some in sorted(groups.items(), key=lambda item: (item[0][0] != "whole", -len(item[1])))
+    )
+    return markdown_table(["measured", "because", "`model_type`"], rows)
 
 
 @figure
