@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rope_ext_hf.patches.layer_types import SLIDING, sliding_layers
 
-__all__ = ["LayerMemory", "cached_bytes", "cached_layers"]
+__all__ = ["cached_bytes", "cached_layers"]
 
 WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "mlp", "mamba", "recurrent"})
 """Layer types that keep no keys and values: a state of fixed size, or nothing."""
