@@ -12,7 +12,7 @@ reports and the contract tests read the registry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -58,7 +58,7 @@ class ProtocolOptions:
 
 
 DefaultPrefix = Literal["added", "bos", "bos or eos", "none"]
-Spans = Callable[[int, Sequence[int], ProtocolOptions], Iterator[Span]]
+Spans = Callable[[int, Sequence[int], ProtocolOptions], Iterable[Span]]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def check_lengths(lengths: Sequence[int], targets: int | None) -> tuple[list[int
 
 
 @register_protocol("matched", uses_targets=True, same_targets=True)
-def matched(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
+def matched(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterable[Span]:
     """The same targets at every length, each length with its own amount of context.
 
     A document is cut into disjoint runs of the longest length; the last `targets` tokens of each run are scored. At
@@ -167,9 +167,11 @@ def matched(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
     shorter than the longest length yields nothing.
     """
     longest = lengths[-1]
-    for stop in range(longest, tokens + 1, longest):
-        for length in lengths:
-            yield Span(length, stop - length, stop, stop - options.targets, stop, length)
+    return [
+        Span(length, stop - length, stop, stop - options.targets, stop, length)
+        for stop in range(longest, tokens + 1, longest)
+        for length in lengths
+    ]
 
 
 @register_protocol("sliding", uses_stride=True)

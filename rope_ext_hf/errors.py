@@ -96,4 +96,7 @@ def bounded(text: str, most: int = 1000, longest_word: int = 120) -> str:
 
 def printable(text: str) -> str:
     r"""A text that is safe to print on a terminal: control characters other than newlines and tabs stand as \x1b."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    if text.isprintable():
+        return text
+    shown = [c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text]
+    return "".join(shown)
