@@ -135,6 +135,7 @@ class PatchedSlot(nn.Module):
                 *chosen, layout=slot.layout, cast=slot.cast, axis_of_pair=slot.axis_of_pair[layer_type], **more
             )
         self.axes = slot.axes
+        # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
         self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
@@ -335,6 +336,7 @@ def _check_against_config(config: Any, inv_freq: Tensor, rope: ConfigRope) -> No
     rotary, method = rope.plain, rope.method
     expected = method.frequencies(rotary, rotary.trained_length).inv_freq
     # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
+    # The absolute part is for frequencies near zero, which float16 keeps as multiples of 6e-8.
     if not torch.allclose(inv_freq.double().cpu(), expected, rtol=1e-2, atol=6e-8):
         raise _another_geometry(config, rope)
 
@@ -350,7 +352,10 @@ def _another_geometry(config: Any, rope: ConfigRope) -> UnsupportedModelError:
 
 def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
     """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes."""
+    # A shallow copy with buffers of its own on the CPU: the module may be on a GPU or have no weights yet (meta), and
+    # forwards that follow the input would change its buffers.
     stand_in, pairs = copy.copy(module), rope.plain.dim // 2
+    # Different frequencies of at most one radian: each pair of columns shows which of them it was rotated by.
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
     stand_in._buffers = {
         name: known.clone()
@@ -365,7 +370,7 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
     def run(positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:
         return type(module).forward(stand_in, torch.zeros(1, dtype=dtype, device="cpu"), positions, **kwargs)
 
-    try:
+    try:  # three rows of one token at position 1; x in bfloat16 shows whether cos and sin are cast to its dtype
         out = run(torch.ones(3, 1, dtype=torch.int64, device="cpu"))
     except (IndexError, RuntimeError, ValueError) as error:  # Qwen2-VL, Qwen2.5-VL and GLM-4V before 5.17
         raise UnsupportedModelError(
@@ -375,7 +380,7 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
     if isinstance(out, Tensor) and out.is_complex() and out.shape[-1] == pairs:
         return "complex", True, None
     if isinstance(out, tuple) and len(out) == 2 and out[0].shape[0] == 3 and out[0].dtype in _CAST:
-        cos, cast = out[0][0, 0].float(), out[0].dtype == torch.bfloat16
+        cos, cast = out[0][0, 0].float(), out[0].dtype == torch.bfloat16  # (pairs,) or (2 * pairs,)
         layouts: dict[Layout, bool] = {
             "bare": cos.shape[0] == pairs,
             "half": cos.shape[0] == 2 * pairs and torch.equal(cos[:pairs], cos[pairs:]),
@@ -384,6 +389,7 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
         layout = next((name for name, matches in layouts.items() if matches), None)
         if layout is not None:
             several, axis_of_pair = _axes(run, known, layout)
+            # Some modules compute from their config at every call and never read their buffer.
             of_config = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq  # PhiMoE
             alone = not several and any(_own_angles(run, each, layout) for each in (known, of_config.float()))
             if axis_of_pair is not None or alone:
@@ -403,7 +409,8 @@ def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool,
 
     That axis is None where a pair is not rotated by its own frequency, or its two columns differ.
     """
-    for count in (3, 4, 2):
+    for count in (3, 4, 2):  # M-RoPE has time, height and width; other families have four axes, or two
+        # Another position on each axis, so that the angle of a pair names the axis that it was rotated by.
         positions = torch.arange(1, count + 1, device="cpu").reshape(count, 1, 1)
         try:
             out = run(positions, torch.float32)
@@ -413,7 +420,7 @@ def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool,
             return False, None
         pairs = len(known)
         cos, sin = (_once(part[0, 0].float(), pairs, layout) for part in out)
-        size = (cos.square() + sin.square()).sqrt()  # the attention factor of a scaling of its own
+        size = (cos.square() + sin.square()).sqrt()  # (1 or 2, 1, pairs): the attention factor of a scaling of its own
         angles = positions.flatten()[:, None] * known  # (axes, pairs)
         differences = (angles.cos() - cos / size).abs() + (angles.sin() - sin / size).abs()
         found = differences.amax(0)  # over the columns of a pair

@@ -124,6 +124,8 @@ def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
     def begin(name: str, size: int) -> int:
         if (entry := entries.get(name)) is None or not entry.file_size == entry.compress_size == size:
             raise ValueError(f"the archive has no {name} of {size} bytes")
+        # The central directory gives the offset of an entry's own header alone. That header is 30 bytes, a name and an
+        # extra field of any length, by which torch aligns the numbers.
         file.seek(entry.header_offset + 26)  # the lengths of the rest of the header
         name_size, extra_size = struct.unpack("<HH", file.read(4))
         return int(entry.header_offset + 30 + name_size + extra_size)
@@ -158,6 +160,7 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
         value, keys, at = _unpickle(data, storages), _unpickle(data, storages), data.tell()
     if any(type(key) is not str for key in _expect(keys, list)) or sorted(keys) != sorted(storages):
         raise ValueError("the storages in the file are not those that its tensors name")
+    # The storages follow the pickles in the order of `keys`: a count of 8 bytes each, then the numbers.
     for key in keys:
         file.seek(at)
         storage, count = storages[key], int.from_bytes(file.read(8), "little")
@@ -181,8 +184,10 @@ def _within(name: str, data: mmap.mmap, size: int) -> Iterator[None]:
 
 def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
     """Return the next pickle as plain data: the opcodes of torch's own weights_only unpickler that weights need."""
+    # A machine with a stack, as pickle's own, that builds numbers, texts and containers alone. A global stays a name
+    # and a call stays a record of itself, so that nothing a file says is ever imported or run.
     stack: list[Any] = []
-    marks: list[int] = []
+    marks: list[int] = []  # heights of the stack at each MARK
     memo: dict[int, Any] = {}
 
     def above(start: int) -> list[Any]:
@@ -271,6 +276,7 @@ def _storage(persistent_id: Any, storages: dict[str, _Storage]) -> _Storage:
 
 def _locate(name: str, call: _ReduceCall) -> TensorLocation:
     plain = True
+    # A parameter is a call around the tensor, and a tensor with attributes another one: look inside them.
     while call.name in (*PARAMETERS, WITH_ATTRIBUTES):
         if call.name in PARAMETERS:
             call = _expect(call.arguments[0], _ReduceCall)
@@ -285,11 +291,13 @@ def _locate(name: str, call: _ReduceCall) -> TensorLocation:
     if call.name.endswith("_v3"):
         dtype = _expect(vars(torch).get(_expect(others.pop(2), _GlobalName).removeprefix("torch.")), torch.dtype)
     numbers = [offset, *_expect(shape, tuple), *_expect(stride, tuple)]
+    # Whole numbers of any size may stand in a pickle; beyond int64 they overflow what follows and torch itself.
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not len(shape) == len(stride) <= MAX_DIMS:
         raise ValueError(f"{name!r} has no valid shape")
     count, possible = math.prod(shape), math.prod(size or 1 for size in shape) < 2**63
     if any(others[2:]) or count * dtype.itemsize > storage.size or not possible:
         raise ValueError(f"{name!r} is not a plain tensor")  # conjugate or negative bit set, or expanded
+    # The last number that a strided view reaches, from its first one: views may skip numbers and overlap others.
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     begin = storage.begin + offset * dtype.itemsize
     end = begin + (last + 1) * dtype.itemsize if count else begin
@@ -317,6 +325,7 @@ def open_writer(
 
         def write(name: str, data: bytes | memoryview) -> None:
             entry = zipfile.ZipInfo(f"archive/{name}")
+            # torch maps numbers at multiples of STORAGE_ALIGNMENT; a padding field in the header moves them there.
             begin = file.tell() + 30 + len(entry.filename) + 20 + 4  # header, name, zip64 sizes, padding header
             entry.extra = struct.pack("<2sH", b"FB", -begin % STORAGE_ALIGNMENT) + bytes(-begin % STORAGE_ALIGNMENT)
             with archive.open(entry, "w", force_zip64=True) as target:
