@@ -158,7 +158,7 @@ def _perplexity_cell(result: Result | None, best: float, detailed: bool) -> Text
     mark = "*" if result.loss == best else " "
     low, high = (perplexity_text(perplexity_from_loss(bound)) for bound in (result.low, result.high))
     interval = f"\n{low} to {high}" if detailed else ""
-    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.2f}){mark}{interval}"
+    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}{interval}"
     return Text(text, style="bold green" if mark == "*" else "")
 
 
