@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rope_ext_hf.errors import printable, short
@@ -82,17 +83,20 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7
         )
 
 
-def draw_lines(axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], size: float = 7) -> None:
+def draw_lines(
+    axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], *, size: float = 7, last: int = 1
+) -> None:
     """Lines with their names at their ends.
 
     Args:
         limits: the lowest and the highest value that is shown; None: as the lines have it.
         size: of the names, in points.
+        last: a name stands at the mean of so many values: the very last one of a ragged line says little.
     """
     for _, across, up, style in lines:
         axes.plot(across, up, **style)
     axes.set_ylim(*(own if given is None else given for own, given in zip(axes.get_ylim(), limits, strict=True)))
-    name_ends(axes, [(up[-1], name, style["color"]) for name, _, up, style in lines], size)  # once the scale is fixed
+    name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
 
 
 def distance_axis(axes: Any, length: int) -> None:

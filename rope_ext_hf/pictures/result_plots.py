@@ -89,7 +89,7 @@ def draw_curves(
     axes.set_xlabel("context length (tokens)")
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    draw_lines(axes, lines, limits, 8)
+    draw_lines(axes, lines, limits, size=8)
 
 
 def curves(

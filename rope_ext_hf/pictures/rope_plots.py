@@ -400,7 +400,7 @@ def draw_by_distance(
         means = [float(measure(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
         lines.append((curve.name, middles(bins), means, curve.style))
     distance_axis(axes, length)
-    draw_lines(axes, lines, limits)
+    draw_lines(axes, lines, limits, last=8)
     for tokens, name in _lengths(rotary, length):
         mark_distance(axes, tokens, f"{name} length")
 
