@@ -223,6 +223,17 @@ def _probing(model: nn.Module) -> Iterator[None]:
         PROBE_RECORDS.reset(token)
 
 
+def _device_of_input(*modules: Any) -> torch.device:
+    """The device of the input embeddings of the first of these modules that names them."""
+    for module in modules:
+        try:
+            device: torch.device = next(module.get_input_embeddings().parameters()).device
+        except (AttributeError, NotImplementedError):  # as a model of several language models has it
+            continue
+        return torch.device("cpu") if device.type == "meta" else device  # offloaded: its hooks move what comes
+    raise UnsupportedModelError(f"{type(modules[-1]).__name__} does not name its input embeddings")
+
+
 def _run(
     model: nn.Module, decoder: nn.Module, slots: Sequence[Slot], method: RopeMethod, rotary: Rotary, positions: Tensor
 ) -> list[_ProbeRecord]:
@@ -230,9 +241,7 @@ def _run(
     records = PROBE_RECORDS.get()
     assert records is not None
     records.clear()
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    device = next(embeddings.parameters()).device
-    device = torch.device("cpu") if device.type == "meta" else device  # offloaded: its hooks move what comes
+    device = _device_of_input(decoder, model)
     ids = torch.arange(3, 3 + positions.shape[1], device=device)[None]
     with ExitStack() as stack:
         for slot in slots:

@@ -41,9 +41,11 @@ class GivenMask(ForwardState):
 
     Attributes:
         attention_mask: as given; None: none was.
+        with_positions: position_ids were given, too; else this module may fill some in.
     """
 
     attention_mask: Any = None
+    with_positions: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,6 +56,7 @@ class ForwardContext(ForwardState):
         new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
         past_length: tokens in the cache.
         position_ids: as given, (rows or 1, tokens); None: the decoder counts from the past length on.
+        filled_in: a module around the decoder has filled in the positions, and may not have looked at the mask.
         padding_mask: (rows, past + tokens), 0 where a key is padding; None: none was given.
         prepared_mask: a mask was given of which nothing follows for the padding.
         cache: as given, of the decoder's own tokens; None: none was.
@@ -67,6 +70,7 @@ class ForwardContext(ForwardState):
     new_tokens: Tensor
     past_length: int
     position_ids: Tensor | None
+    filled_in: bool
     padding_mask: Tensor | None
     prepared_mask: bool
     cache: Any
@@ -103,6 +107,7 @@ class ForwardContext(ForwardState):
             new_tokens=new_tokens,
             past_length=int(cache.get_seq_length()) if cache is not None else 0,
             position_ids=_one_per_token(call.get("position_ids"), axes),
+            filled_in=_positions_filled_in(),
             padding_mask=padding,
             prepared_mask=prepared,
             cache=cache,
@@ -155,6 +160,17 @@ def _mask_given_outside() -> tuple[bool, Tensor | None]:
             if padding is not None or state.attention_mask is None:
                 return False, padding
     return True, None
+
+
+def _positions_filled_in() -> bool:
+    """Whether the outermost module around the decoder, which the user calls, was given no positions."""
+    outermost = None
+    for state in running():
+        if isinstance(state, ForwardContext):
+            break
+        if isinstance(state, GivenMask):
+            outermost = state
+    return outermost is not None and not outermost.with_positions
 
 
 def current_context() -> ForwardContext | None:
@@ -258,7 +274,9 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
         if all_real:
             key_mask, keys, ordered, agreed = None, in_order, (0,) * rows, bool(without_mask)
         else:
-            keys, ordered, agreed = counted, tuple(firsts) if is_ordered else None, bool(with_mask)
+            # A module around the decoder that counts tokens, padding among them, leaves the positions to the mask.
+            agreed = bool(with_mask) or (context.filled_in and bool(without_mask))
+            keys, ordered = counted, tuple(firsts) if is_ordered else None
     if agreed or positions is None:
         return TokenPositions(keys[:, past_length:], keys, ordered, key_mask)
     if past_length == 0:  # several inputs in a row, or positions that do not begin at 0

@@ -82,7 +82,9 @@ class _MaskHooks:
     """Hooks around a module outside the decoder, which may turn the mask that the user gives into another one."""
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        push(GivenMask(owner=module, attention_mask=arguments(module, args, kwargs).get("attention_mask")))
+        call = arguments(module, args, kwargs)
+        mask, positions = call.get("attention_mask"), call.get("position_ids")
+        push(GivenMask(owner=module, attention_mask=mask, with_positions=positions is not None))
 
     def post_forward(self, module: nn.Module, *_: Any) -> None:
         pop(module)

@@ -266,6 +266,17 @@ def _rotate_in_place(
     state.rows = afterwards
 
 
+def _cache_of_one_token(decoder: nn.Module, token: dict[str, Tensor]) -> Any:
+    """The cache that a decoder fills with one token: its own, or one given to it where it returns none."""
+    from transformers.cache_utils import DynamicCache
+
+    cache = decoder.forward(**token, use_cache=True, return_dict=True).past_key_values
+    if cache is None:
+        cache = DynamicCache(config=decoder.config)
+        decoder.forward(**token, past_key_values=cache, use_cache=True, return_dict=True)
+    return own_cache(cache)
+
+
 def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[RotaryEmbedding]) -> list[KeyLayout | None]:
     """Find out how each layer of a decoder's cache keeps its keys, by running one token with three rotations.
 
@@ -278,7 +289,7 @@ def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[Rotary
     caches = []
     for angles, factor in ((torch.zeros_like(radians), 1.0), (radians, 1.0), (radians, 1.25)):
         with override_angles(tables, angles, factor), torch.no_grad():
-            caches.append(decoder.forward(**token, use_cache=True, return_dict=True).past_key_values)
+            caches.append(_cache_of_one_token(decoder, token))
     try:
         unrotated, rotated, rotated_scaled = (cache.layers for cache in caches)
         return [infer_key_layout(*layers, radians) for layers in zip(unrotated, rotated, rotated_scaled, strict=True)]

@@ -120,6 +120,30 @@ def test_a_step_does_not_wait_for_the_device(rule: str, monkeypatch: pytest.Monk
     assert waited == expected.get(rule, [])
 
 
+@pytest.mark.parametrize(("rule", "first", "later"), [("even", 1, 1), ("paper", 1, 0)])
+def test_positions_without_a_mask_are_looked_at_once(
+    rule: str, first: int, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length may then be larger than the number of tokens, and a row may hold several inputs."""
+    model, ids, reads = patched("llama", rule, num_hidden_layers=1), tokens(TRAINED + 9), HostReads()
+
+    def counted(plain: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+        reads.count += 1
+        return plain(tensor, *args)
+
+    in_parts(model, ids, [60])  # the first time it looks how the cache keeps its keys
+    for name in ("tolist", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, functools.partialmethod(functools.partial(counted, getattr(Tensor, name))))
+    waits = []
+    with torch.no_grad(), reads:
+        cache = model(ids[:, :60], position_ids=torch.arange(60)[None], use_cache=True).past_key_values
+        for at in range(60, ids.shape[1]):
+            reads.count = 0
+            model(ids[:, at : at + 1], position_ids=torch.full((1, 1), at), past_key_values=cache)
+            waits.append(reads.count)
+    assert waits == [first, *[later] * (len(waits) - 1)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_are_turned_in_little_memory(dtype: torch.dtype) -> None:
     """One layer at a time, and of what is wider than the keys only a stretch."""
