@@ -47,6 +47,7 @@ Value = DocumentLoss | TrialScore
 
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
+_GO_ON = "make room, and the same command goes on where this one stopped"
 
 
 class Record(NamedTuple):
@@ -150,7 +151,8 @@ def _open_plain(path: Path, flags: int) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileError(f"{str(path)!r} is not a plain file")
-    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "a+b")
+    # Unbuffered where it is written, so that nothing is left to write when it is closed.
+    return os.fdopen(descriptor, "rb") if flags == os.O_RDONLY else os.fdopen(descriptor, "a+b", buffering=0)
 
 
 def read_records(folder: Path, layout: Layout, parse: Callable[[str, Any], Value]) -> list[Record]:
@@ -229,19 +231,23 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
     path = folder / f"records.{rank}.jsonl"
     with disk_errors(path):
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    with file:
+
+    def write(record: Record) -> None:
+        with disk_errors(path, _GO_ON):
+            left = memoryview(record.to_line())
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+
+    try:
         with disk_errors(path):
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             fsync_path(folder)
-
-        def write(record: Record) -> None:
-            with disk_errors(path):
-                file.write(record.to_line())
-                file.flush()
-                os.fsync(file.fileno())
-
         yield write
+    finally:
+        with disk_errors(path, _GO_ON):  # a network's file system may find only now that it is full
+            file.close()
 
 
 def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
@@ -256,14 +262,13 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
     with disk_errors(path):
         if not os.path.lexists(path):
             own.unlink(missing_ok=True)
-            own.write_text(json.dumps([chunk, head_bytes]), encoding="utf-8")
-            fsync_path(own)
             try:
+                own.write_text(json.dumps([chunk, head_bytes]), encoding="utf-8")
+                fsync_path(own)
                 with suppress(FileExistsError):
-                    os.link(own, path)
-            except OSError:  # a file system without hard links
-                own.replace(path)
-            own.unlink(missing_ok=True)
+                    _link(own, path)
+            finally:
+                own.unlink(missing_ok=True)
     try:
         match json.loads(read_plain(path)):
             case [int(chunk), int(head_bytes)] if 1 <= chunk <= 2**31 and 1 <= head_bytes < 2**63:
@@ -271,3 +276,13 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
     except (ValueError, RecursionError):
         pass
     raise FileError(f"{str(path)!r} does not hold two positive whole numbers; delete it")
+
+
+def _link(own: Path, path: Path) -> None:
+    """Give a file another name that must be free."""
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        own.replace(path)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.results import provenance
+from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.adapters import tokenizer_source
 from rope_ext_hf.patches.describing import describe
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["RopeHFLM", "evaluate"]
+
+_LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
+"""What `HFLM` warns of where it gets a model and not a name, as it is meant to here."""
 
 
 class RopeHFLM(HFLM):  # type: ignore[misc]
@@ -120,16 +124,17 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         with fixed_length(model, length):  # raises where a method follows the input and cannot be held
             pass
         tokenizer = tokenizer or own or _tokenizer(model.name_or_path, {})
-        super().__init__(
-            pretrained=model,
-            tokenizer=tokenizer,
-            backend="causal",
-            max_length=length,
-            batch_size=batch_size,
-            add_bos_token=_add_bos_token(tokenizer, add_bos_token),
-            softmax_dtype=softmax_dtype,
-            **(harness or {}),
-        )
+        with left_out_of_log(HFLM.__module__, *_LOADED_ALREADY):
+            super().__init__(
+                pretrained=model,
+                tokenizer=tokenizer,
+                backend="causal",
+                max_length=length,
+                batch_size=batch_size,
+                add_bos_token=_add_bos_token(tokenizer, add_bos_token),
+                softmax_dtype=softmax_dtype,
+                **(harness or {}),
+            )
         self.cut = 0
         self.pretrained = model.name_or_path  # lm-eval asks the Hub for the commit of this name
 

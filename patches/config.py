@@ -26,6 +26,7 @@ __all__ = [
     "PAIRING_KEY",
     "PATCH_KEY",
     "SAVED_KEYS",
+    "UNKNOWN_TYPE",
     "ConfigEncoding",
     "ConfigRope",
     "checked_specs",
@@ -42,6 +43,8 @@ PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
 """The config key that states in which pairing the weights are, where they were converted."""
 PLUGIN_PREFIX = "rope_ext_hf/"
+UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{PLUGIN_PREFIX}")
+"""The logger, and what its line contains, that misses transformers' own check of a rope type of ours."""
 
 # transformers' rope type -> our method and the parameters it implies.
 _METHOD_OF_ROPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {

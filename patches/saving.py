@@ -15,6 +15,7 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
+from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import (
     ADAPTER_CONFIG,
     find_adapter,
@@ -24,7 +25,7 @@ from rope_ext_hf.patches.adapters import (
     with_record,
 )
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
-from rope_ext_hf.patches.config import PATCH_KEY
+from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
@@ -72,7 +73,7 @@ class RewritingSave:
                 "model.push_to_hub(repo_id), or save it to a folder and upload that"
             )
         record_trained_values(self.model)
-        with _left_out_of_weights(self.model, trained_keys(self.model)):
+        with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, trained_keys(self.model)):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
             rewrite_config(Path(save_directory), _state(self.model))
@@ -195,7 +196,8 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
         copy_files(source, names, staging)
         if adapter is None:
-            model.config.save_pretrained(staging)
+            with left_out_of_log(*UNKNOWN_TYPE):
+                model.config.save_pretrained(staging)
             rewrite_config(staging, _state(model))
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:

@@ -37,6 +37,7 @@ __all__ = [
     "atomic_file",
     "atomic_folder",
     "check_destination",
+    "check_full",
     "copy_files",
     "copy_mode",
     "copy_range",
@@ -48,6 +49,7 @@ __all__ = [
     "parse_json_object",
     "read_json",
     "resolve_inside",
+    "size_text",
     "write_all",
     "write_json",
 ]
@@ -303,10 +305,34 @@ def disk_errors(path: Path, advice: str = RETRY) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise FileError(f"the disk of {str(path)!r} is full; {advice}") from error
+        check_full(error, path, advice)
         where = str(error.filename or path)
         raise FileError(f"{where!r} could not be read or written: {error.strerror or error}") from error
+
+
+def check_full(error: OSError, path: Path | None, advice: str = RETRY) -> None:
+    """Raise FileError where an error means a full disk.
+
+    Args:
+        path: what was written, on that disk; None: unknown.
+        advice: what to do about it.
+    """
+    if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise FileError(f"a disk is full; {advice}") from error
+    if error.errno == errno.EDQUOT:
+        raise FileError(f"the disk quota for {str(path)!r} is used up; {advice}") from error
+    if error.errno == errno.ENOSPC and path is not None:
+        there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
+        free = size_text(shutil.disk_usage(there).free)
+        raise FileError(f"the disk of {str(path)!r} is full ({free} free); {advice}") from error
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in the largest unit of which there is at least one: "512 bytes", "8.2 kB", "16.1 GB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 1000)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"
 
 
 def fsync_path(path: Path) -> None:
@@ -457,7 +483,9 @@ def _check_room(staging: Path, dst: Path, size: int) -> None:
     if staging.is_dir():
         room += sum(file.stat().st_size for file in staging.iterdir())
     if size > room:
-        raise FileError(f"{size / 1e9:.1f} GB are to be written to {str(dst)!r}, where {room / 1e9:.1f} GB are free")
+        raise FileError(
+            f"{size_text(size)} are to be written to {str(dst)!r}, where {size_text(room)} are free; {RETRY}"
+        )
 
 
 def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:

@@ -19,8 +19,10 @@ import torch
 
 from rope_ext_hf.downloads import open_repository
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import check_full, read_json
+from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
+from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
@@ -340,7 +342,7 @@ def load_tokenizer(
             f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
             "model it was made from"
         )
-    with loading(f"the tokenizer of {short(str(name))!r}"):
+    with left_out_of_log(*UNKNOWN_TYPE), loading(f"the tokenizer of {short(str(name))!r}"):
         _check_token_settings(source, options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **options
@@ -389,6 +391,8 @@ def foreign_errors(failure: str) -> Iterator[None]:
     except (RopeExtError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic in Rust code, such as tokenizers, is no Exception
+        if isinstance(error, OSError):
+            check_full(error, Path(error.filename) if error.filename else None)
         plain = isinstance(error, (OSError, ValueError, RuntimeError)) or not str(error)
         reason = one_line(error) if plain else f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(f"{failure}: {reason}") from error

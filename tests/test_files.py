@@ -157,7 +157,7 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "third"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list_files(tmp_path) == ["file"]
-    with pytest.raises(rope.FileError, match=r"disk of .*file' is full; make room"):
+    with pytest.raises(rope.FileError, match=r"disk of .*file' is full \(.* free\); make room"):
         write(path, "fourth", OSError(errno.ENOSPC, "No space left on device"))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import sys
 from contextlib import nullcontext
@@ -386,3 +387,11 @@ def test_without_lm_eval_the_import_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     with pytest.raises(ImportError, match=r"extra \[eval\]"):
         importlib.import_module("rope_ext_hf.eval.lm_eval_adapter")
+
+
+def test_it_does_not_warn_of_what_is_meant(caplog: pytest.LogCaptureFixture) -> None:
+    """That it is given a loaded model; the other lines of lm-eval's log stay."""
+    RopeHFLM(build("llama", vocab_size=259), tokenizer=AutoTokenizer.from_pretrained(path()))
+    assert "pretrained" not in caplog.text
+    logging.getLogger("lm_eval.models.huggingface").warning("another line")
+    assert "another line" in caplog.text

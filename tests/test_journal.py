@@ -7,14 +7,17 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import rope_ext_hf as rope
+from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval.journal import Layout, Record, agree_on_chunks, exclusive, open_journal, read_plain, read_records
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import Cost, DocumentLoss
@@ -231,13 +234,68 @@ def test_a_full_disk_is_one_error_and_loses_nothing(tmp_path: Path, monkeypatch:
 
     with open_journal(folder, 0) as append:
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(rope.FileError, match="is full; make room"):
+        with pytest.raises(rope.FileError, match=r"is full \(.* free\); make room"):
             append(record(1))
     with pytest.raises(rope.FileError, match="is full"):
         write_files(read_run(folder))
     monkeypatch.undo()
     assert read(folder)[0] == record(0)
     assert not list(folder.glob("results*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def append_until_full(folder: Path, methods: list[dict[str, Any]]) -> None:
+    with open_journal(folder, 0) as append:
+        for number, method in enumerate(methods, len(read(folder)) + 1):
+            append(record(0, 64, 1.0, method))
+            assert len(read(folder)) == number
+
+
+def test_a_disk_that_is_really_full_is_one_error_wherever_it_fills(small_disk: Path) -> None:
+    """Filled up to every few hundred bytes: what is on it is whole lines and at most half of one more."""
+    folder = write(small_disk / "run", record(0))
+    agree_on_chunks(folder, 64, 4096)
+    stops = set()
+    for left in (0, 1, 2):
+        fill = small_disk / "fill"
+        fill.write_bytes(b"")
+        with fill.open("ab", buffering=0) as file, suppress(OSError):
+            while file.write(b"x" * 4096):
+                pass
+        os.truncate(fill, fill.stat().st_size - 4096 * left)
+        methods = [{"method": "yarn", "factor": float(1000 * left + number + 2)} for number in range(1000)]
+        with pytest.raises(rope.FileError, match=r"is full \(.*free\); make room, and the same command") as error:
+            append_until_full(folder, methods)
+        kept = len(read(folder))
+        stops.add(kept)
+        assert "Errno" not in str(error.value)
+        with pytest.raises(rope.FileError, match="is full"):
+            write_files(read_run(folder))
+        fill.unlink()
+        with open_journal(folder, 0):  # half a line is cut off
+            pass
+        assert len(read(folder)) == kept
+    assert len(stops) > 1
+
+
+def test_a_full_disk_under_a_command_is_called_that(small_disk: Path) -> None:
+    (small_disk / "fill").write_bytes(b"x" * 14 * 4096)
+    command = ["ppl", "reference", "--lengths", "128,256", "--max-spans", "2", "--data", "stdlib?max_documents=2"]
+    done = CliRunner().invoke(app, [*command, "--out", str(small_disk / "out")])
+    assert done.exit_code == 2
+    assert "could not be measured" not in done.output
+    assert f"the disk of '{small_disk}" in done.output.replace("\n", " ")
+    assert "is full (" in done.output
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:

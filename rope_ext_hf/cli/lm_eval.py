@@ -13,7 +13,7 @@ from rope_ext_hf.cli.console import make_folder, print_text, quiet_transformers
 from rope_ext_hf.cli.layer_options import LayerOptions
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, parse_length
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.files import json_text
+from rope_ext_hf.files import atomic_file, json_text
 
 __all__ = ["lm_eval"]
 
@@ -73,7 +73,8 @@ def lm_eval(
     text = json_text(results)
     if out is not None:
         make_folder(out.parent)
-        out.write_text(text + "\n", encoding="utf-8")
+        with atomic_file(out) as part:
+            part.write_text(text + "\n", encoding="utf-8")
     if as_json:
         print_text(text)
         return

@@ -1,0 +1,34 @@
+"""Lines that other packages log about our own work, left out while we do it.
+
+    with left_out_of_log("transformers.modeling_rope_utils", "'rope_type'='rope_ext_hf/"):
+        model.save_pretrained(folder)
+
+The loggers themselves stay as they are, and so does every other line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["left_out_of_log"]
+
+
+@contextmanager
+def left_out_of_log(logger: str, *texts: str) -> Iterator[None]:
+    """Inside, this logger leaves out the lines that contain one of these texts.
+
+    Args:
+        logger: its full name; lines of loggers below it are not looked at.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in texts)
+
+    chosen = logging.getLogger(logger)
+    chosen.addFilter(keep)
+    try:
+        yield
+    finally:
+        chosen.removeFilter(keep)
