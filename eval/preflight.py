@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from rope_ext_hf.errors import CheckpointError, MethodError
+from rope_ext_hf.errors import CheckpointError, MethodError, size_text
 from rope_ext_hf.eval.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.patches.layer_types import sliding_layers
 
@@ -62,8 +62,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         parts = ((self.weights, "weights"), (self.cache, "keys and values"), (self.working, "activations"))
-        text = f"{self.total / 1e9:.1f} GB: " + ", ".join(f"{size / 1e9:.1f} {name}" for size, name in parts)
-        return f"{text}; and {self.offloaded / 1e9:.1f} GB of main memory" if self.offloaded else text
+        text = f"{size_text(self.total)}: " + ", ".join(f"{size_text(size)} {name}" for size, name in parts)
+        return f"{text}; and {size_text(self.offloaded)} of main memory" if self.offloaded else text
 
 
 def available(device: torch.device) -> int:
@@ -152,7 +152,7 @@ def check_memory(
         offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(
         f"spans of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "
-        f"{free / 1e9:.1f} GB free. Instead: {'; '.join(offers) or 'a machine with more memory'}"
+        f"{size_text(free)} free. Instead: {'; '.join(offers) or 'a machine with more memory'}"
     )
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "one_line",
     "printable",
     "short",
+    "size_text",
 ]
 
 
@@ -100,3 +101,11 @@ def printable(text: str) -> str:
         return text
     shown = [c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text]
     return "".join(shown)
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in the largest unit of which there is at least one: "512 bytes", "8.2 kB", "16.1 GB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 1000)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"

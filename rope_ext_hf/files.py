@@ -29,7 +29,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.bounds import advice, limit
-from rope_ext_hf.errors import FileError
+from rope_ext_hf.errors import FileError, size_text
+from rope_ext_hf.full_disk import RETRY, check_full
 
 __all__ = [
     "FileStamp",
@@ -37,7 +38,6 @@ __all__ = [
     "atomic_file",
     "atomic_folder",
     "check_destination",
-    "check_full",
     "copy_files",
     "copy_mode",
     "copy_range",
@@ -49,7 +49,6 @@ __all__ = [
     "parse_json_object",
     "read_json",
     "resolve_inside",
-    "size_text",
     "write_all",
     "write_json",
 ]
@@ -58,7 +57,6 @@ PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must
 RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
 IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
 COPY_BLOCK = 16 * 2**20  # bytes copied at a time
-RETRY = "make room and try again, or choose another place"  # advice for a full disk
 FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
 # What copy_file_range answers where it cannot copy between these two files.
 COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
@@ -308,31 +306,6 @@ def disk_errors(path: Path, advice: str = RETRY) -> Iterator[None]:
         check_full(error, path, advice)
         where = str(error.filename or path)
         raise FileError(f"{where!r} could not be read or written: {error.strerror or error}") from error
-
-
-def check_full(error: OSError, path: Path | None, advice: str = RETRY) -> None:
-    """Raise FileError where an error means a full disk.
-
-    Args:
-        path: what was written, on that disk; None: unknown.
-        advice: what to do about it.
-    """
-    if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise FileError(f"a disk is full; {advice}") from error
-    if error.errno == errno.EDQUOT:
-        raise FileError(f"the disk quota for {str(path)!r} is used up; {advice}") from error
-    if error.errno == errno.ENOSPC and path is not None:
-        there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
-        free = size_text(shutil.disk_usage(there).free)
-        raise FileError(f"the disk of {str(path)!r} is full ({free} free); {advice}") from error
-
-
-def size_text(count: int) -> str:
-    """A number of bytes in the largest unit of which there is at least one: "512 bytes", "8.2 kB", "16.1 GB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 1000)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} bytes"
 
 
 def fsync_path(path: Path) -> None:

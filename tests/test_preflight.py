@@ -193,7 +193,6 @@ def test_measurements_warn_of_narrow_layers() -> None:
 
 
 def test_needs_in_words() -> None:
-    assert (
-        str(MemoryEstimate(1 * GB, 2 * GB, 500_000_000)) == "3.5 GB: 1.0 weights, 2.0 keys and values, 0.5 activations"
-    )
+    needs = str(MemoryEstimate(1 * GB, 2 * GB, 500_000_000))
+    assert needs == "3.5 GB: 1.0 GB weights, 2.0 GB keys and values, 500.0 MB activations"
     assert str(MemoryEstimate(1 * GB, 0, 0, 8 * GB)).endswith("and 8.0 GB of main memory")

@@ -21,7 +21,7 @@ from torch import Tensor
 from rope_ext_hf.checkpoints.live_model import convert
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, evenly_spaced
 from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
-from rope_ext_hf.errors import CheckpointError, one_line
+from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
@@ -108,7 +108,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
     if family(model_type).remote_attention is not None:
         return f"logits not compared: transformers has no class of {model_type!r}, and code in the folder is not run"
     if (free := psutil.virtual_memory().available) < 2.5 * size:
-        return f"logits not compared: that takes {2.5 * size / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+        return f"logits not compared: that takes {size_text(round(2.5 * size))} of memory, {size_text(free)} are free"
     logits: list[Tensor] = []
     # trust_remote_code=False: code in the folder is not run, and transformers does not ask about it.
     settings = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
