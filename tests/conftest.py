@@ -1,7 +1,7 @@
 """What all test modules share: settings of hypothesis, the slow tier, fixtures.
 
 Slow tests are those marked `slow` and, of tests over model families, those of families outside QUICK_FAMILIES.
-`make test-fast` leaves them out. tests/tiers.py says what `make test` leaves to `make test-all`.
+`make test-fast` leaves them out. tests/support/tiers.py says what `make test` leaves to `make test-all`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import hypothesis
 import pytest
 import torch
 
-from tests.tiers import ALL, KINDS_OF_FAMILIES, OLDER, QUICK_FAMILIES, in_turn
+from tests.support.tiers import ALL, KINDS_OF_FAMILIES, OLDER, QUICK_FAMILIES, in_turn
 
 if TYPE_CHECKING:
-    from tests.saved_models import Lookup
+    from tests.support.saved_models import Lookup
 
 hypothesis.settings.register_profile(
     "tests", deadline=None, database=None, derandomize=True, max_examples=100 if ALL else 40
@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    models = sys.modules.get("tests.models")  # which imports transformers; tests of pure modules need not wait for it
+    models = sys.modules.get("tests.support.models")  # it imports transformers, which some tests do without
     families = set() if models is None else {*models.FAMILIES, *models.ROTATING}
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if family not in QUICK_FAMILIES:
             item.add_marker(pytest.mark.slow)
-        if family not in KINDS_OF_FAMILIES and not in_turn(item.nodeid):
+        if family not in KINDS_OF_FAMILIES and not in_turn(item.name):
             item.add_marker(pytest.mark.thorough)
     if OLDER:
         listed = set(Path(__file__).with_name("older_transformers.txt").read_text(encoding="utf-8").splitlines())
@@ -61,6 +61,6 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Lookup:
     """Patched models saved in folders, each saved when it is first asked for."""
-    from tests.saved_models import save_case
+    from tests.support.saved_models import save_case
 
     return functools.cache(functools.partial(save_case, tmp_path_factory.mktemp("saved")))

@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from rope_ext_hf.engines.base import Target, find_engine
 from rope_ext_hf.errors import RopeExtError
-from tests.serving_models import SERVED, targets
+from tests.support.serving_models import SERVED, targets
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "engine-classes.json"

@@ -41,7 +41,7 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
 from rope_ext_hf.serving.target import make_target, open_model
-from tests.models import build, logits
+from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "llama-cpp-files"

@@ -31,19 +31,30 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - so that forks ha
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "rope_ext_hf/methods/base.py": ["methods_base", "methods_static", "methods_registry", "composition"],
-    "rope_ext_hf/methods/registry.py": ["methods_registry", "methods_base"],
-    "rope_ext_hf/methods/static.py": ["methods_static", "methods_registry", "methods_base", "composition", "learnable"],
-    "rope_ext_hf/methods/dynamic.py": ["methods_dynamic", "methods_registry", "methods_base", "composition"],
-    "rope_ext_hf/methods/remapping.py": ["methods_base", "attending", "attention"],
-    "rope_ext_hf/methods/tiles.py": ["attending"],
-    "rope_ext_hf/attention/rules.py": ["attending", "attention"],
-    "rope_ext_hf/attention/blockwise.py": ["attending", "attention", "hybrids"],
-    "rope_ext_hf/rotary/phase.py": ["rotary"],
-    "rope_ext_hf/rotary/pairing.py": ["pairing"],
-    "rope_ext_hf/checkpoints/row_layouts.py": ["layouts", "families"],
-    "patches/families.py": ["families", "layouts"],
-    "eval/protocols.py": ["protocols", "perplexity"],
+    "rope_ext_hf/methods/base.py": ["methods/base", "methods/static", "methods/registry", "methods/base_composition"],
+    "rope_ext_hf/methods/registry.py": ["methods/registry", "methods/base"],
+    "rope_ext_hf/methods/static.py": [
+        "methods/static",
+        "methods/registry",
+        "methods/base",
+        "methods/base_composition",
+        "methods/static_learnable",
+    ],
+    "rope_ext_hf/methods/dynamic.py": [
+        "methods/dynamic",
+        "methods/registry",
+        "methods/base",
+        "methods/base_composition",
+    ],
+    "rope_ext_hf/methods/remapping.py": ["methods/base", "attention/blockwise", "patches/attention_hooks"],
+    "rope_ext_hf/methods/tiles.py": ["attention/blockwise"],
+    "rope_ext_hf/attention/rules.py": ["attention/blockwise", "patches/attention_hooks"],
+    "rope_ext_hf/attention/blockwise.py": ["attention/blockwise", "patches/attention_hooks", "modules/hybrids"],
+    "rope_ext_hf/rotary/phase.py": ["rotary/embedding"],
+    "rope_ext_hf/rotary/pairing.py": ["rotary/pairing"],
+    "rope_ext_hf/checkpoints/row_layouts.py": ["checkpoints/row_layouts", "patches/families"],
+    "patches/families.py": ["patches/families", "checkpoints/row_layouts"],
+    "eval/protocols.py": ["eval/protocols", "eval/measuring"],
 }
 """Module -> its tests, those that notice most first."""
 
@@ -91,7 +102,7 @@ def module_passes(module: str, tier: str) -> bool:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        files = [f"tests/test_{name}.py" for name in TESTS[module]]
+        files = [f"tests/{name.replace('/', '/test_')}.py" for name in TESTS[module]]
         options = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that transformers has imported
         os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", tier, *options, *files]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)

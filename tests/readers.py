@@ -33,7 +33,7 @@ from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import OTHER_ENGINES, TRIED_FAMILIES, compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
-from tests.models import build, logits
+from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "readers"

@@ -34,11 +34,11 @@ from rope_ext_hf.methods.registry import frequencies, register_method, resolve_m
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile, local_window_tiles
 from rope_ext_hf.patches import families
-from tests import oracles
-from tests.contracts import MethodContract, assert_close, attend_and_definition
-from tests.method_checks import GEOMETRY, assert_same
-from tests.model_checks import CHANGED, LONG, TOLERANCE, difference
-from tests.models import TRAINED, build, logits, tokens
+from tests.support import oracles
+from tests.support.contracts import MethodContract, assert_close, attend_and_definition
+from tests.support.method_checks import GEOMETRY, assert_same
+from tests.support.model_checks import CHANGED, LONG, TOLERANCE, difference
+from tests.support.models import TRAINED, build, logits, tokens
 
 # --- the definitions ----------------------------------------------------------------------------------------------
 

@@ -314,6 +314,31 @@ def defined(module: Module) -> set[str]:
     return names
 
 
+# --- tests ---------------------------------------------------------------------------------------------------------
+
+
+OF_THE_WHOLE = frozenset(
+    ("adding_things", "architecture", "coverage", "docs", "examples", "fuzz", "gpu", "package", "torchao_and_onnx")
+)
+"""Tests of no module alone; their files stand in tests/ itself, beside those of modules in no folder."""
+
+
+def test_tests_stand_where_their_module_does() -> None:
+    """tests/FOLDER/test_MODULE.py, or test_MODULE_SUBJECT.py where a module has several."""
+    offences = []
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        folder, subject = path.parent.relative_to(Path(__file__).parent), path.stem.removeprefix("test_")
+        room = ".".join((PACKAGE, *folder.parts))
+        named = [name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] == room]
+        if not any(subject == name or subject.startswith(f"{name}_") for name in named) and not (
+            not folder.parts and subject in OF_THE_WHOLE
+        ):
+            offences.append(
+                f"{path.relative_to(ROOT)} names no module of {room}: tests/FOLDER/test_MODULE[_SUBJECT].py"
+            )
+    check(offences)
+
+
 # --- size ---------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +347,7 @@ def test_no_module_is_large() -> None:
         str(path.relative_to(ROOT))
         for paths, limit in (
             ((module.path for module in modules().values()), MAX_LINES),
-            (Path(__file__).parent.glob("*.py"), MAX_TEST_LINES),
+            (Path(__file__).parent.rglob("*.py"), MAX_TEST_LINES),
         )
         for path in paths
         if len(path.read_text(encoding="utf-8").splitlines()) > limit

@@ -11,7 +11,7 @@ import pytest
 
 from docs.figures.models import COLUMNS, _rotating
 from tests.coverage import RESULT, measure
-from tests.every_model import Entry, entries
+from tests.support.every_model import Entry, entries
 
 RECORD: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
 ROWS = {(row["model_type"], row["class"]): row for row in RECORD["rows"]}

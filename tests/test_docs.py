@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs import links, make_figures
-from tests.forks import run_blocks, run_commands, run_forked
+from tests.support.forks import run_blocks, run_commands, run_forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import run_forked, run_script
+from tests.support.forks import run_forked, run_script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

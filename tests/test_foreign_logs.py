@@ -10,7 +10,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
-from tests.models import build
+from tests.support.models import build
 
 
 def test_lines_with_a_text_are_left_out_and_others_stay(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from rope_ext_hf.eval import perplexity
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.kv_cache import KeyLayout
-from tests.models import build
+from tests.support.models import build
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,7 +133,7 @@ def test_attention_level_methods_under_autocast_and_with_gradients(method: str) 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
 @pytest.mark.parametrize("name", METHODS)
 def test_memory_of_a_prefill_of_16k(name: str, heads: int, kv_heads: int) -> None:
-    """What tests/test_attending.py works out without a device."""
+    """What tests/attention/test_blockwise.py works out without a device."""
     rotary = rope.Rotary(dim=128, theta=10_000.0, trained_length=4096)
     method: Any = resolve_method(name, rotary)
     method = method.bind(rotary, 2**14)

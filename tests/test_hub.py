@@ -25,7 +25,7 @@ from rope_ext_hf.hub import (
     model_source,
 )
 from rope_ext_hf.reference import path
-from tests.forks import run_command, run_forked
+from tests.support.forks import run_command, run_forked
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from safetensors.torch import save
 
 import rope_ext_hf as rope
 from rope_ext_hf.reference import path
-from tests.checkpoint_folders import content, untouched
-from tests.hub_client import Client, Outcome, client, logits
-from tests.hub_server import Fault, HubServer
+from tests.support.checkpoint_folders import content, untouched
+from tests.support.hub_client import Client, Outcome, client, logits
+from tests.support.hub_server import Fault, HubServer
 
 WEIGHTS = "model.safetensors"
 ONE_SPAN = ("--lengths", "64", "--max-spans", "1", "--data", "stdlib?max_documents=1")

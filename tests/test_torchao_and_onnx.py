@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from tests.model_checks import CHANGED, LONG, TOLERANCE, difference
-from tests.models import THETA, TRAINED, build, logits, tokens
+from tests.support.model_checks import CHANGED, LONG, TOLERANCE, difference
+from tests.support.models import THETA, TRAINED, build, logits, tokens
 
 pytestmark = pytest.mark.filterwarnings("default")  # both libraries warn of their own future
 NATIVE = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": TRAINED}

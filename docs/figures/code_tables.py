@@ -51,7 +51,7 @@ def _parameters(cls: type) -> str:
 def _guided() -> Iterator[tuple[str, Guidance, list[RopeMethod]]]:
     """Every method that states when to use it, and instances of it with different parameters."""
     from rope_ext_hf import Rotary, list_methods
-    from tests.method_examples import example_methods
+    from tests.support.method_examples import example_methods
 
     examples = example_methods(Rotary(dim=128, theta=10000.0, trained_length=4096))
     for name, cls in list_methods().items():

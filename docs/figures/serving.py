@@ -12,8 +12,8 @@ SERVED = ("vllm", "sglang", "mlx", "llama.cpp", "ollama")
 def serving_table() -> str:
     from rope_ext_hf.engines.base import Target, find_engine
     from rope_ext_hf.errors import ServingError
-    from tests.serving_models import SERVED as FAMILIES  # the families are those that the tests serve
-    from tests.serving_models import targets
+    from tests.support.serving_models import SERVED as FAMILIES  # the families are those that the tests serve
+    from tests.support.serving_models import targets
 
     def served(engine: str, target: Target) -> str:
         try:

@@ -24,7 +24,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.console import quiet_transformers
 from rope_ext_hf.patches.saving import save_patched_folder
 from rope_ext_hf.reference import path as reference_folder
-from tests.models import build, own_config
+from tests.support.models import build, own_config
 
 __all__ = ["Inputs", "make_inputs"]
 

@@ -1,0 +1,341 @@
+"""Attention over zones against the definitions in the papers, written out pair by pair in oracles.py, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rope_ext_hf.attention import blockwise as attending
+from rope_ext_hf.attention import kernels
+from rope_ext_hf.attention.blockwise import attend
+from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.tiles import Tile
+from rope_ext_hf.rotary import kv_cache as cache
+from rope_ext_hf.rotary.kv_cache import KeyLayout
+from tests.support.contracts import THETA, assert_close, attend_and_definition
+from tests.support.dispatch import MemoryAndWork
+from tests.support.oracles import distance
+
+
+@st.composite
+def methods(draw: Any) -> RemappingMethod:
+    window = draw(st.integers(1, 70))
+    common: dict[str, Any] = {"temperature": draw(st.sampled_from(["none", "log-n", "llama4"])), "max_distance": 64}
+    match draw(st.sampled_from(["rerope", "leaky", "self-extend", "dca"])):
+        case "rerope":
+            return ReRoPE(window=window, **common)
+        case "leaky":
+            return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)), **common)
+        case "self-extend":
+            return SelfExtend(window=window, group=draw(st.integers(1, 20)), **common)
+    return DualChunk(chunk=draw(st.integers(1, 70)), window=window, **common)
+
+
+@pytest.mark.slow
+@given(methods(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: RemappingMethod, data: Any) -> None:
+    tokens = data.draw(st.one_of(st.integers(1, 3), st.integers(1, 150)), "tokens")
+    count = tokens + data.draw(st.integers(0, 150), "past")
+    kv_heads, groups = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 2)]), "heads")
+    dim = data.draw(st.sampled_from([4, 8, 16]), "rotated")
+    pads = tuple(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3), "pads"))
+    value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attending, "MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
+        found, wanted = attend_and_definition(
+            method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
+        )
+    assert_close(found, wanted)
+
+
+EACH = [
+    ReRoPE(window=40),
+    LeakyReRoPE(window=40, k=8.0),
+    SelfExtend(window=40, group=4),
+    DualChunk(chunk=48, window=16),
+]
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "more",
+    [{"cap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"sliding": 33}, {"sliding": 33, "gone": 60}],
+    ids=["soft cap", "sinks", "sliding window", "sliding cache"],
+)
+@pytest.mark.parametrize("pads", [(0,), (0, 7, 90)], ids=["one row", "padded rows"])
+def test_what_families_do_to_scores(method: RemappingMethod, more: dict[str, Any], pads: tuple[int, ...]) -> None:
+    assert_close(*attend_and_definition(method, 40, 150, pads=pads, **more))
+    assert_close(*attend_and_definition(method, 1, 150, pads=pads, **more))
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_both_ways_give_the_same(method: RemappingMethod) -> None:
+    by_kernel, wanted = attend_and_definition(method, 100, 200)
+    by_scores, _ = attend_and_definition(method, 100, 200, ordered=False)
+    assert_close(by_kernel, wanted)
+    assert_close(by_scores, wanted)
+    assert not torch.equal(by_kernel, by_scores)
+
+
+@pytest.mark.parametrize("more", [{"ordered": False}, {"cap": 2.0}], ids=str)
+def test_a_sliding_window_where_every_score_is_computed(more: dict[str, Any]) -> None:
+    for window in (1, 2, 33):
+        assert_close(*attend_and_definition(ReRoPE(window=40), 40, 150, sliding=window, **more))
+
+
+# --- CUDA, as far as it can be tested without -----------------------------------------------------------------------
+
+
+def softmax_and_lse(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * scale
+    if causal:
+        assert query.shape[-2] == key.shape[-2]  # kernels disagree on which corner the triangle has otherwise
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return (scores.softmax(-1) @ value).to(query.dtype), scores.logsumexp(-1).float()
+
+
+@pytest.fixture(params=["flash attention", "memory-efficient attention"])
+def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The code for CUDA runs here: its operators under torch's own names, with torch's demands, in plain arithmetic.
+
+    Both demand heads of a multiple of 8 dims, each dim next to the last in memory (pytorch, aten/native/transformers).
+    """
+    seen: set[str] = set()
+
+    def demand(*tensors: Tensor) -> None:
+        assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 for x in tensors)
+        assert len({x.dtype for x in tensors}) == 1
+
+    def flash(query: Any, key: Any, value: Any, dropout: float = 0, causal: bool = False, *, scale: float) -> Any:
+        demand(query, key, value)
+        assert query.dtype in (torch.float16, torch.bfloat16)
+        seen.add("flash attention")
+        out, lse = softmax_and_lse(query, key, value, causal, scale)
+        none = torch.empty(0, dtype=torch.int64)
+        return out, lse, none, none, query.shape[-2], key.shape[-2], none, none, torch.empty(0)
+
+    def efficient(
+        query: Any, key: Any, value: Any, bias: None, logs: bool, p: float = 0, causal: bool = False, *, scale: float
+    ) -> Any:
+        demand(query, key, value)
+        assert logs
+        assert query.shape[1] == key.shape[1]
+        seen.add("memory-efficient attention")
+        out, lse = softmax_and_lse(query, key, value, causal, scale)
+        room = -lse.shape[-1] % 32  # the real one gives a multiple of 32
+        none = torch.empty(0, dtype=torch.int64)
+        return out, torch.nn.functional.pad(lse, (0, room), value=math.inf), none, none
+
+    # aten's two operators have no kernel for CPUs: while the library lives, they have these.
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
+    generation = 9 if request.param == "flash attention" else 7
+    as_if_cuda(monkeypatch, "cpu", generation)
+    yield seen
+    library._destroy()
+    assert seen == {request.param}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.name == "dca" else pytest.mark.thorough) for m in EACH],
+)
+def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> None:
+    for tokens, pads in ((120, (0,)), (120, (0, 7, 90)), (1, (0, 0)), (70, (0,))):
+        assert_close(*attend_and_definition(method, tokens, 150, pads=pads, dtype=torch.float16), atol=0.02)
+        assert_close(
+            *attend_and_definition(method, tokens, 150, pads=pads, head_dim=20, value_dim=12, dtype=torch.float16),
+            atol=0.02,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seen", ["full", "causal", "anticausal"])
+def test_the_operators_of_cuda_are_called_as_torch_has_them(
+    dtype: torch.dtype, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_cuda(monkeypatch)
+    query = torch.empty(2, 8, 100, 20, dtype=dtype, device="meta")
+    key, value = (torch.empty(2, 2, 100, width, dtype=dtype, device="meta") for width in (20, 12))
+    out, lse = kernels.run_kernel(query, key, value, 0.1, seen)
+    assert (out.shape, out.dtype) == ((2, 8, 100, 12), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
+
+
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9) -> None:
+    """Tensors of another device take the way of CUDA's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True, raising=False)
+    monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"])
+    monkeypatch.setattr(cache, "FUSED_UPCAST_DEVICES", {device})
+
+
+@pytest.mark.parametrize(
+    ("generation", "dtype", "dim", "kernel", "flash"),
+    [
+        (9, torch.bfloat16, 128, True, True),
+        (8, torch.float16, 256, True, True),
+        (8, torch.float32, 128, True, False),
+        (7, torch.float16, 128, True, False),
+        (7, torch.bfloat16, 128, False, False),  # "cutlassF: no kernel found to launch!"
+        (9, torch.float64, 128, False, False),
+        (9, torch.bfloat16, 512, False, True),
+    ],
+)
+def test_what_the_kernels_of_cuda_take(
+    generation: int, dtype: torch.dtype, dim: int, kernel: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_cuda(monkeypatch, "meta", generation)
+    query = torch.empty(1, 1, 1, dim, dtype=dtype, device="meta")
+    assert kernels.has_kernel(query, query) == kernel
+    assert kernels._has_flash(query) == flash
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False, raising=False)
+    assert not kernels._has_flash(query)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
+@pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "dca"])
+def test_what_a_prefill_of_16k_takes_on_a_gpu(
+    name: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against one call of flash attention: 1.5 times the memory, the same products, few launches."""
+    as_if_cuda(monkeypatch)
+    tokens, dim = 2**14, 128
+    rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
+    method: Any = resolve_method(name, rotary)
+    method = method.bind(rotary, tokens)
+    query, key, value = (
+        torch.empty(1, n, tokens, dim, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads, kv_heads)
+    )
+    positions = torch.arange(tokens)[None]
+    call = TokenPositions(positions, positions, (0,), None)
+    with torch.inference_mode():
+        with MemoryAndWork(query, key, value) as plain:
+            torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=0.1)
+        with MemoryAndWork(query, key, value) as ours:
+            rotation = Rotation(RotationTable(rotary.inv_freq()), KeyLayout("half", 0, dim))
+            attend(method, rotation, call, query, key, value, 0.1)
+    assert ours.most <= 1.5 * plain.most
+    assert ours.products == pytest.approx(plain.products, rel=0.01)
+    assert ours.launches <= 350
+
+
+def test_nothing_to_attend() -> None:
+    for rows, tokens in ((0, 5), (1, 0)):
+        query, key = torch.empty(rows, 4, tokens, 16), torch.empty(rows, 2, 7, 16)
+        positions = torch.arange(7)[None]
+        call = TokenPositions(positions[:, 7 - tokens :], positions, (0,) * rows, None)
+        assert attend(LocalAttention(), None, call, query, key, key, 1.0).shape == (rows, 4, tokens, 16)
+
+
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_half_precision(method: RemappingMethod) -> None:
+    assert_close(*attend_and_definition(method, 100, 200, dtype=torch.bfloat16), atol=0.05)
+    assert_close(*attend_and_definition(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
+
+
+@given(
+    queries=st.tuples(st.integers(0, 12), st.integers(1, 8)),
+    keys=st.tuples(st.integers(0, 16), st.integers(1, 12)),
+    diagonal=st.integers(0, 10),
+    above=st.booleans(),
+    low=st.integers(0, 20),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
+    queries: tuple[int, int], keys: tuple[int, int], diagonal: int, above: bool, low: int
+) -> None:
+    (q0, q1), (k0, k1) = ((first, first + count) for first, count in (queries, keys))
+    found = []
+    for (first, last), (begin, end), kind in Tile(0, (q0, q1), (k0, k1), diagonal, above).rectangles(low):
+        assert kind == "full" or last - first == end - begin
+        inside = ((q, k, q - first, k - begin) for q in range(first, last) for k in range(begin, end))
+        if kind == "causal":
+            found += [(q, k) for q, k, row, column in inside if column <= row]
+        elif kind == "anticausal":
+            found += [(q, k) for q, k, row, column in inside if column >= row]
+        else:
+            found += [(q, k) for q, k, _, _ in inside]
+    wanted = [
+        (q, k)
+        for q in range(q0, q1)
+        for k in range(max(k0, low), k1)
+        if (k > q - diagonal if above else k <= q - diagonal)
+    ]
+    assert sorted(found) == wanted
+
+
+def farthest(method: RemappingMethod, length: int) -> float:
+    """The largest distance at which the last of `length` queries sees a key, by trying all."""
+    return max(distance(method, length - 1, n) for n in range(length))
+
+
+@given(limit=st.integers(8, 40), window=st.integers(1, 30), length=st.integers(8, 300))
+@settings(max_examples=40, deadline=None)
+def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: int, length: int) -> None:
+    assume(window < limit)
+    asked = SelfExtend(window=window, max_distance=limit, temperature="none")
+    groups = (dataclasses.replace(asked, group=size) for size in range(1, length + 1))
+    smallest = next((method for method in groups if farthest(method, length) < limit), None)
+    if smallest is None:
+        with pytest.raises(MethodError, match="the farthest place"):
+            asked.with_defaults(limit, length)
+    else:
+        assert asked.with_defaults(limit, length) == smallest
+        reach = smallest.extended_length(Rotary(16, THETA, limit))
+        assert reach is not None
+        assert reach >= length
+        assert farthest(smallest, reach) < limit <= farthest(smallest, reach + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_the_callers_own(dtype: torch.dtype) -> None:
+    """Added to the scores, or False where nothing is seen; such a mask holds what is causal, too."""
+    generator = torch.Generator().manual_seed(0)
+    seen = (torch.rand(90, 150, generator=generator) < 0.7).tril(60) | torch.eye(90, 150, dtype=torch.bool)
+    added = torch.randn(90, 150, generator=generator).masked_fill(~seen, -1e30)
+    mask = seen if dtype == torch.bool else added
+    assert_close(*attend_and_definition(ReRoPE(window=40), 90, 150, mask=mask))
+
+
+@pytest.mark.parametrize(("tokens", "needs_grad"), [(200, True), (200, False), (5, True)])
+def test_scores_in_blocks_are_made_again_for_the_backward(
+    tokens: int, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are several blocks, and a backward: else they are kept, or made twice for nothing."""
+    made = []
+
+    def checkpoint(function: Callable[..., Tensor], *args: Any, **_: Any) -> Tensor:
+        made.append(args)
+        return function(*args)
+
+    monkeypatch.setitem(attending.SCORE_BYTES, "cpu", 50 * 200 * 4 * 4)
+    monkeypatch.setattr(attending, "checkpoint", checkpoint)
+    attend_and_definition(ReRoPE(window=40), tokens, 200, ordered=False, needs_grad=needs_grad)
+    assert bool(made) is (needs_grad and tokens > 50)
+
+
+@pytest.mark.slow
+@given(methods())
+@settings(max_examples=20, deadline=None)
+def test_a_method_says_at_which_distances_keys_are_seen(method: RemappingMethod) -> None:
+    places = torch.arange(0, 260, 3)
+    found = method.distance(places[:, None], places).tril()
+    wanted = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))

@@ -1,0 +1,304 @@
+"""Every static frequency method against its paper, figures worked out by hand, and transformers' tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import frequencies
+from rope_ext_hf.methods.static import NTK, Default, Linear, Theta
+from tests.support.method_checks import (
+    DIMS,
+    EXACT,
+    FACTORS,
+    GEOMETRIES,
+    LLAMA2,
+    THETAS,
+    alpha_of,
+    assert_native,
+    assert_same,
+    law,
+    native_grid,
+    some_dims,
+    some_lengths,
+    some_thetas,
+)
+from tests.support.oracles import (
+    by_cycles,
+    by_dimension,
+    divided,
+    llama3,
+    ntk,
+    plain,
+    rising_divisors,
+    with_theta,
+    yarn_attention_factor,
+)
+
+# --- each method against its paper --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotary", GEOMETRIES, ids=str)
+class TestAgainstThePapers:
+    def test_default(self, rotary: Rotary) -> None:
+        result = frequencies("default", rotary)
+        assert_same(result.inv_freq, plain(rotary))
+        assert result.attention_factor == 1.0
+
+    @pytest.mark.parametrize("factor", FACTORS)
+    def test_linear(self, rotary: Rotary, factor: float) -> None:
+        result = frequencies("linear", rotary, factor=factor)
+        assert_same(result.inv_freq, [value / factor for value in plain(rotary)])
+        assert result.attention_factor == 1.0
+
+    def test_theta(self, rotary: Rotary) -> None:
+        result = frequencies("theta", rotary, theta=3e7)
+        assert_same(result.inv_freq, with_theta(rotary, 3e7))
+        assert result.attention_factor == 1.0
+
+    @pytest.mark.parametrize("factor", FACTORS)
+    def test_ntk(self, rotary: Rotary, factor: float) -> None:
+        result = frequencies("ntk", rotary, factor=factor)
+        assert_same(result.inv_freq, ntk(rotary, factor))
+        assert_same(result.inv_freq, with_theta(rotary, rotary.theta * factor ** (rotary.dim / (rotary.dim - 2))))
+        assert result.attention_factor == 1.0
+
+    @pytest.mark.parametrize("factor", FACTORS)
+    @pytest.mark.parametrize(("slow", "fast"), [(1.0, 32.0), (1.0, 4.0), (2.0, 20.0)])
+    def test_by_parts(self, rotary: Rotary, factor: float, slow: float, fast: float) -> None:
+        given_: dict[str, Any] = {"factor": factor, "beta_slow": slow, "beta_fast": fast}
+        cycles = frequencies("by-parts", rotary, ramp="cycles", **given_)
+        assert_same(cycles.inv_freq, by_cycles(rotary, factor, slow, fast))
+        whole = frequencies("by-parts", rotary, **given_)
+        assert_same(whole.inv_freq, by_dimension(rotary, factor, slow, fast))
+        fractional = frequencies("by-parts", rotary, truncate=False, **given_)
+        assert_same(fractional.inv_freq, by_dimension(rotary, factor, slow, fast, truncate=False))
+        assert cycles.attention_factor == whole.attention_factor == fractional.attention_factor == 1.0
+
+    @pytest.mark.parametrize("factor", FACTORS)
+    def test_yarn(self, rotary: Rotary, factor: float) -> None:
+        for params, expected in (
+            ({}, by_dimension(rotary, factor)),
+            ({"truncate": False}, by_dimension(rotary, factor, truncate=False)),
+            ({"ramp": "cycles"}, by_cycles(rotary, factor)),
+        ):
+            result = frequencies("yarn", rotary, factor=factor, **params)
+            assert_same(result.inv_freq, expected)
+            assert result.attention_factor == pytest.approx(yarn_attention_factor(factor), rel=EXACT)
+
+    @pytest.mark.parametrize("factor", FACTORS)
+    @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (2.0, 7.5)])
+    def test_llama3(self, rotary: Rotary, factor: float, low: float, high: float) -> None:
+        result = frequencies("llama3", rotary, factor=factor, low_freq_factor=low, high_freq_factor=high)
+        assert_same(result.inv_freq, llama3(rotary, factor, low, high))
+        assert result.attention_factor == 1.0
+
+    def test_factors(self, rotary: Rotary) -> None:
+        result = frequencies("factors", rotary, factors=rising_divisors(rotary, 7), attention_factor=1.1)
+        assert_same(result.inv_freq, divided(rotary, rising_divisors(rotary, 7)))
+        assert result.attention_factor == 1.1
+        assert frequencies("factors", rotary, factors=rising_divisors(rotary, 7)).attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, yarn_attention_factor(40)),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.707, "mscale_all_dim": 1.0}, yarn_attention_factor(40, 0.707) / yarn_attention_factor(40)),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, yarn_attention_factor(40) / yarn_attention_factor(40, 0.5)),
+        ({"mscale": 0.707}, yarn_attention_factor(40)),  # one alone says nothing
+        ({"mscale_all_dim": 0.707}, yarn_attention_factor(40)),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, yarn_attention_factor(40)),
+        ({"attention_factor": 1.7}, 1.7),
+        ({"attention_factor": 1.7, "mscale": 0.707, "mscale_all_dim": 1.0}, 1.7),  # the explicit value wins
+    ],
+)
+def test_yarn_attention_factor_variants(params: dict[str, Any], expected: float) -> None:
+    result = frequencies("yarn", LLAMA2, factor=40, **params)
+    assert result.attention_factor == pytest.approx(expected, rel=EXACT)
+    assert_same(result.inv_freq, by_dimension(LLAMA2, 40))  # a matter of cos and sin alone
+
+
+def test_a_ramp_ends_at_the_last_dim() -> None:
+    # The dim with one cycle lies beyond the last: 131072 / (2 pi) is above theta^2.
+    rotary = Rotary(dim=64, theta=100, trained_length=131072)
+    for truncate in (True, False):
+        result = frequencies("by-parts", rotary, factor=4, beta_fast=2000, truncate=truncate)
+        assert_same(result.inv_freq, by_dimension(rotary, 4, fast=2000, truncate=truncate))
+
+
+def test_a_ramp_narrower_than_one_dim_is_a_step() -> None:
+    # Both ends of the ramp fall on dim 0: 2 pi 32 cycles fit into neither of these lengths.
+    rotary = Rotary(dim=64, theta=1e4, trained_length=6)
+    assert_same(frequencies("yarn", rotary, factor=4).inv_freq, by_dimension(rotary, 4))
+
+
+# --- figures worked out by hand -----------------------------------------------------------------------------------
+
+
+def test_ntk_by_hand() -> None:
+    assert_same(frequencies("ntk", LLAMA2, factor=8).inv_freq, with_theta(LLAMA2, 82684.6), rtol=1e-6)
+
+
+def test_yarn_by_hand() -> None:
+    inv_freq = frequencies("yarn", LLAMA2, factor=16).inv_freq
+    assert float(inv_freq[0]) == 1.0
+    assert float(inv_freq[63]) == pytest.approx(7.2e-6, rel=5e-3)
+
+
+def test_linear_by_hand() -> None:
+    ratio = frequencies("default", LLAMA2).inv_freq / frequencies("linear", LLAMA2, factor=4).inv_freq
+    assert ratio.tolist() == [4.0] * 64
+
+
+def test_attention_factors_by_hand() -> None:
+    assert frequencies("yarn", LLAMA2, factor=32).attention_factor == pytest.approx(1.3466, abs=5e-5)
+    ones = [1.0] * 64
+    longrope = frequencies("longrope", LLAMA2, short_factor=ones, long_factor=ones, factor=32)
+    assert longrope.attention_factor == pytest.approx(1.1902, abs=5e-5)
+    m = frequencies("yarn", LLAMA2, factor=40).attention_factor
+    assert m**2 == pytest.approx(1.8739, abs=5e-5)  # DeepSeek's softmax scale
+
+
+def test_the_two_ramps_differ_by_up_to_three() -> None:
+    dimension = frequencies("by-parts", LLAMA2, factor=16).inv_freq
+    cycles = frequencies("by-parts", LLAMA2, factor=16, ramp="cycles").inv_freq
+    ratio = torch.maximum(dimension / cycles, cycles / dimension)
+    assert float(ratio.max()) == pytest.approx(3.04, abs=5e-3)
+
+
+def test_high_frequencies_are_kept_and_low_ones_interpolated() -> None:
+    """An inverted ramp passes many tests; this is the table itself."""
+    for method in ("by-parts", "yarn"):
+        for ramp in ("dimension", "cycles"):
+            ratio = plain(LLAMA2)[0], plain(LLAMA2)[63]
+            inv_freq = frequencies(method, LLAMA2, factor=16, ramp=ramp).inv_freq
+            assert float(inv_freq[0]) == ratio[0]
+            assert float(inv_freq[63]) == pytest.approx(ratio[1] / 16, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "length", "golden"),
+    [
+        # dims 0, 20, 32, 40 and 63 of d=128, b=1e4, L0=4096
+        ("default", {}, None, [1, 0.056234132519, 0.01, 0.00316227766017, 0.000115478198469]),
+        ("ntk", {"factor": 8}, None, [1, 0.0290606126678, 0.00347766404811, 0.000844519208631, 1.44347748086e-05]),
+        ("yarn", {"factor": 16}, None, [1, 0.056234132519, 0.00567307692308, 0.000881788962932, 7.21738740431e-06]),
+        (
+            "by-parts",
+            {"factor": 16, "ramp": "cycles"},
+            None,
+            [1, 0.056234132519, 0.00229404832733, 0.000299155724997, 7.21738740431e-06],
+        ),
+        ("llama3", {"factor": 8}, None, [1, 0.056234132519, 0.01, 0.00137432477678, 1.44347748086e-05]),
+        (
+            "dynamic-ntk",
+            {"growth": "even"},
+            16385,
+            [1, 0.031839618618, 0.0040248395436, 0.00101376131374, 1.92463664115e-05],
+        ),
+        ("dynamic-yarn", {}, 6000, [1, 0.056234132519, 0.00853538461538, 0.00239035757492, 7.88331168215e-05]),
+    ],
+)
+def test_golden(method: str, params: dict[str, Any], length: int | None, golden: list[float]) -> None:
+    inv_freq = frequencies(method, LLAMA2, length=length, **params).inv_freq
+    assert_same(inv_freq[[0, 20, 32, 40, 63]], golden, rtol=1e-9)
+
+
+# --- transformers' own tables -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("dim", DIMS)
+class TestAgainstTransformers:
+    def test_default(self, dim: int, theta: float) -> None:
+        rotary = Rotary(dim, theta, 4096)
+        assert_native(rotary, frequencies("default", rotary), {"rope_type": "default", "rope_theta": theta})
+
+    def test_linear(self, dim: int, theta: float) -> None:
+        for rotary, factor, native in native_grid(dim, theta):
+            assert_native(rotary, frequencies("linear", rotary, factor=factor), native | {"rope_type": "linear"})
+
+    def test_yarn(self, dim: int, theta: float) -> None:
+        for rotary, factor, native in native_grid(dim, theta):
+            native |= {"rope_type": "yarn", "original_max_position_embeddings": rotary.trained_length}
+            for params in (
+                {},
+                {"truncate": False},
+                {"mscale": 0.707, "mscale_all_dim": 1.0},
+                {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 20.0, "beta_slow": 2.0},
+                {"attention_factor": 1.25},
+            ):
+                assert_native(rotary, frequencies("yarn", rotary, factor=factor, **params), native | params)
+
+    def test_llama3(self, dim: int, theta: float) -> None:
+        for rotary, factor, native in native_grid(dim, theta):
+            native |= {"rope_type": "llama3", "original_max_position_embeddings": rotary.trained_length}
+            for low, high in ((1.0, 4.0), (1.5, 16.0)):
+                params: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
+                assert_native(rotary, frequencies("llama3", rotary, factor=factor, **params), native | params)
+
+    def test_llama3_is_by_parts_with_a_ramp_in_cycles(self, dim: int, theta: float) -> None:
+        for rotary, factor, _ in native_grid(dim, theta):
+            llama3 = frequencies("llama3", rotary, factor=factor, low_freq_factor=1.5, high_freq_factor=6)
+            by_parts = frequencies("by-parts", rotary, factor=factor, ramp="cycles", beta_slow=1.5, beta_fast=6)
+            assert torch.equal(llama3.inv_freq, by_parts.inv_freq)
+            assert llama3.attention_factor == by_parts.attention_factor
+
+
+@pytest.mark.parametrize("proportion", [0.0, 0.25, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+@pytest.mark.parametrize(("dim", "theta"), [(64, 1e4), (256, 1e6), (512, 1e6)])
+def test_proportional(dim: int, theta: float, factor: float, proportion: float) -> None:
+    rotary = Rotary(dim, theta, 4096, rotated_pairs=int(proportion * dim / 2))
+    ours = frequencies("linear", rotary, factor=factor)
+    native: dict[str, Any] = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": proportion}
+    assert_native(rotary, ours, native | {"factor": factor})
+    assert int((ours.inv_freq > 0).sum()) == int(proportion * dim / 2)
+    method = Linear(factor=factor) if factor > 1 else Default()
+    saved = method.rope_parameters(rotary)
+    assert saved is not None
+    assert_native(rotary, method.frequencies(rotary), saved | {"partial_rotary_factor": proportion})
+
+
+@pytest.mark.parametrize("method", [NTK(factor=4), Theta(theta=1e6)], ids=lambda method: method.name)
+def test_proportional_with_another_base(method: RopeMethod) -> None:
+    rotary = Rotary(128, 1e4, 4096, rotated_pairs=16)
+    saved = method.rope_parameters(rotary)
+    assert saved is not None
+    assert_native(rotary, method.frequencies(rotary), saved | {"partial_rotary_factor": 0.25})
+
+
+# --- laws ---------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(dim=some_dims, theta=some_thetas, alpha=st.floats(1, 1024))
+def test_ntk_keeps_the_highest_and_divides_the_lowest_by_alpha(dim: int, theta: float, alpha: float) -> None:
+    rotary = Rotary(dim, theta, 4096)
+    inv_freq = frequencies("ntk", rotary, factor=alpha).inv_freq
+    assert float(inv_freq[0]) == 1.0
+    assert alpha_of(rotary, inv_freq) == pytest.approx(alpha, rel=1e-11)
+
+
+@law
+@given(
+    dim=some_dims,
+    theta=some_thetas,
+    trained=some_lengths,
+    factor=st.floats(1, 64),
+    ramp=st.sampled_from(["cycles", "dimension"]),
+)
+def test_by_parts_stays_between_plain_and_linear(
+    dim: int, theta: float, trained: int, factor: float, ramp: str
+) -> None:
+    rotary = Rotary(dim, theta, trained)
+    inv_freq = frequencies("by-parts", rotary, factor=factor, ramp=ramp).inv_freq.tolist()
+    for value, unscaled in zip(inv_freq, plain(rotary), strict=True):
+        assert unscaled / factor * (1 - EXACT) <= value <= unscaled * (1 + EXACT)

@@ -1,0 +1,115 @@
+"""`describe`: the method, the lengths and the notes of plain and patched models."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import rope_ext_hf as rope
+from tests.support.model_checks import LONG, every_family, state
+from tests.support.models import (
+    THETA,
+    TRAINED,
+    build,
+    dynamic_cases,
+    logits,
+    tokens,
+)
+
+# --- notes on sliding layers --------------------------------------------------------------------------------------
+
+
+def test_every_layer_sliding_is_a_warning() -> None:
+    model = build("mistral", sliding_window=32)
+    with pytest.warns(UserWarning, match="last 32 tokens"):
+        rope.patch(model, "yarn", factor=4)
+    (note,) = rope.describe(model).notes
+    assert "32" in note
+    assert note in str(rope.describe(model))
+
+
+def test_a_window_that_is_not_reached_is_no_warning() -> None:
+    model = build("mistral", sliding_window=LONG)
+    rope.patch(model, "yarn", factor=4)  # warnings are errors here
+    assert rope.describe(model).notes == ()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2"])
+def test_some_layers_sliding_is_a_note(name: str) -> None:
+    settings: dict[str, Any] = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    if name != "gemma2":
+        settings["use_sliding_window"] = True
+    model = rope.patch(build(name, **settings), "yarn", factor=4)
+    (note,) = rope.describe(model).notes
+    assert "1 of 2 layers" in note
+    assert "32" in note
+    assert "share" in note
+
+
+# --- descriptions -------------------------------------------------------------------------------------------------
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+
+
+def test_describe_a_plain_model() -> None:
+    seen = rope.describe(build("llama"))
+    assert (seen.model_type, seen.method, seen.params, seen.pairing) == ("llama", "default", {}, "half")
+    assert (seen.trained_length, seen.extended_length, seen.patched) == (TRAINED, TRAINED, False)
+    assert (seen.attention_factor, seen.theta) == (1.0, THETA)
+    assert seen.wavelengths == pytest.approx([2 * math.pi * THETA ** (2 * i / 16) for i in range(8)])
+    assert "as loaded" in str(seen)
+
+
+def test_describe_a_patched_model() -> None:
+    seen = rope.describe(rope.patch(build("glm"), "yarn", factor=4, beta_fast=8))
+    assert (seen.model_type, seen.method, seen.pairing) == ("glm", "yarn", "interleaved")
+    assert (seen.trained_length, seen.extended_length, seen.patched) == (TRAINED, LONG, True)
+    assert seen.params["factor"] == 4
+    assert seen.params["beta_fast"] == 8
+    assert seen.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert seen.wavelengths[0] == pytest.approx(2 * math.pi)
+    assert seen.wavelengths[-1] == pytest.approx(4 * 2 * math.pi * THETA ** (6 / 8))
+    text = str(seen)
+    for part in ("glm", "yarn", "factor=4", "interleaved", "64 tokens", "256 tokens", "1.1386", "'yarn'"):
+        assert part in text, part
+
+
+@every_family
+@pytest.mark.parametrize("method", ["longrope", "hf"])
+def test_descriptions_are_json(name: str, method: str) -> None:
+    chosen, params = dynamic_cases(name)[method]
+    seen = rope.describe(rope.patch(build(name), chosen, **params))
+    read = json.loads(json.dumps(seen.to_dict(), allow_nan=False))
+    assert read["method"] == seen.method
+    assert tuple(read["wavelengths"]) == seen.wavelengths
+    if method == "hf":
+        assert "rope_ext_hf/dynamic-ntk" in seen.save_route
+        assert "rope_ext_hf.from_pretrained" in seen.save_route
+
+
+def test_a_description_with_pairs_that_do_not_turn_is_json() -> None:
+    seen = rope.describe(build("llama", {"rope_type": "proportional", "partial_rotary_factor": 0.5}))
+    assert seen.wavelengths[:4] == pytest.approx([2 * math.pi * THETA ** (2 * i / 16) for i in range(4)])
+    assert seen.wavelengths[4:] == (math.inf,) * 4
+    json.dumps(seen.to_dict(), allow_nan=False)
+
+
+def test_describe_dynamic_extends_with_the_input_unless_told() -> None:
+    model = build("llama")
+    assert rope.describe(rope.patch(model, "dynamic-ntk")).extended_length is None
+    assert "follows the input" in str(rope.describe(model))
+    seen = rope.describe(rope.patch(model, "dynamic-ntk", target_length=8 * TRAINED))
+    assert seen.extended_length == 8 * TRAINED
+
+
+def test_describe_does_not_touch_the_model() -> None:
+    model = rope.patch(build("gemma3"), "yarn", factor=4)
+    before, out = state(model), logits(model, tokens(LONG))
+    rope.describe(model)
+    assert state(model) == before
+    assert torch.equal(logits(model, tokens(LONG)), out)

@@ -1,0 +1,310 @@
+"""families.toml: its loader refuses what it does not know, and every pairing in it is what transformers computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import rope_ext_hf as rope
+from rope_ext_hf.patches.families import (
+    ConfigNumber,
+    Family,
+    ModuleRows,
+    choose,
+    families,
+    family,
+    parse_families,
+)
+from tests.support.models import FAMILIES, ROTATING, TRAINED, WITH_A_CLASS, build, known_config, modeling, static_cases
+
+DIM = 8
+
+# --- the loader ---------------------------------------------------------------------------------------------------
+
+
+def test_reads_tables_in_order() -> None:
+    text = """
+        [one]
+        pairing = "half"
+        rope_types = ["default", "longrope"]
+
+        [two]
+        like = "one"
+        pairing = "interleaved"
+
+        [three]
+        like = "two"
+        original_in_config = true
+
+        [four]
+    """
+    read = parse_families(text)
+    assert list(read) == ["one", "two", "three", "four"]
+    assert read["one"] == Family(pairing="half", rope_types=("default", "longrope"))
+    assert read["two"] == Family(pairing="interleaved", rope_types=("default", "longrope"))
+    assert read["three"] == Family(pairing="interleaved", rope_types=("default", "longrope"), original_in_config=True)
+    assert read["four"] == Family()
+
+
+def test_reads_rows_and_numbers() -> None:
+    read = parse_families("""
+        [one.rotated]
+        plain = ["q"]
+        fused = { blocks = ["q", "k", "v"], repeat = "num_key_value_heads" }
+        several = [{ blocks = ["k"], repeat = 2, when = "outer.inner" }, { blocks = ["q"] }]
+
+        [one.config_keys]
+        head_dim = "kv_channels"
+        rope_theta = 10000
+        rotary_dim = { product = [0.5, "kv_channels"] }
+        num_key_value_heads = [{ value = "groups", when = "grouped" }, 1]
+    """)["one"]
+    assert read.rotated == {
+        "plain": (ModuleRows(blocks=("q",)),),
+        "fused": (ModuleRows(blocks=("q", "k", "v"), repeat="num_key_value_heads"),),
+        "several": (ModuleRows(blocks=("k",), repeat=2, when="outer.inner"), ModuleRows(blocks=("q",))),
+    }
+    assert read.config_keys == {
+        "head_dim": (ConfigNumber(product=("kv_channels",)),),
+        "rope_theta": (ConfigNumber(product=(10000,)),),
+        "rotary_dim": (ConfigNumber(product=(0.5, "kv_channels")),),
+        "num_key_value_heads": (ConfigNumber(product=("groups",), when="grouped"), ConfigNumber(product=(1,))),
+    }
+    assert choose(read.rotated["several"], {"outer": {"inner": True}}).blocks == ("k",)
+    for other in ({}, {"outer": None}, {"outer": {"inner": False}}):
+        assert choose(read.rotated["several"], other).blocks == ("q",)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('pairng = "half"', "pairng"),
+        ("head_dim = 64", "head_dim"),
+        ('like = "nobody"', "nobody"),
+        ('like = "later"', "later"),
+        ('like = "wrong"', "wrong"),
+        ("like = 3", "3"),
+        ('pairing = "both"', "both"),
+        ("pairing = 1", "1"),
+        ('pairing = ""', "''"),
+        ("rope_types = 3", "rope_types must be a list of names, got 3"),
+        ('rope_types = "longrope"', "longrope"),
+        ("rope_types = [1]", "1"),
+        ('original_in_config = "yes"', "yes"),
+        ("softmax_mscale = 1", "1"),
+        ("pairing_switch = 3", "pairing_switch must be the name of a config key, got 3"),
+        ('pairing_switch = "a b"', "pairing_switch must be the name of a config key"),
+        ('unrotated = "a"', "unrotated must be a list of names, got 'a'"),
+        ("rotated = 3", "rotated must be a table, got 3"),
+        ("rotated = { a = 3 }", "rotated.a must be a list of blocks .*, got 3"),
+        ("rotated = { a = [] }", r"rotated.a must be a list of blocks .*, got \[\]"),
+        ('rotated = { a = "q" }', "rotated.a must be a list of blocks .*, got 'q'"),
+        ('rotated = { a = ["q", 3] }', "rotated.a must be a list of blocks"),
+        ('rotated = { a = ["q", "z"] }', r"rotated.a must be a list of blocks \(q, k, v, .*'z'"),
+        ("rotated = { a = { repeat = 4 } }", "rotated.a must be a list of blocks .*, got None"),
+        ('rotated = { a = { blocks = ["q"], repeat = 0 } }', "rotated.a: repeat must be a positive whole number .* 0"),
+        ('rotated = { a = { blocks = ["q"], repeat = true } }', "rotated.a: repeat must be a positive whole .* True"),
+        ('rotated = { a = { blocks = ["q"], repeat = "heads" } }', "rotated.a: repeat .* or 'num_key_value_heads'"),
+        ('rotated = { a = { blocks = ["q"], times = 4 } }', "rotated.a: unknown key times; known keys: blocks, repeat"),
+        ('rotated = { a = { blocks = ["q"], when = "b" } }', "rotated.a: every alternative but the last must have"),
+        ('rotated = { a = [{ blocks = ["q"] }, { blocks = ["k"] }] }', "rotated.a: every alternative but the last"),
+        ('rotated = { a = [["q"], { blocks = ["k"] }] }', "rotated.a: every alternative but the last"),
+        (
+            'rotated = { a = [{ blocks = ["q"], when = "3" }, ["k"]] }',
+            "rotated.a.when must be the name of a config key",
+        ),
+        ('config_keys = "head_dim"', "config_keys must be a table, got 'head_dim'"),
+        ('config_keys = { head_dims = "a" }', "config_keys.head_dims is unknown; .* Did you mean 'head_dim'"),
+        ('config_keys = { head_dim = "a + b" }', "config_keys.head_dim must be a config key, a positive number"),
+        ('config_keys = { head_dim = "a * b" }', "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = -1 }", "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = inf }", "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = true }", "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = [] }", "config_keys.head_dim must be a config key, a positive number"),
+        ('config_keys = { head_dim = "a..b" }', "config_keys.head_dim must be a config key, a positive number"),
+        ("config_keys = { head_dim = { product = [] } }", "config_keys.head_dim must be a config key"),
+        ("config_keys = { head_dim = { product = [0] } }", "config_keys.head_dim must be a config key"),
+        ("config_keys = { head_dim = { value = 1, product = [1] } }", "must have either `value` or `product`"),
+        ("config_keys = { head_dim = {} }", "must have either `value` or `product`"),
+        ("config_keys = { head_dim = { sum = [1] } }", "config_keys.head_dim: unknown key sum"),
+        ("remote_attention = true", "remote_attention must be like 'layers.{}.self_attention', got True"),
+        ('remote_attention = "layers.0.attn"', "remote_attention must be like"),
+        ('remote_attention = "layers.{}.attn"', "remote_attention needs config_keys.rotary_dim"),
+        ("reject_if = 3", "reject_if must be a table of config keys"),
+        ("angle_table = 3", "angle_table must be the name of a config key, got 3"),
+        ('angle_table = "a"', "angle_table needs config_keys.rope_theta"),
+        ("rotates_values = 3", "rotates_values must be the name of a config key, got 3"),
+        ("reject_if = { a = 3 }", "reject_if must be a table of config keys"),
+    ],
+)
+def test_refuses_what_it_does_not_know(table: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        parse_families(f'[fine]\npairing = "half"\n\n[wrong]\n{table}\n\n[later]\n')
+    assert "[wrong]" in str(caught.value)
+
+
+def test_an_unknown_key_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="pairing") as caught:
+        parse_families("[wrong]\nrope_type = []\n")
+    assert "rope_types" in str(caught.value)
+
+
+def test_a_value_outside_any_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="pairing"):
+        parse_families('pairing = "half"\n')
+
+
+def test_a_family_that_is_not_in_the_table_has_nothing_special() -> None:
+    assert "no_such_model" not in families()
+    assert family("no_such_model") == Family()
+
+
+# --- the entries --------------------------------------------------------------------------------------------------
+
+
+def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
+    """What the family's own function makes of x (batch, heads, length, DIM) when every pair turns by its own angle.
+
+    cos and sin come in the arrangement that this family's rotary module would give them in.
+    """
+    module = modeling(model_type)
+    angle = torch.linspace(0.3, 1.2, DIM // 2).view(1, 1, -1)
+
+    if model_type == "roformer":  # a method of its attention, which takes a row of its table
+        attention, row = module.RoFormerSelfAttention, torch.cat((angle.sin(), angle.cos()), -1)
+        return lambda x: attention.apply_rotary_position_embeddings(row, x, x)[0]
+
+    if hasattr(module, "apply_rotary_emb") and not hasattr(module, "apply_rotary_pos_emb"):
+        turn = torch.polar(torch.ones_like(angle), angle)
+        if model_type == "llama4_text":  # wants (batch, length, heads, dim)
+            return lambda x: module.apply_rotary_emb(x.transpose(1, 2), x.transpose(1, 2), turn)[0].transpose(1, 2)
+        return lambda x: module.apply_rotary_emb(x, x, turn)[0]
+
+    config = known_config(model_type)
+    name = "apply_rotary_pos_emb"
+    if hasattr(module, "apply_rotary_pos_emb_interleave") and getattr(config, "rope_interleave", True):
+        name = "apply_rotary_pos_emb_interleave"
+    function = getattr(module, name)
+    parameters = list(inspect.signature(function).parameters)
+    if parameters == ["tensor", "sin", "cos"]:  # GPT-J wants (batch, length, heads, dim)
+        return lambda x: function(x.transpose(1, 2), angle.sin(), angle.cos()).transpose(1, 2)
+    both = {
+        "interleaved": torch.repeat_interleave(angle, 2, dim=-1),
+        "half": torch.cat((angle, angle), -1),
+        "once": angle,
+    }[arranged(model_type, config)]
+    if parameters[:3] == ["x", "cos", "sin"]:
+        return lambda x: function(x, both.cos(), both.sin())
+    return lambda x: function(x, x, both.cos(), both.sin())[0]
+
+
+def arranged(model_type: str, config: Any) -> str:
+    """How the family's rotary module lays out its cosines: each angle twice, next to itself or not, or once."""
+    module = modeling(model_type)
+    classes = {name: value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")}
+    rotary = next(value for name, value in classes.items() if "Vision" not in name)(config)
+    layer_type = {}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        layer_type = {"layer_type": next(name for name, settings in config.rope_parameters.items() if settings)}
+    row = rotary(torch.zeros(1), torch.ones(1, 1, dtype=torch.int64), **layer_type)[0].flatten()
+    if torch.equal(row[0::2], row[1::2]):
+        return "interleaved"
+    return "half" if torch.equal(row[: len(row) // 2], row[len(row) // 2 :]) else "once"
+
+
+@pytest.mark.parametrize("model_type", ROTATING)
+def test_pairing_is_what_transformers_computes(model_type: str) -> None:
+    rotate = rotation(model_type)
+    lit = []  # which outputs each input dim lights up; the two dims of a pair light up the same two
+    for i in range(DIM):
+        x = torch.zeros(1, 1, 1, DIM)
+        x[..., i] = 1.0
+        lit.append(frozenset(rotate(x).flatten().nonzero().flatten().tolist()))
+    assert all(len(each) == 2 for each in lit)
+    pairs = {(i, j) for i, j in combinations(range(DIM), 2) if lit[i] == lit[j]}
+    expected = {
+        "half": {(i, i + DIM // 2) for i in range(DIM // 2)},
+        "interleaved": {(2 * i, 2 * i + 1) for i in range(DIM // 2)},
+    }
+    assert pairs == expected[str(family(model_type).pairing)]
+
+
+@pytest.mark.parametrize("model_type", families())
+def test_every_model_type_exists(model_type: str) -> None:
+    """Or has code of its own: never both."""
+    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).remote_attention is None)
+
+
+def test_a_pairing_is_said_where_rows_rotate() -> None:
+    assert [name for name, known in families().items() if bool(known.rotated) != bool(known.pairing)] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_accepted_rope_types_are_those_of_the_config(name: str) -> None:
+    model = build(name)
+    table = family(model.config.model_type).rope_types
+    accepted = set()
+    for rope_type, which in {"default": "theta", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}.items():
+        form = static_cases("llama")[which].form
+        try:
+            built = build(name, form, max_position_embeddings=4 * TRAINED)
+        except (ValueError, KeyError, StrictDataclassError):
+            continue
+        written = built.config.rope_parameters
+        if written.get("full_attention", written)["rope_type"] == rope_type:  # Phi-3 silently turns yarn into longrope
+            accepted.add(rope_type)
+    assert accepted == {"default", "linear", "yarn", "llama3"} & set(table or ("default", "linear", "yarn", "llama3"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_original_length_at_top_level(name: str) -> None:
+    model = build(name)
+    table = family(model.config.model_type)
+    assert table.original_in_config == ("original_max_position_embeddings" in model.config.to_dict())
+    assert rope.describe(model).pairing == table.pairing
+
+
+def test_softmax_mscale_is_in_the_attention_of_the_families_that_say_so() -> None:
+    settings = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
+    plain = build("deepseek_v3", settings)
+    scaled = build("deepseek_v3", settings | {"mscale": 1.0, "mscale_all_dim": 1.0})
+    assert family("deepseek_v3").softmax_mscale
+    assert scaled.model.layers[0].self_attn.scaling > plain.model.layers[0].self_attn.scaling
+
+
+@pytest.mark.parametrize("model_type", [name for name in WITH_A_CLASS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+def test_softmax_mscale_stands_where_the_code_reads_it(model_type: str) -> None:
+    source = Path(str(modeling(model_type).__file__)).read_text(encoding="utf-8")
+    assert family(model_type).softmax_mscale == ("mscale_all_dim" in source)
+
+
+def causal_families() -> dict[str, Path]:
+    """Every model_type of a causal language model and the source of its modeling module."""
+    package = Path(str(transformers.__file__)).parent / "models"
+    found = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for name in (model_type, model_type.removesuffix("_text")):
+            if (source := package / name / f"modeling_{name}.py").exists():
+                found[model_type] = source
+    return found
+
+
+def test_no_family_that_scales_its_softmax_is_missing() -> None:
+    """Elsewhere a patch would save settings that rebuild the attention with another scale than the live one."""
+    scaling = {
+        model_type
+        for model_type, source in causal_families().items()
+        if "mscale_all_dim" in source.read_text(encoding="utf-8")
+    }
+    assert {"deepseek_v2", "deepseek_v3"} <= scaling
+    assert {model_type for model_type in scaling if not family(model_type).softmax_mscale} == set()

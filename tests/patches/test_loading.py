@@ -1,0 +1,282 @@
+"""`from_pretrained`: patched folders restored, plain ones as they are, and folders that contradict themselves."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import CheckpointError
+from tests.support.model_checks import LONG, TOLERANCE, difference
+from tests.support.models import THETA, TRAINED, build, logits, static_cases, tokens
+from tests.support.saved_models import DYNAMIC, FREQUENCIES, STATIC, Lookup, load_plainly, saved_config
+
+# --- restored -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "which"), [case for case in STATIC if case[0] in ("llama", "phi3", "gemma3")])
+def test_our_loading_restores_static_methods(name: str, which: str, saved: Lookup) -> None:
+    it = saved("static", name, which)
+    model = rope.from_pretrained(it.folder)
+    assert torch.equal(logits(model, tokens(LONG)), logits(it.model, tokens(LONG)))
+    assert str(rope.describe(model)) == str(rope.describe(it.model))
+    stock = build(name)
+    assert torch.equal(logits(rope.unpatch(model), tokens(LONG)), logits(stock, tokens(LONG)))
+    assert model.config.rope_parameters == stock.config.rope_parameters
+    assert model.config.max_position_embeddings == TRAINED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "which"), DYNAMIC)
+def test_our_loading_restores_length_dependent_methods(name: str, which: str, saved: Lookup) -> None:
+    it = saved("dynamic", name, which)
+    model = rope.from_pretrained(it.folder)
+    for length in (TRAINED, 100, LONG):
+        assert torch.equal(logits(model, tokens(length)), logits(it.model, tokens(length)))
+    assert difference(logits(model, tokens(LONG)), logits(build(name), tokens(LONG))) >= 1e-2
+    assert str(rope.describe(model)) == str(rope.describe(it.model))
+    rope.unpatch(model)
+    assert torch.equal(logits(model, tokens(LONG)), logits(build(name), tokens(LONG)))
+    assert model.config.rope_parameters == build(name).config.rope_parameters
+
+
+def test_a_model_that_carried_a_scaling_comes_back_to_it(tmp_path: Path) -> None:
+    form = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    }
+    stock = build("llama", form, max_position_embeddings=8 * TRAINED)
+    rope.patch(copy.deepcopy(stock), "dynamic", factor=4).save_pretrained(tmp_path)
+    model = rope.unpatch(rope.from_pretrained(tmp_path))
+    assert torch.equal(logits(model, tokens(LONG)), logits(stock, tokens(LONG)))
+    assert model.config.rope_parameters == stock.config.rope_parameters
+    assert model.config.max_position_embeddings == 8 * TRAINED
+
+
+@pytest.mark.slow
+def test_a_model_inside_another(tmp_path: Path) -> None:
+    """Vision-language models keep the settings in a text config of their own."""
+    text = {key: value for key, value in build("gemma3").config.to_dict().items() if key != "model_type"}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=96,
+        boi_token_index=95,
+        eoi_token_index=94,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = tokens(LONG).clamp(max=90)
+    plain = logits(model, ids)
+    rope.patch(model, "yarn", factor=4)
+    out = logits(model, ids)
+    assert difference(out, plain) >= 1e-2
+    assert model.config.text_config.max_position_embeddings == LONG
+    model.save_pretrained(tmp_path / "yarn")
+    assert difference(logits(load_plainly(tmp_path / "yarn"), ids), out) <= TOLERANCE
+    ours = rope.from_pretrained(tmp_path / "yarn")
+    assert torch.equal(logits(ours, ids), out)
+    assert rope.describe(ours).trained_length == TRAINED
+    rope.patch(model, "dynamic", factor=4).save_pretrained(tmp_path / "dynamic")
+    with pytest.raises(KeyError, match=r"rope_ext_hf/dynamic-ntk: load with rope_ext_hf\.from_pretrained"):
+        load_plainly(tmp_path / "dynamic")
+    ours = rope.from_pretrained(tmp_path / "dynamic")
+    with rope.fixed_length(model, LONG), rope.fixed_length(ours, LONG):  # these models prepare their masks beforehand
+        assert torch.equal(logits(ours, ids), logits(model, ids))
+        assert difference(logits(ours, ids), plain) >= 1e-2
+    assert torch.equal(logits(rope.unpatch(model), ids), plain)
+
+
+# --- loaded plainly and gone on with ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "which"), [c for c in STATIC if c[0] in ("llama", "phi3", "gemma3", "mixtral")])
+def test_patching_a_plain_reload_starts_from_the_original(name: str, which: str, saved: Lookup) -> None:
+    reloaded = load_plainly(saved("static", name, which).folder)
+    own = logits(reloaded, tokens(LONG))
+    said = copy.deepcopy(reloaded.config.to_dict())
+    fresh = rope.patch(build(name), "linear", factor=4)
+    rope.patch(reloaded, "linear", factor=4)
+    assert torch.equal(logits(reloaded, tokens(LONG)), logits(fresh, tokens(LONG)))
+    seen = rope.describe(reloaded)
+    assert (seen.trained_length, seen.extended_length, seen.theta) == (TRAINED, LONG, THETA)
+    assert reloaded.config.max_position_embeddings == LONG
+    rope.unpatch(reloaded)
+    assert reloaded.config.to_dict() == said
+    assert difference(logits(reloaded, tokens(LONG)), own) == 0
+
+
+@pytest.mark.parametrize("which", static_cases("llama"))
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_a_plain_reload_knows_its_trained_length(name: str, which: str, saved: Lookup) -> None:
+    it = saved("static", name, which)
+    seen, patched = rope.describe(load_plainly(it.folder)), rope.describe(it.model)
+    assert seen.trained_length == TRAINED
+    assert seen.extended_length == patched.extended_length or patched.extended_length is None
+    assert seen.wavelengths == pytest.approx(patched.wavelengths, rel=FREQUENCIES)
+    assert seen.attention_factor == pytest.approx(patched.attention_factor, rel=1e-6)
+
+
+# --- loading options ----------------------------------------------------------------------------------------------
+
+
+def test_plain_folders_load_as_they_are(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    model = rope.from_pretrained(tmp_path)
+    assert torch.equal(logits(model, tokens(LONG)), logits(build("llama"), tokens(LONG)))
+    assert rope.from_pretrained(str(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_keyword_arguments_reach_transformers(saved: Lookup) -> None:
+    model = rope.from_pretrained(
+        saved("dynamic", "llama", "paper").folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_device_map(name: str, saved: Lookup) -> None:
+    it = saved("static", name, "yarn")
+    for load in (rope.from_pretrained, transformers.AutoModelForCausalLM.from_pretrained):
+        model = load(it.folder, device_map={"": "cpu"})
+        assert difference(logits(model, tokens(LONG)), logits(it.model, tokens(LONG))) <= TOLERANCE
+
+
+# --- folders that contradict themselves ---------------------------------------------------------------------------
+
+
+def tampered(folder: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    config = saved_config(folder)
+    change(config)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    return out
+
+
+def raise_factor(config: dict[str, Any]) -> None:
+    parameters = config["rope_parameters"]
+    for settings in (parameters.get("full_attention", parameters), config["rope_scaling"]):
+        settings["factor"] = 32.0
+
+
+def other_type(config: dict[str, Any]) -> None:
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": THETA}
+    del config["rope_scaling"]
+
+
+def no_method(config: dict[str, Any]) -> None:
+    del config["rope_ext_hf"]["method"]
+
+
+def unknown_method(config: dict[str, Any]) -> None:
+    config["rope_ext_hf"]["method"]["method"] = "yarm"
+
+
+def no_record(config: dict[str, Any]) -> None:
+    config["rope_ext_hf"] = {}
+
+
+@pytest.mark.parametrize("change", [raise_factor, other_type, no_method, unknown_method, no_record])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_tampering_is_noticed(
+    name: str, change: Callable[[dict[str, Any]], None], saved: Lookup, tmp_path: Path
+) -> None:
+    folder = tampered(saved("static", name, "yarn").folder, tmp_path / "out", change)
+    with pytest.raises(CheckpointError, match="rope_ext_hf"):
+        rope.from_pretrained(folder)
+    model = load_plainly(folder)
+    own = logits(model, tokens(LONG))
+    with pytest.raises(CheckpointError, match="rope_ext_hf"):
+        rope.patch(model, "linear", factor=4)
+    assert torch.equal(logits(model, tokens(LONG)), own)
+
+
+def test_tampering_with_one_layer_type_is_noticed(saved: Lookup, tmp_path: Path) -> None:
+    folder = tampered(saved("static", "gemma3", "yarn").folder, tmp_path / "out", raise_factor)
+    with pytest.raises(CheckpointError, match="rope_ext_hf"):
+        rope.from_pretrained(folder)
+
+
+def test_without_the_record_the_settings_count_as_they_stand(saved: Lookup, tmp_path: Path) -> None:
+    folder = tampered(
+        saved("static", "llama", "yarn").folder, tmp_path / "out", lambda config: config.pop("rope_ext_hf")
+    )
+    seen = rope.describe(rope.from_pretrained(folder))
+    assert (seen.method, seen.trained_length, seen.extended_length, seen.patched) == ("yarn", TRAINED, LONG, False)
+
+
+@pytest.mark.parametrize("path", ["missing", "./missing", "~/no/such/folder/here"])
+def test_a_missing_folder(path: str, tmp_path: Path) -> None:
+    where = tmp_path / path if path == "missing" else path
+    with pytest.raises(CheckpointError, match=r"missing|no/such/folder"):
+        rope.from_pretrained(where)
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        rope.from_pretrained(tmp_path)
+
+
+# --- other classes than causal language models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{"method": "yarn", "factor": 4}, {"method": "dynamic-ntk"}, {"method": "rerope"}])
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "LlamaModel", "LlamaForTokenClassification"])
+def test_the_class_is_the_one_that_was_saved(kind: str, params: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(build("llama").config).eval()
+    ids = tokens(LONG)
+    rope.patch(model, **params)
+    with torch.no_grad():
+        expected = model(ids)[0]
+    model.save_pretrained(tmp_path)
+    loaded = rope.from_pretrained(tmp_path).eval()
+    assert type(loaded).__name__ == kind
+    with torch.no_grad():
+        assert torch.equal(loaded(ids)[0], expected)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_weights_are_never_made_up_silently(patched: bool, tmp_path: Path) -> None:
+    model = build("llama")
+    (rope.patch(model, "dynamic-ntk") if patched else model).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"9 tensors of LlamaForCausalLM are missing .*'model\.layers\.2\."):
+        rope.from_pretrained(tmp_path)
+
+
+def test_weights_are_never_dropped_silently(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(build("llama").config)
+    rope.patch(model, "dynamic-ntk").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"LlamaModel has no place for 1 tensors.*score\.weight.*auto_class"):
+        rope.from_pretrained(tmp_path)
+    loaded = rope.from_pretrained(tmp_path, auto_class="AutoModelForSequenceClassification")
+    assert type(loaded).__name__ == "LlamaForSequenceClassification"
+    assert rope.describe(loaded).method == "dynamic-ntk"
+    with pytest.raises(CheckpointError, match="'AutoModelFor'"):
+        rope.from_pretrained(tmp_path, auto_class="AutoModelFor")

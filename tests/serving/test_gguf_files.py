@@ -1,0 +1,130 @@
+"""GGUF files that carry a method: small real files, rewritten, read back, and damaged ones."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rope_ext_hf as rope
+from rope_ext_hf.engines.base import find_engine
+from rope_ext_hf.engines.llama_cpp import file_computes
+from rope_ext_hf.errors import CheckpointError, FileError
+from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
+from rope_ext_hf.serving.target import make_target
+from tests.support.serving_models import served_model
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A Mistral of one tensor, with the keys that its converter writes."""
+    path = tmp_path / "in.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(32768)
+    writer.add_embedding_length(512)
+    writer.add_head_count(4)
+    writer.add_rope_dimension_count(128)
+    writer.add_rope_freq_base(1e6)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("blk.0.weight", np.arange(64, dtype=np.float32).reshape(4, 16))
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    return path
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "by-parts", "llama3"])
+def test_a_rewritten_file_computes_what_was_measured(source: Path, tmp_path: Path, method: str) -> None:
+    target = make_target(served_model("Mistral"), method, factor=4.0)
+    before, out = source.read_bytes(), tmp_path / "out.gguf"
+    rewrite(source, out, find_engine("gguf").config_for(target))
+    assert source.read_bytes() == before
+    file = read_file_rope(out)
+    computed = file_computes(file, target.length)
+    assert file.keys["context_length"] == 4 * 32768
+    np.testing.assert_allclose(computed.inv_freq, target.inv_freq, rtol=2e-5)
+    assert computed.attention_factor == pytest.approx(target.attention_factor, rel=1e-6)
+    reader = gguf.GGUFReader(out)
+    weights = {tensor.name: tensor.data for tensor in reader.tensors}
+    np.testing.assert_array_equal(weights["blk.0.weight"], np.arange(64, dtype=np.float32).reshape(4, 16))
+    assert reader.get_field("tokenizer.ggml.tokens").contents() == ["a", "b"]
+    again = tmp_path / "again.gguf"
+    plain = find_engine("gguf").config_for(make_target(served_model("Mistral"), "theta", theta=2e6))
+    rewrite(out, again, plain)  # a method over a file that carries one replaces it
+    restored = read_file_rope(again)
+    assert restored.keys.get("rope.scaling.factor") is None
+    assert "rope_freqs.weight" not in restored.tensors
+    with pytest.raises(FileError, match="exists"):
+        rewrite(source, out, plain)
+
+
+def test_audit_of_a_file(source: Path, tmp_path: Path) -> None:
+    assert rope.audit(source).agrees
+    out = tmp_path / "out.gguf"
+    config = find_engine("gguf").config_for(make_target(served_model("Mistral"), "yarn", factor=4.0))
+    config.gguf_keys["llama.rope.scaling.yarn_ext_factor"] = 4.0  # the factor in the wrong key
+    config.gguf_keys["llama.rope.scaling.yarn_beta_fast"] = 8.0
+    rewrite(source, out, config)
+    betas, ext = sorted(rope.audit(out).problems)
+    assert betas == "rope.scaling.yarn_beta_fast is 8, and not read for 'llama'."
+    assert ext == "rope.scaling.yarn_ext_factor is 4, and not read for 'llama'."
+
+
+def field(name: str, kind: int, value: bytes) -> bytes:
+    """A key of the header with its value; the count of keys stays what it was."""
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def changed(whole: bytes, old: bytes, new: bytes) -> bytes:
+    """A file with a part of the entry of its tensor replaced."""
+    begin = whole.index(b"blk.0.weight")
+    where = whole.index(old, begin)
+    return whole[:where] + new + whole[where + len(old) :]
+
+
+def test_damaged_files_are_errors_of_one_line(source: Path, tmp_path: Path) -> None:
+    whole = source.read_bytes()
+
+    def keys(more: int) -> bytes:
+        return struct.pack("<Q", struct.unpack_from("<Q", whole, 16)[0] + more)
+
+    config = find_engine("gguf").config_for(make_target(served_model("Mistral"), "yarn", factor=4.0))
+    damaged = {
+        "empty": b"",
+        "magic": b"GGML" + whole[4:],
+        "keys": whole[:16] + struct.pack("<Q", 2**60) + whole[24:],
+        "tensors": whole[:8] + struct.pack("<Q", 2**60) + whole[16:],
+        "some more keys": whole[:16] + struct.pack("<Q", 900_000) + whole[24:],
+        "string": whole[:24] + struct.pack("<Q", 2**62) + whole[32:],
+        "array": whole[:24] + field("a", 9, struct.pack("<IQ", 4, 2**60)) + whole[24:],
+        "array of strings": whole[:24] + field("a", 9, struct.pack("<IQ", 8, 2**60)) + whole[24:],
+        "arrays in arrays": whole[:24] + field("a", 9, struct.pack("<IQ", 9, 1) * 5000) + whole[24:],
+        "type": whole[:24] + field("a", 77, b"") + whole[24:],
+        "alignment": whole[:16] + keys(1) + field("general.alignment", 4, struct.pack("<I", 0)) + whole[24:],
+        "twice": whole[:16] + keys(1) + field("llama.context_length", 4, struct.pack("<I", 1)) + whole[24:],
+        "offset": changed(whole, struct.pack("<IQ", 0, 0), struct.pack("<IQ", 0, 2**62)),
+        "dims": changed(whole, struct.pack("<IQQ", 2, 16, 4), struct.pack("<IQQ", 2, 2**40, 2**40)),
+        "number of dims": changed(whole, struct.pack("<IQQ", 2, 16, 4), struct.pack("<IQQ", 2**31, 16, 4)),
+        "dtype": changed(whole, struct.pack("<QQIQ", 16, 4, 0, 0), struct.pack("<QQIQ", 16, 4, 9999, 0)),
+        "cut": whole[: len(whole) // 2],
+        "short": whole[:-8],
+    }
+    for name, data in damaged.items():
+        path, out = tmp_path / f"{name}.gguf", tmp_path / f"{name}-out.gguf"
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError) as caught:
+            rewrite(path, out, config)
+        assert "\n" not in str(caught.value), name
+        assert not out.exists()
+        assert not list(tmp_path.glob("*.part"))
+    with pytest.raises(CheckpointError, match="no such file"):
+        rope.audit(tmp_path / "none.gguf")

@@ -1,0 +1,67 @@
+"""Published configs of the families that docs/serving.md has a table of, as models that can be served.
+
+>>> served_model("Llama").config.model_type
+'llama'
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from rope_ext_hf.engines.base import Target
+from rope_ext_hf.errors import RopeExtError
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.serving.target import Model, make_target
+from tests.support.method_examples import example_method
+
+FOLDER = Path(__file__).parent / "configs"
+SERVED = {
+    "Llama": "llama-3.1",
+    "Qwen3": "qwen3-8b-yarn",
+    "Mistral": "served/mistral-7b-v0.3",
+    "Phi-3": "phi-3-mini-128k",
+    "Gemma 3": "gemma-3-4b",
+    "gpt-oss": "gpt-oss-20b",
+    "DeepSeek": "deepseek-v3",
+    "Qwen3-VL": "served/qwen3-vl-8b",
+}
+"""Family -> file in tests/support/configs."""
+
+
+def published_config(family: str) -> dict[str, Any]:
+    """The config of a family as published, with small sizes where they do not matter."""
+    entry: dict[str, Any] = json.loads((FOLDER / f"{SERVED[family]}.json").read_text(encoding="utf-8"))["config"]
+    return entry
+
+
+@functools.cache
+def served_model(family: str) -> Model:
+    """A family's model, from its config alone."""
+    settings = published_config(family)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    text = config.get_text_config()
+    return Model(family, text, composite=text is not config, specs=[])
+
+
+def methods_for(family: str, over: str) -> list[RopeMethod]:
+    """One instance of every registered method."""
+    described = served_model(family).described
+    rotary = described.rotary if over == "own" else described.original
+    return [example_method(cls, rotary) for cls in list_methods().values()]
+
+
+def targets(family: str, over: str) -> list[tuple[RopeMethod, Target | RopeExtError]]:
+    """Every method with what an engine is to compute, or with the reason why none could."""
+    result: list[tuple[RopeMethod, Target | RopeExtError]] = []
+    for method in methods_for(family, over):
+        try:
+            result.append((method, make_target(served_model(family), method, over=over)))
+        except RopeExtError as error:
+            result.append((method, error))
+    return result
