@@ -11,7 +11,6 @@ function of docs/figures, see docs/figures/registry.py.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -24,11 +23,9 @@ from .figures import (  # noqa: F401, each registers its figures
     serving,
 )
 from .figures.pictures import draw_pictures
-from .figures.registry import FIGURES, ROOT
+from .figures.registry import FIGURE, FIGURES, ROOT
 
 __all__ = ["FIGURES", "fill", "pages"]
-
-_FIGURE = re.compile(r"(<!-- figure: ([a-z0-9-]+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -42,7 +39,7 @@ def fill(page: str) -> str:
     Raises:
         KeyError: a figure of a name that is not in FIGURES.
     """
-    return _FIGURE.sub(lambda match: match[1] + FIGURES[match[2]]() + match[4], page)
+    return FIGURE.sub(lambda match: match[1] + FIGURES[match[2]]() + match[4], page)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
@@ -28,6 +28,7 @@ __all__ = [
     "family",
     "look_up",
     "parse_families",
+    "tables",
 ]
 
 BLOCKS = ("q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k", "index_norm")
@@ -146,45 +147,61 @@ def look_up(config: Any, key: str) -> Any:
 
 
 @cache
+def tables() -> dict[str, Any]:
+    """Return families.toml as it stands: one table per `model_type`, none of them read yet."""
+    return tomllib.loads(files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8"))
+
+
 def families() -> dict[str, Family]:
     """Return every family by the `model_type` of its text config."""
-    return parse_families(files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8"))
+    return {name: family(name) for name in tables()}
 
 
+@cache
 def family(model_type: str) -> Family:
-    """Return the family of a model_type; without a table, one with nothing special about it."""
-    return families().get(model_type, Family())
+    """Return the family of a model_type, read when it is first asked for; without a table, one with nothing special."""
+    return _read_table(tables(), model_type) if model_type in tables() else Family()
 
 
 def parse_families(text: str) -> dict[str, Family]:
-    """Parse the table strictly.
+    """Parse a whole table strictly.
 
     Raises:
         ValueError: an unknown key, a wrong value, or a `like` that names no earlier table; the message names the table.
     """
-    known = {item.name for item in fields(Family)}
-    inherited: dict[str, dict[str, Any]] = {}
-    parsed: dict[str, Family] = {}
-    for name, table in tomllib.loads(text).items():
-        if not isinstance(table, dict):
-            raise ValueError(f"{name} stands outside any table; known keys of one: like, {', '.join(sorted(known))}")
-        try:
-            base = table.pop("like", None)
-            if base is not None and base not in inherited:
-                raise ValueError(f"like = {base!r} names no table above it")
-            for key in table:
-                if key not in known:
-                    raise ValueError(
-                        f"unknown key {key}; known keys: like, {', '.join(sorted(known))}.{did_you_mean(key, known)}"
-                    )
-            own = {key: _PARSERS[key](key, value) for key, value in table.items()}
-            taken_over = inherited[base] if base else {}
-            inherited[name] = {key: value for key, value in taken_over.items() if key not in NOT_INHERITED} | own
-            parsed[name] = Family(**inherited[name])
-            _check(parsed[name])
-        except ValueError as error:
-            raise ValueError(f"[{name}]: {error}") from error
-    return parsed
+    parsed = tomllib.loads(text)
+    return {name: _read_table(parsed, name) for name in parsed}
+
+
+def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
+    try:
+        known = Family(**_fields(parsed, name))
+        _check(known)
+    except ValueError as error:
+        raise ValueError(f"[{name}]: {error}") from error
+    return known
+
+
+def _fields(parsed: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The values of a table, over those of the table that it is like."""
+    table = parsed[name]
+    if not isinstance(table, dict):
+        raise ValueError(f"{name} stands outside any table; known keys of one: like, {', '.join(sorted(_PARSERS))}")
+    taken_over = {}
+    if (base := table.get("like")) is not None:
+        if base not in list(parsed)[: list(parsed).index(name)]:
+            raise ValueError(f"like = {base!r} names no table above it")
+        taken_over = {key: value for key, value in _fields(parsed, base).items() if key not in NOT_INHERITED}
+    own = {}
+    for key, value in table.items():
+        if key == "like":
+            continue
+        if key not in _PARSERS:
+            raise ValueError(
+                f"unknown key {key}; known keys: like, {', '.join(sorted(_PARSERS))}.{did_you_mean(key, _PARSERS)}"
+            )
+        own[key] = _PARSERS[key](key, value)
+    return taken_over | own
 
 
 def _check(known: Family) -> None:

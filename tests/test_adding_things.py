@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -129,12 +129,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         oracles.FAR_DISTANCES, "thirds", lambda saved, m, n: saved["window"] + (m - n - saved["window"]) / 3 + 1
     )
     register_protocol("last-token")(last_token)
-    table = files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8")
-    known = families.parse_families(table + FAMILY)
-    monkeypatch.setattr(families, "families", lambda: known)
+    known = families.tables() | tomllib.loads(FAMILY)
+    monkeypatch.setattr(families, "tables", lambda: known)
+    families.family.cache_clear()
     transformers.AutoConfig.register("made_up", MadeUpConfig)
     transformers.AutoModelForCausalLM.register(MadeUpConfig, MadeUpForCausalLM)
     yield
+    families.family.cache_clear()
     del PROTOCOLS["last-token"]
     del transformers.CONFIG_MAPPING._extra_content["made_up"]
     del transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content[MadeUpConfig]

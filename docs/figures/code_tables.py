@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .registry import figure, markdown_table
+from .registry import FIGURE, ROOT, figure, markdown_table, names_in_lines
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod
@@ -95,6 +96,29 @@ def choosing_among() -> str:
     return markdown_table(
         ["method", "take it when"], ((f"`{name}`", guidance.when) for name, guidance, _ in _guided() if guidance.when)
     )
+
+
+@figure
+def method_names() -> str:
+    from rope_ext_hf import list_methods
+
+    return "\n" + names_in_lines(list_methods())
+
+
+@figure
+def methods_without_a_section() -> str:
+    """The docstring of each method, and its picture, where the page has no section written for it."""
+    from rope_ext_hf import list_methods
+
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    written = re.findall(r"^## (\S+)$", FIGURE.sub("", page), flags=re.MULTILINE)
+    sections = []
+    for name, cls in list_methods().items():
+        if name not in written:
+            drawn = (ROOT / "docs" / "pictures" / f"{name}.png").exists()
+            picture = f"\n\n![{name}](pictures/{name}.png)" if drawn else ""
+            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}{picture}\n\n")
+    return "\n\n" + "".join(sections) if sections else "\n"
 
 
 @figure

@@ -8,6 +8,8 @@ last line of a kind counts. docs/results/*.json holds measurements that `make be
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent.parent
 PROCESSORS = ("x86_64", "aarch64", "arm64", "AMD64")
 """What `device` is in a line that was measured on a CPU."""
+
+FIGURE = re.compile(r"(<!-- figure: ([a-z0-9-]+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
+"""A figure in a page: its opening comment, its name, what stands there, its closing comment."""
 
 FIGURES: dict[str, Callable[[], str]] = {}
 """Every figure by name."""
@@ -67,6 +72,11 @@ def stamp(line: Row, command: str) -> str:
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return "\n\n" + "\n".join(lines) + "\n\n" + (f"{after}\n\n" if after else "")
+
+
+def names_in_lines(names: Iterable[str]) -> str:
+    """Names as code, with commas, in lines of the pages' width."""
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), 118, break_long_words=False, break_on_hyphens=False)
 
 
 def ratio_with_interval(row: Row) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from .registry import Row, figure, markdown_table, read_result
+from .registry import Row, figure, markdown_table, names_in_lines, read_result
 
-SERVED = ("vllm", "sglang", "mlx", "llama.cpp", "ollama")
-"""The engines of the table; transformers serves every static method, and gguf is what ollama runs."""
+NO_COLUMN = ("transformers", "gguf")
+"""Engines that the table leaves out: transformers serves every static method, and gguf is what ollama runs."""
+
+
+@figure
+def engine_names() -> str:
+    from rope_ext_hf.engines.base import list_engines
+
+    return names_in_lines(list_engines())
 
 
 @figure
 def serving_table() -> str:
-    from rope_ext_hf.engines.base import Target, find_engine
+    from rope_ext_hf.engines.base import Target, find_engine, list_engines
     from rope_ext_hf.errors import ServingError
     from tests.support.serving_models import SERVED as FAMILIES  # the families are those that the tests serve
     from tests.support.serving_models import targets
@@ -22,15 +29,16 @@ def serving_table() -> str:
             return "-"
         return "longrope" if form.startswith("longrope") else form.split()[0] if "divisors" in form else form
 
+    engines = [name for name in list_engines() if name not in NO_COLUMN]
     rows = []
     for family in FAMILIES:
         for over in ("own", "original"):
             known: dict[tuple[str, ...], list[str]] = {}
             for method, target in targets(family, over):
                 if isinstance(target, Target):
-                    known.setdefault(tuple(served(engine, target) for engine in SERVED), []).append(method.name)
+                    known.setdefault(tuple(served(engine, target) for engine in engines), []).append(method.name)
             rows += [(family, over, ", ".join(names), *cells) for cells, names in known.items()]
-    return markdown_table(["model", "over", "methods", *SERVED], rows)
+    return markdown_table(["model", "over", "methods", *engines], rows)
 
 
 @figure

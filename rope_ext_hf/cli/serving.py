@@ -9,6 +9,7 @@ import typer
 
 from rope_ext_hf.cli.console import print_text, quiet_transformers
 from rope_ext_hf.cli.options import Json, Model, PatchOptions, SourceOptions, parse_length, parse_numbers
+from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
@@ -66,9 +67,7 @@ def serve_config(
     model: Model,
     methods: PatchOptions,
     source: SourceOptions,
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", help="transformers, vllm, sglang, llama.cpp, gguf, mlx or ollama.")
-    ],
+    engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
     engine_version: Version = None,
     as_json: Json = False,
 ) -> None:

@@ -1,11 +1,13 @@
 """What each serving engine computes from a config: frequencies, magnitude and length, by the engine's own rules.
 
-One file per engine, with its source (repository, version, file) at the top. Nothing here loads a model or an engine.
+One file per engine, with its source (repository, version, file) at the top. Every file of this folder is imported, so
+that a class decorated with `register_engine` is known wherever engines are. Nothing here loads a model or an engine.
 """
 
-# Registers the engines.
-from rope_ext_hf.engines import hf_transformers, llama_cpp, mlx, sglang, vllm
+import importlib
+import pkgutil
 
 __all__: list[str] = []
 
-_REGISTERED = (hf_transformers, vllm, sglang, llama_cpp, mlx)
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

@@ -42,7 +42,7 @@ def serving_config(
 
     Args:
         model: a model in memory, patched or not; or a folder, a Hub id or "reference". No weights are read.
-        engine: transformers, vllm, sglang, llama.cpp, gguf, mlx or ollama.
+        engine: a name that `rope-ext serve-config --help` lists, such as vllm.
         method: as in `patch`, with factor, target_length, over, context_length and params; None: the patch that the
             model carries, else the model as published.
         engine_version: the version that will run it.

@@ -17,7 +17,7 @@ from rope_ext_hf.eval.protocols import (
     resolve_protocol,
 )
 
-# name -> (tokens, lengths, plan, the spans by hand)
+# name -> (tokens, lengths, plan, the spans by hand); a protocol without an entry has the tests of properties below
 GOLDEN = {
     "matched": (
         17,
@@ -55,7 +55,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name: str) -> None:
     tokens, lengths, plan, spans = GOLDEN[name]
     assert list(PROTOCOLS[name].spans(tokens, lengths, plan)) == [Span(*span) for span in spans]
@@ -107,9 +107,10 @@ def test_an_unknown_protocol_gets_the_nearest_name() -> None:
 
 
 def test_prefix_and_stride_are_stated() -> None:
-    assert [name for name, protocol in PROTOCOLS.items() if protocol.prefix == "document"] == ["blocks"]
-    assert [name for name, protocol in PROTOCOLS.items() if protocol.uses_stride] == ["sliding", "stream"]
-    assert [name for name, protocol in PROTOCOLS.items() if protocol.uses_targets] == ["matched"]
+    known = {name: PROTOCOLS[name] for name in GOLDEN}
+    assert [name for name, protocol in known.items() if protocol.prefix == "document"] == ["blocks"]
+    assert [name for name, protocol in known.items() if protocol.uses_stride] == ["sliding", "stream"]
+    assert [name for name, protocol in known.items() if protocol.uses_targets] == ["matched"]
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -119,8 +120,31 @@ def test_options_that_are_not_used_change_nothing(name: str) -> None:
     def spans(targets: int = 2, stride: int = 3) -> list[Span]:
         return list(protocol.spans(50, [4, 16], ProtocolOptions(targets, stride)))
 
-    assert (spans(targets=3) != spans()) == protocol.uses_targets
-    assert (spans(stride=2) != spans()) == protocol.uses_stride
+    for option, changed in (("targets", spans(targets=3)), ("stride", spans(stride=2))):
+        used = bool(getattr(protocol, f"uses_{option}"))
+        assert (changed != spans()) == used, (
+            f"the spans of {name!r} {'do not depend' if used else 'depend'} on options.{option}: register it with "
+            f"uses_{option}={not used}"
+        )
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_same_targets_are_scored_at_every_length_where_that_is_stated(name: str) -> None:
+    scored: dict[int, set[tuple[int, int]]] = {4: set(), 16: set()}
+    for span in PROTOCOLS[name].spans(50, [4, 16], ProtocolOptions(targets=2, stride=3)):
+        scored[span.length].add((span.score_from, span.score_to))
+    same = scored[4] == scored[16]
+    assert same or not PROTOCOLS[name].same_targets, (
+        f"{name!r} scores other tokens at 4 than at 16: register it without same_targets"
+    )
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_spans_come_out_the_same_every_time(name: str) -> None:
+    """A run that goes on where it was stopped counts them anew."""
+    runs = [list(PROTOCOLS[name].spans(50, [4, 16], ProtocolOptions(targets=2, stride=3))) for _ in range(2)]
+    assert runs[0], f"{name!r} yields no span for 50 tokens at lengths 4 and 16"
+    assert runs[0] == runs[1], f"{name!r} must be a pure function of tokens, lengths and options"
 
 
 lengths_lists = st.lists(st.integers(2, 64), min_size=1, max_size=4, unique=True).map(sorted)
@@ -132,9 +156,14 @@ def test_windows_lie_in_the_document(
 ) -> None:
     targets = data.draw(st.integers(1, lengths[0] - 1))
     for span in PROTOCOLS[name].spans(tokens, lengths, ProtocolOptions(targets, stride)):
-        assert -1 <= span.start < span.score_from < span.score_to <= span.stop <= tokens
-        assert span.length in lengths
-        assert span.stop - span.start <= span.context + 1  # + 1: the last target is not read
+        assert -1 <= span.start < span.score_from < span.score_to <= span.stop <= tokens, (
+            f"{name!r} yields {span} for {tokens} tokens: a span lies in the document, what it scores in the span, "
+            "and a token with nothing before it is not scored"
+        )
+        assert span.length in lengths, f"{name!r} yields {span}: its length must be one of {lengths}"
+        assert span.stop - span.start <= span.context + 1, (  # + 1: the last target is not read
+            f"{name!r} yields {span}: it reads more than `context` tokens"
+        )
 
 
 @given(st.integers(0, 300), lengths_lists, st.data())

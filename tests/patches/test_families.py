@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from itertools import combinations
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rope_ext_hf as rope
@@ -25,6 +26,7 @@ from rope_ext_hf.patches.families import (
     family,
     parse_families,
 )
+from tests.support import every_model
 from tests.support.models import FAMILIES, ROTATING, TRAINED, WITH_A_CLASS, build, known_config, modeling, static_cases
 
 DIM = 8
@@ -239,14 +241,62 @@ def test_pairing_is_what_transformers_computes(model_type: str) -> None:
     assert pairs == expected[str(family(model_type).pairing)]
 
 
+def tiny_on_meta(model_type: str) -> nn.Module:
+    """A tiny model of a family without any memory for its weights."""
+    every_model.stand_in_for_timm()
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    config = config_class(**every_model.settings(config_class))
+    classes = [getattr(transformers, each.name) for each in every_model.entries() if each.model_type == model_type]
+    if not classes:  # of a model of texts and images: its part that reads text
+        beside = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+        classes = [
+            each
+            for each in vars(beside).values()
+            if getattr(each, "config_class", None) is config_class and "forward" in vars(each)
+        ]
+    assert classes, f"transformers has no model class whose config has the model_type {model_type!r}"
+    with torch.device("meta"):
+        built: nn.Module = classes[0](config)
+    return built
+
+
+@pytest.mark.parametrize("entry", WITH_A_CLASS)
+def test_the_table_names_what_the_class_holds(entry: str) -> None:
+    """Every family, in a tenth of a second: what else is true of it takes models that run."""
+    known = family(entry)
+    model = tiny_on_meta(entry)
+    held: set[str] = set()
+    for module in model.modules():
+        inside = [name for name, _ in module.named_parameters()]
+        linear = "Delta" in type(module).__name__  # linear attention, which may have the same names and does not rotate
+        if not linear and any(f"{name}.weight" in inside for name in known.rotated):
+            held |= {name.removesuffix(".weight").removesuffix(".bias") for name in inside}
+    where = f"[{entry}] in patches/families.toml"
+    if known.rotated:
+        assert held, (
+            f"{where}: no attention module of {type(model).__name__} holds any of {sorted(known.rotated)}; name under "
+            "`rotated` the modules that make queries and keys, or choose another `like`"
+        )
+    stated = {*known.rotated, *known.unrotated}
+    missing = sorted(name for name in held if not any(f"{name}.".startswith(f"{each}.") for each in stated))
+    assert not missing, (
+        f"{where}: attention modules of {type(model).__name__} also hold {missing}; name each under `rotated`, where "
+        "its rows rotate, or under `unrotated`"
+    )
+
+
 @pytest.mark.parametrize("model_type", families())
 def test_every_model_type_exists(model_type: str) -> None:
     """Or has code of its own: never both."""
-    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).remote_attention is None)
+    assert (model_type in transformers.CONFIG_MAPPING) == (family(model_type).remote_attention is None), (
+        f"[{model_type}] in patches/families.toml must be the model_type of a config of transformers; a family whose "
+        "code comes with its checkpoints states `remote_attention`, and no other does"
+    )
 
 
 def test_a_pairing_is_said_where_rows_rotate() -> None:
-    assert [name for name, known in families().items() if bool(known.rotated) != bool(known.pairing)] == []
+    half = [name for name, known in families().items() if bool(known.rotated) != bool(known.pairing)]
+    assert not half, f"patches/families.toml: {half} must give both `pairing` and `rotated`, or neither"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -195,7 +195,11 @@ def test_versions() -> None:
 def test_an_engine_is_one_class() -> None:
     with pytest.raises(ValueError, match="already"):
         register_engine("vllm")(Transformers)
-    assert all(issubclass(engine, Engine) and engine.traps for engine in list_engines().values())
+    for name, engine in list_engines().items():
+        assert issubclass(engine, Engine), f"the class registered as {name!r} must derive from engines.base.Engine"
+        assert getattr(engine, "version", ""), (
+            f"engine {name!r}: state `version`, that of the source its rules are from"
+        )
 
 
 def test_the_label_of_a_method_with_a_list_of_its_own_name() -> None:

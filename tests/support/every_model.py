@@ -130,7 +130,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _stand_in_for_timm() -> None:
+def stand_in_for_timm() -> None:
     """Let the models whose vision tower comes from timm be built without it; text does not reach that tower."""
     from transformers.models.timm_wrapper import modeling_timm_wrapper
 
@@ -150,7 +150,7 @@ def build(entry: Entry, seed: int = 0, **overrides: Any) -> Any:
     Args:
         **overrides: settings of its config.
     """
-    _stand_in_for_timm()
+    stand_in_for_timm()
     config_class = transformers.CONFIG_MAPPING[entry.model_type]
     config = config_class(**settings(config_class, merged(data()["classes"].get(entry.name, {}), overrides)))
     cls = getattr(transformers, entry.name)
