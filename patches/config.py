@@ -23,6 +23,7 @@ from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_spec import PatchSpec
 
 __all__ = [
+    "GUESSED_LENGTH_KEY",
     "PAIRING_KEY",
     "PATCH_KEY",
     "SAVED_KEYS",
@@ -41,6 +42,7 @@ __all__ = [
 
 PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
+GUESSED_LENGTH_KEY = "rope_guessed_length"  # max_position_embeddings as a conversion guessed it; ours, others ignore it
 """The config key that states in which pairing the weights are, where they were converted."""
 PLUGIN_PREFIX = "rope_ext_hf/"
 UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{PLUGIN_PREFIX}")
@@ -181,6 +183,8 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
         original, context_length, rule = _lengths_of_linear(known, theta, most, factor)
     else:
         context_length, rule = _context_length(rope_type, most, original, factor)
+    if getattr(config, GUESSED_LENGTH_KEY, None) == most:
+        rule += ", which is a guess: the weights come from Meta's format, which states no length"
     plain = Rotary(dim, theta, original, rotated_pairs)
     return ConfigRope(plain, resolve_method(name, plain, **(given | implied)), context_length, rule, note)
 

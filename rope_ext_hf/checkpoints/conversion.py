@@ -33,6 +33,7 @@ def convert_checkpoint(
     resume: bool = False,
     verify: bool = False,
     model_parallel: int = 1,
+    context_length: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -51,6 +52,8 @@ def convert_checkpoint(
         verify: before the folder gets its name, compare the attention scores of a few layers of source and copy, each
             under the rotation of its pairing, and if two models fit into memory their logits.
         model_parallel: parts to write, for "meta".
+        context_length: the length in tokens that a source in Meta's format is for. Default: max_seq_len of its
+            params.json, else that of the released model with its sizes, else a guess, which is warned of.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: as in transformers.
         progress: called with bytes written and bytes in all.
@@ -78,7 +81,14 @@ def convert_checkpoint(
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
         if source_pairing not in (None, "interleaved"):
             raise CheckpointError(f"weights in Meta's format are interleaved, got source_pairing={source_pairing!r}")
-        return meta_to_hf(source, dst, to, resume=resume, verify=verify, progress=progress)
+        return meta_to_hf(
+            source, dst, to, context_length=context_length, resume=resume, verify=verify, progress=progress
+        )
+    if context_length is not None:
+        raise CheckpointError(
+            f"context_length is for weights in Meta's format; {str(src)!r} states its own as max_position_embeddings "
+            "in config.json"
+        )
     if to == "meta":
         return hf_to_meta(
             source,

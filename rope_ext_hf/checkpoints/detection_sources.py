@@ -243,7 +243,7 @@ def _from_meta(source: MetaSource) -> AttentionWeights:
         raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")
 
     view = source.view()
-    model = empty_model(source.llama.to_config("interleaved", torch.float32, None))
+    model = empty_model(source.llama.to_config("interleaved", torch.float32, source.llama.context_length()))
     rotary = patch_geometry(model)
     return AttentionWeights(
         path=str(source.folder),

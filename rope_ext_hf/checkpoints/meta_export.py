@@ -194,10 +194,10 @@ def _losses(source: Source, llama: Llama) -> tuple[str, ...]:
     """What Meta's format cannot express of this model."""
     losses = []
     length = source.config.max_position_embeddings
-    if length != llama.generation.length:
+    if length != (assumed := llama.context_length().tokens):
         losses.append(
-            f"Meta's format has no place for max_position_embeddings, {length} here; readers will assume "
-            f"{llama.generation.length}"
+            f"Meta's format has no place for max_position_embeddings, {length} here; readers will assume {assumed}. "
+            f"To convert the weights back, give the length: --context-length {length}"
         )
     if "rope_scaling_factor" in llama.to_params():
         losses.append(

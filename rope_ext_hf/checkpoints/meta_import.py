@@ -40,7 +40,7 @@ def meta_to_hf(
     dst: Path,
     to: str = "half",
     *,
-    max_position_embeddings: int | None = None,
+    context_length: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     resume: bool = False,
     verify: bool = False,
@@ -52,7 +52,8 @@ def meta_to_hf(
         source: the model, from `read_meta`.
         dst, resume, verify, progress: see `convert_checkpoint`.
         to: "half", which transformers runs, or "interleaved", which moves no rows.
-        max_position_embeddings: for the config, in tokens; default: by generation, see `meta_params`.
+        context_length: what the model is for, in tokens, as max_position_embeddings; default: see
+            `Llama.context_length`. The report states where it comes from.
         max_shard_bytes: limit of a weight file; a larger tensor gets a file of its own.
 
     Raises:
@@ -61,11 +62,11 @@ def meta_to_hf(
     """
     if to not in PAIRINGS:
         raise CheckpointError(f"a model in Meta's format can be converted to {' or '.join(PAIRINGS)}, got {to!r}")
-    if max_shard_bytes < 1 or (max_position_embeddings is not None and max_position_embeddings < 1):
-        raise CheckpointError(
-            "max_shard_bytes and max_position_embeddings must be positive, got "
-            f"{max_shard_bytes} and {max_position_embeddings}"
-        )
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+    if context_length is not None and (type(context_length) is not int or context_length < 1):
+        raise CheckpointError(f"context_length must be a positive whole number of tokens, got {context_length!r}")
+    length = source.llama.context_length(context_length, source.stated_length)
     view = source.view(to)
     done = Progress(size_of(view.tensors), progress)
     verified = None
@@ -92,20 +93,23 @@ def meta_to_hf(
         written = [*(part.path.name for part in source.parts), "params.json", "config.json", "checklist.chk"]
         skipped = copy_other_files(source.folder, staging, written)
         dtype = TORCH_DTYPES[view.tensors[HF_EMBEDDING].dtype]
-        config = source.llama.to_config(to, dtype, max_position_embeddings)
+        config = source.llama.to_config(to, dtype, length)
         config.save_pretrained(staging)
         if verify:
             copy = TensorView.from_files(SafetensorsFile(staging / name) for name in shards)
             verified = compare_views(
                 rotary_tensors(config, source.llama.head_dim), source.view(), copy, "interleaved", to
             )
-    notes: tuple[str, ...] = ()
+    notes = [length.note] if length.note else []
+    loud = notes[:] if length.guessed else []
     if to != "half":
-        notes = (
+        loud.append(
             f"{str(dst)!r} holds {to} weights, which the code of 'llama' models does not run; for transformers, "
-            f"convert {str(source.folder)!r} to half",
+            f"convert {str(source.folder)!r} to half"
         )
-        warnings.warn(notes[0], stacklevel=3)
+        notes.append(loud[-1])
+    for warning in loud:
+        warnings.warn(warning, stacklevel=3)
     return ConversionReport(
         path=str(dst),
         source="meta",
@@ -116,7 +120,7 @@ def meta_to_hf(
         skipped_files=skipped,
         loads_natively=to == "half",
         verified=verified,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 

@@ -4,9 +4,7 @@ For Llama 1, 2, 3, 3.1 to 3.3 and Code Llama, after Meta's code (github.com/meta
 llama-models, models/llama3/args.py, models/llama3/model.py, models/checkpoint.py) and transformers'
 convert_llama_weights_to_hf.py. What params.json does not contain is derived from what it does:
 
-- max_position_embeddings: with use_scaled_rope 131072 (Llama 3.1 and later); else with rope_theta 1e6 16384 (Code
-  Llama), with any other but 1e4 8192 (Llama 3); else with norm_eps 1e-5 4096 (Llama 2), with any other 2048 (Llama 1).
-  Llama 1 65B has 1e-5 too: give max_position_embeddings there.
+- max_position_embeddings: see `Llama.context_length`.
 - the factor of use_scaled_rope: `rope_scaling_factor`, a key of this package that Meta's code ignores; without it, 32
   if the embeddings are tied (Llama 3.2 1B and 3B), else 8, which Meta's code has built in for all of them
   (github.com/meta-llama/llama-models/issues/241).
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import read_json
-from rope_ext_hf.patches.config import PAIRING_KEY
+from rope_ext_hf.patches.config import GUESSED_LENGTH_KEY, PAIRING_KEY
 from rope_ext_hf.rotary.pairing import to_pairing
 
 __all__ = [
@@ -39,6 +37,7 @@ __all__ = [
     "LLAMA_3_THETA",
     "META_DTYPES",
     "OUTPUT",
+    "ContextLength",
     "Llama",
     "Weight",
     "read_params",
@@ -51,7 +50,7 @@ META_DTYPES = ("F64", "F32", "F16", "BF16")
 # the model.
 _PARAMS: dict[str, type] = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of"), int),
-    **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # settings of a run; the model does not depend on them
+    **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # not in released files: arguments of Meta's code
     **dict.fromkeys(("norm_eps", "rope_theta", "ffn_dim_multiplier", "rope_scaling_factor"), float),
     "use_scaled_rope": bool,
 }
@@ -131,12 +130,67 @@ class Generation(NamedTuple):
     """What follows from a Llama's generation.
 
     Attributes:
+        name: what Meta calls it.
         length: its trained length in tokens.
         split: the dimension of the embeddings that its code divides among model-parallel parts.
     """
 
+    name: str
     length: int
     split: int
+
+
+class ContextLength(NamedTuple):
+    """The length that a model is for.
+
+    Attributes:
+        tokens: the length.
+        note: where it comes from, as a sentence; "" where the caller gave it.
+        guessed: neither stated nor that of a released model of these sizes.
+    """
+
+    tokens: int
+    note: str
+    guessed: bool
+
+
+class Release(NamedTuple):
+    """A released model, by what its params.json says; eps None: the other sizes tell it apart."""
+
+    name: str
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    theta: float
+    scaled: bool
+    eps: float | None
+    length: int
+
+
+# The lengths that Meta trained its releases at. Llama 1: arXiv 2302.13971; 2: 2307.09288, table 1; Code Llama:
+# 2308.12950, section 2.4 (its 70B Python and Instruct models kept Llama 2's theta and length); 3: its model card
+# (github.com/meta-llama/llama3); 3.1 and later: 2407.21783, section 3.4.2, and the cards of 3.2 and 3.3.
+_RELEASES = (
+    Release("Llama 1 7B", 4096, 32, 32, 32, 1e4, False, 1e-6, 2_048),
+    Release("Llama 1 13B", 5120, 40, 40, 40, 1e4, False, 1e-6, 2_048),
+    Release("Llama 1 33B", 6656, 60, 52, 52, 1e4, False, None, 2_048),
+    Release("Llama 1 65B", 8192, 80, 64, 64, 1e4, False, None, 2_048),
+    Release("Llama 2 7B", 4096, 32, 32, 32, 1e4, False, 1e-5, 4_096),
+    Release("Llama 2 13B", 5120, 40, 40, 40, 1e4, False, 1e-5, 4_096),
+    Release("Llama 2 70B", 8192, 80, 64, 8, 1e4, False, None, 4_096),
+    Release("Code Llama 7B", 4096, 32, 32, 32, 1e6, False, None, 16_384),
+    Release("Code Llama 13B", 5120, 40, 40, 40, 1e6, False, None, 16_384),
+    Release("Code Llama 34B", 8192, 48, 64, 8, 1e6, False, None, 16_384),
+    Release("Code Llama 70B", 8192, 80, 64, 8, 1e6, False, None, 16_384),
+    Release("Llama 3 8B", 4096, 32, 32, 8, LLAMA_3_THETA, False, None, 8_192),
+    Release("Llama 3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, False, None, 8_192),
+    Release("Llama 3.2 1B", 2048, 16, 32, 8, LLAMA_3_THETA, True, None, 131_072),
+    Release("Llama 3.2 3B", 3072, 28, 24, 8, LLAMA_3_THETA, True, None, 131_072),
+    Release("Llama 3.1 8B", 4096, 32, 32, 8, LLAMA_3_THETA, True, None, 131_072),
+    Release("Llama 3.1 or 3.3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, True, None, 131_072),
+    Release("Llama 3.1 405B", 16384, 126, 128, 8, LLAMA_3_THETA, True, None, 131_072),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +229,47 @@ class Llama:
 
     @property
     def generation(self) -> Generation:
-        """What follows from its generation, which the module's docstring derives."""
+        """The generation by the scaling, else by theta, else by the epsilon of the norms."""
         if self.factor is not None:
-            return Generation(131_072, 0)
+            return Generation("Llama 3.1", 131_072, 0)
         if self.theta == 1e6:
-            return Generation(16_384, 1)
+            return Generation("Code Llama", 16_384, 1)
         if self.theta != 1e4:
-            return Generation(8_192, 0)
-        return Generation(4_096 if self.eps == 1e-5 else 2_048, 1)
+            return Generation("Llama 3", 8_192, 0)
+        return Generation("Llama 2", 4_096, 1) if self.eps == 1e-5 else Generation("Llama 1", 2_048, 1)
+
+    @property
+    def release(self) -> Release | None:
+        """The released model that has these sizes, theta and scaling."""
+        sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.theta, self.factor is not None)
+        same = (release for release in _RELEASES if release[1:7] == sizes and release.eps in (None, self.eps))
+        return next(same, None)
+
+    def context_length(self, given: int | None = None, stated: int | None = None) -> ContextLength:
+        """The length that the model is for, which Meta's format has no required place for.
+
+        Args:
+            given: by the caller, in tokens; it decides.
+            stated: max_seq_len in params.json; else the length of the release of these sizes, else of the generation.
+        """
+        if given is not None:
+            return ContextLength(given, "", False)
+        if stated is not None:
+            return ContextLength(
+                stated, f"the context length of {stated:,} tokens is max_seq_len of params.json", False
+            )
+        if (release := self.release) is not None:
+            like = f"that of {release.name}, which has these sizes, theta and scaling"
+            note = f"the context length of {release.length:,} tokens is {like}; params.json states none"
+            return ContextLength(release.length, note, False)
+        name, length, _ = self.generation
+        return ContextLength(
+            length,
+            f"the context length of {length:,} tokens is a guess, by the theta, scaling and norm_eps of {name}: "
+            "params.json states none, and no released model has these sizes. Factors count from it; if the model was "
+            "trained for another length, give context_length (--context-length)",
+            True,
+        )
 
     def weights(self, split: int) -> Iterator[Weight]:
         """Return every tensor, the output weights even if tied; parts divide dimension `split` of the embeddings."""
@@ -214,8 +301,8 @@ class Llama:
         }
         return {key: value for key, value in known.items() if value is not None}
 
-    def to_config(self, to: str, dtype: torch.dtype, max_position_embeddings: int | None) -> Any:
-        """Return the Hugging Face config of this model with weights in this pairing."""
+    def to_config(self, to: str, dtype: torch.dtype, length: ContextLength) -> Any:
+        """Return the Hugging Face config of this model with weights in this pairing, which marks a guessed length."""
         from transformers import LlamaConfig
 
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
@@ -225,13 +312,14 @@ class Llama:
         return LlamaConfig(
             architectures=["LlamaForCausalLM"],
             intermediate_size=self.ffn,
-            max_position_embeddings=max_position_embeddings or self.generation.length,
+            max_position_embeddings=length.tokens,
             rope_parameters=rope,
             tie_word_embeddings=self.tied,
             bos_token_id=begin,
             eos_token_id=end,
             dtype=str(dtype).removeprefix("torch."),
             **{hf: getattr(self, ours) for ours, _, hf in _SHARED_FIELDS},
+            **({GUESSED_LENGTH_KEY: length.tokens} if length.guessed else {}),
             **{PAIRING_KEY: to},
         )
 

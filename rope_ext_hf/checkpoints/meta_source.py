@@ -42,6 +42,7 @@ class MetaSource:
         llama: the model.
         parts: its files, in order: each holds the tensors of one model-parallel process.
         split: the dimension of the embeddings that the parts divide.
+        stated_length: the context length in tokens by params.json; None where it states none, as usual.
         inputs: stamps of params.json and the parts, taken before they were read.
     """
 
@@ -49,6 +50,7 @@ class MetaSource:
     llama: Llama
     parts: tuple[TorchFile, ...]
     split: int
+    stated_length: int | None
     inputs: dict[str, FileStamp]
 
     def weights(self) -> Iterator[Weight]:
@@ -118,7 +120,8 @@ def read_meta(folder: Path) -> MetaSource:
         )
     ffn = _matrix(parts[0], "layers.0.feed_forward.w1.weight")[0] * len(parts)
     _check_parts(parts, Llama.from_params(params, vocab, ffn, tied=False).weights(split))
-    return MetaSource(folder, Llama.from_params(params, vocab, ffn, _tied(parts, split)), parts, split, inputs)
+    llama = Llama.from_params(params, vocab, ffn, _tied(parts, split))
+    return MetaSource(folder, llama, parts, split, params.get("max_seq_len"), inputs)
 
 
 def _part_paths(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers
-from rope_ext_hf.cli.options import Json, Model, SourceOptions
+from rope_ext_hf.cli.options import Json, Model, SourceOptions, parse_length
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import json_text
 
@@ -30,6 +30,12 @@ def convert(
     resume: Annotated[bool, typer.Option("--resume", help="Continue after an interruption.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the new folder with the source.")] = False,
     model_parallel: Annotated[int, typer.Option(min=1, help="Parts, with --to meta: consolidated.00.pth, ...")] = 1,
+    context_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="The length that weights in Meta's format are for. Default: by their sizes."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a copy of a checkpoint in the other RoPE pairing: streamed, complete or absent, lossless both ways.
@@ -49,6 +55,7 @@ def convert(
             resume=resume,
             verify=verify,
             model_parallel=model_parallel,
+            context_length=parse_length(context_length) if context_length else None,
             revision=source.revision,
             trust_remote_code=source.trust_remote_code,
             progress=bar.set,

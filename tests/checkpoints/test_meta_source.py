@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import tracemalloc
 import warnings
@@ -32,6 +33,7 @@ from rope_ext_hf.errors import CheckpointError, FileError
 from tests.support.models import build, logits
 
 Part = dict[str, Tensor]
+pytestmark = pytest.mark.filterwarnings("ignore:the context length of .* is a guess")  # of models this small
 LENGTH = 192  # long enough for the scaling of Llama 3.1 to show in the logits
 
 
@@ -329,6 +331,7 @@ def test_there_and_back_byte_for_byte(name: str, count: int, dtype: torch.dtype,
         assert torch.equal(tensor.view(torch.uint8), after[key].view(torch.uint8)), key
     one, other = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
     assert other.pop("rope_pairing") == "half"
+    other.pop("rope_guessed_length", None)  # of a source this small
     assert one | {"initializer_range": 0} == other | {"initializer_range": 0}
 
 
@@ -400,61 +403,7 @@ def test_parts_are_read_tensor_by_tensor(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-# --- params.json of the published models --------------------------------------------------------------------------
-
-ROPE = {"norm_eps": 1e-05, "rope_theta": 500000.0}
-PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama 1 7B": ({"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 256, "norm_eps": 1e-06}, 11008),
-    "Llama 1 13B": ({"dim": 5120, "n_layers": 40, "n_heads": 40, "multiple_of": 256, "norm_eps": 1e-06}, 13824),
-    "Llama 1 30B": ({"dim": 6656, "n_layers": 60, "n_heads": 52, "multiple_of": 256, "norm_eps": 1e-06}, 17920),
-    "Llama 1 65B": ({"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 256, "norm_eps": 1e-05}, 22016),
-    "Llama 2 70B": (
-        {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 4096}
-        | {"ffn_dim_multiplier": 1.3, "norm_eps": 1e-05},
-        28672,
-    ),
-    "Llama 3 8B": (
-        {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}
-        | ROPE,
-        14336,
-    ),
-    "Llama 3.1 405B": (
-        {"dim": 16384, "n_layers": 126, "n_heads": 128, "n_kv_heads": 8, "multiple_of": 4096}
-        | {"ffn_dim_multiplier": 1.2, "use_scaled_rope": True}
-        | ROPE,
-        53248,
-    ),
-    "Llama 3.2 1B": (
-        {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 256, "ffn_dim_multiplier": 1.5}
-        | {"use_scaled_rope": True}
-        | ROPE,
-        8192,
-    ),
-    "Llama 3.2 3B": (  # which says ffn_dim_multiplier 1.0, as good as none
-        {"dim": 3072, "n_layers": 28, "n_heads": 24, "n_kv_heads": 8, "multiple_of": 256, "use_scaled_rope": True}
-        | ROPE,
-        8192,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_params(name: str) -> None:
-    params, ffn = PUBLISHED[name]
-    tied = "3.2" in name
-    llama = Llama(
-        dim=params["dim"],
-        layers=params["n_layers"],
-        heads=params["n_heads"],
-        kv_heads=params.get("n_kv_heads", params["n_heads"]),
-        ffn=ffn,
-        vocab=32000,
-        eps=params["norm_eps"],
-        theta=params.get("rope_theta", 10000.0),
-        factor=(32.0 if tied else 8.0) if params.get("use_scaled_rope") else None,
-        tied=tied,
-    )
-    assert llama.to_params() == params | {"vocab_size": 32000}
+# --- the width of feed-forward layers in params.json -----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -688,9 +637,73 @@ def test_what_gets_lost_is_warned_of(tmp_path: Path) -> None:
     said = [str(warning.message) for warning in caught]
     assert any("no place for max_position_embeddings, 32768 here; readers will assume 131072" in s for s in said)
     assert any("this model needs 4, which stands there as rope_scaling_factor" in s for s in said)
-    meta_to_hf(tmp_path / "meta", tmp_path / "back", max_position_embeddings=32768)
+    meta_to_hf(tmp_path / "meta", tmp_path / "back", context_length=32768)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (back["max_position_embeddings"], back["rope_parameters"]["factor"]) == (32768, 4.0)
+
+
+# --- the context length -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "given", "length", "note"),
+    [
+        ({}, 3000, 3000, None),
+        ({"max_seq_len": 1024}, 3000, 3000, None),
+        ({"max_seq_len": 1024}, None, 1024, r"1,024 tokens is max_seq_len of params.json"),
+        (
+            {},
+            None,
+            4096,
+            r"4,096 tokens is a guess, by the theta, scaling and norm_eps of Llama 2: .*--context-length",
+        ),
+    ],
+)
+def test_the_length_comes_with_where_it_is_from(
+    params: dict[str, Any], given: int | None, length: int, note: str | None, tmp_path: Path
+) -> None:
+    case = Case({"norm_eps": 1e-5} | params, 1, length)
+    save_meta(tmp_path / "meta", case)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half", context_length=given)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["max_position_embeddings"] == length
+    if note is None:
+        assert report.notes == ()
+    else:
+        assert re.search(note, report.notes[0])
+        assert f"note             {report.notes[0]}" in str(report)
+    guessed = note is not None and "guess" in note
+    assert [str(warning.message) for warning in caught] == [note for note in report.notes if guessed]
+    described = rope.describe(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
+    assert described.context_length == length
+    assert ("which is a guess: the weights come from Meta's format" in described.context_rule) == guessed
+
+
+def test_a_corrected_guess_is_one_no_longer(tmp_path: Path) -> None:
+    save_meta(tmp_path / "meta", CASES["2"])
+    convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert rope.describe(model).context_rule == "max_position_embeddings"
+    assert rope.describe(rope.patch(model, "linear", factor=2)).extended_length == 65536
+
+
+@pytest.mark.parametrize("given", [0, -5, 2.5, "4096", True])
+def test_an_impossible_length_is_refused(given: Any, tmp_path: Path) -> None:
+    save_meta(tmp_path / "meta", CASES["2"])
+    with pytest.raises(CheckpointError, match="context_length must be a positive whole number of tokens, got"):
+        convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half", context_length=given)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_length_for_a_source_that_states_its_own_is_refused(tmp_path: Path) -> None:
+    source = hf_llama(tmp_path / "hf", CASES["2"])
+    for to in ("interleaved", "meta"):
+        with pytest.raises(CheckpointError, match=r"context_length is for weights in Meta's format; .* its own"):
+            convert_checkpoint(source, tmp_path / "new", to, context_length=4096)
 
 
 # --- interruption, and the one entry point ------------------------------------------------------------------------
