@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary, rotary_from_dict
 from rope_ext_hf.methods.registry import method_from_dict
 
@@ -51,7 +52,19 @@ class PatchSpec:
         try:
             method = method_from_dict(saved["method"])
             rotary = rotary_from_dict(saved["rotary"], method_from_dict)
-            layers = saved.get("layers")
-            return cls(method, rotary, saved["target_length"], saved["native"], layers and tuple(layers))
+            layers, target_length, native = saved.get("layers"), saved["target_length"], saved["native"]
         except (KeyError, TypeError) as error:
             raise MethodError(f"not a saved patch: {error!r}") from error
+        whole = type(target_length) is int and 0 < target_length <= MOST_TOKENS
+        for key, value, right, kind in (
+            ("target_length", target_length, target_length is None or whole, "a positive whole number or null"),
+            ("native", native, isinstance(native, bool), "true or false"),
+            ("layers", layers, layers is None or _is_layers(layers), "a list of layer numbers and layer types"),
+        ):
+            if not right:
+                raise MethodError(f"not a saved patch: {key} must be {kind}, and is {short(repr(value))}")
+        return cls(method, rotary, target_length, native, layers and tuple(layers))
+
+
+def _is_layers(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(type(each) in (int, str) for each in value)

@@ -12,7 +12,9 @@ from contextvars import ContextVar
 
 from rope_ext_hf.errors import MethodError, did_you_mean
 
-__all__ = ["LIMITS", "advice", "limit", "limits"]
+__all__ = ["LIMITS", "MOST_TOKENS", "advice", "limit", "limits"]
+
+MOST_TOKENS = 2**40  # a longer context has no meaning; keeps numbers of 400 digits out of every computation
 
 LIMITS = {
     "layers": 2_000,  # of each part of a model; the deepest published ones have a few hundred

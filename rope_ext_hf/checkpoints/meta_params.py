@@ -37,7 +37,6 @@ __all__ = [
     "LLAMA_3_THETA",
     "META_DTYPES",
     "OUTPUT",
-    "ContextLength",
     "Llama",
     "Weight",
     "read_params",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.protocols import protocol_help
 
@@ -61,7 +62,6 @@ Lengths = Annotated[str, typer.Option(metavar="LENGTHS", help="Context lengths i
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
-MOST_TOKENS = 2**40  # a longer context has no meaning; a limit keeps numbers of 400 digits out of every computation
 MOST_NESTING = 100  # of brackets in a value
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 __all__ = [
@@ -50,7 +51,6 @@ Config = Mapping[str, Any]
 EXACT = 1e-6
 """The largest relative difference of frequencies and magnitudes that counts as the same."""
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
-MAX_LENGTH = 2**40
 
 
 @dataclass(frozen=True)
@@ -435,7 +435,7 @@ def length_setting(text: Config) -> int:
         ServingError: missing, or no length.
     """
     length = needed(text, "max_position_embeddings")
-    if length > MAX_LENGTH:
+    if length > MOST_TOKENS:
         raise ServingError(f"max_position_embeddings must be a length in tokens and is {length:g}")
     return int(length)
 

@@ -8,7 +8,7 @@ ggml; conversion/base.py writes the keys. Llama, Phi-3 and Qwen3 were compared w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from rope_ext_hf.engines.base import (
     text_settings,
 )
 from rope_ext_hf.engines.formulas import llama3, longrope_magnitude, plain, yarn, yarn_magnitude
-from rope_ext_hf.errors import ServingError
+from rope_ext_hf.errors import ServingError, short
 
 __all__ = ["FileRope", "file_computes"]
 
@@ -148,9 +148,14 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     read = _tensors_read(file.architecture, kind)
     if stray := [name for name in file.tensors if name not in read]:
         raise ServingError(f"{stray[0]} is no tensor of {file.architecture!r} under {kind!r}; the file is not loaded")
-    notes = [] if by_flags else [f"{key} is {keys[key]:g}, and not read for {file.architecture!r}." for key in _UNREAD
-                                 if key in keys and keys[key] != _BETAS.get(key)]  # fmt: skip
     wanted = _FACTOR_LISTS[0] if (length or trained) > original else _FACTOR_LISTS[1]
+    for name, values in file.tensors.items():
+        for pair, value in enumerate(values):
+            if not 0 < value < math.inf:
+                raise ServingError(
+                    f"{name} divides the frequency of pair {pair} by {value:g}; divisors must be finite numbers above "
+                    "0, and with others every output is meaningless"
+                )
     divisors: Sequence[float] = [1.0] * (file.dim // 2)
     for name in ("rope_freqs.weight", wanted):
         if name in file.tensors:
@@ -166,7 +171,24 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     else:
         inv_freq = [value / factor for value in plain(theta, file.dim)]
     inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
-    return Computed(tuple(inv_freq), magnitude, trained, notes=tuple(notes))
+    notes = (
+        () if by_flags else _unread(file, kind, lambda fast, slow: yarn(theta, file.dim, factor, original, fast, slow))
+    )
+    return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
+
+
+def _unread(file: FileRope, kind: str, ramp: Callable[[float, float], Sequence[float]]) -> tuple[str, ...]:
+    """Sentences on keys that the graph does not read, and that would change what it computes."""
+    different = [key for key in _UNREAD if key in file.keys and file.keys[key] != _BETAS.get(key)]
+    stated = [file.keys.get(key, usual) for key, usual in _BETAS.items()]
+    possible = all(type(value) in (int, float) and 0 < value < math.inf for value in stated)
+    if possible and (kind != "yarn" or list(ramp(*stated)) == list(ramp(*_BETAS.values()))):
+        different = [key for key in different if key not in _BETAS]
+    values = {key: file.keys[key] for key in different}
+    shown = {
+        key: f"{value:g}" if isinstance(value, int | float) else short(str(value)) for key, value in values.items()
+    }
+    return tuple(f"{key} is {text}, and not read for {file.architecture!r}." for key, text in shown.items())
 
 
 def _tensors_read(architecture: str, kind: str) -> tuple[str, ...]:
@@ -249,7 +271,7 @@ class _GGUFEngine(Engine):
             name,
             target.method,
             target.length,
-            gguf_keys={f"{file.architecture}.{key}": value for key, value in file.keys.items()},
+            gguf_keys={f"{file.architecture}.{key}": v for key, v in file.keys.items() if key not in _UNREAD},
             gguf_tensors=file.tensors,
             gguf_removed=removed,
             computed=computed,

@@ -24,7 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.bounds import MOST_TOKENS, limit
+from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.guidance import Guidance
 
@@ -238,6 +239,8 @@ class RopeMethod(ABC):
         factor = getattr(self, "factor", None)
         if factor is not None and factor < 1:
             raise MethodError(f"{self.name}: factor must be at least 1, got {factor:g}")
+        if factor is not None and factor > MOST_TOKENS:
+            raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
 
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
@@ -445,11 +448,24 @@ def rotary_from_dict(saved: Mapping[str, Any], read_method: Callable[[Mapping[st
     try:
         values = dict(saved)
         own = values.pop("own", None)
+        _check_whole(values, dim=limit("head_dim"), trained_length=MOST_TOKENS, rotated_pairs=limit("head_dim"))
         rotary = Rotary(**values)
         if own is None:
             return rotary
+        _check_whole(own, context_length=MOST_TOKENS)
         underneath = rotary_from_dict(own["rotary"], read_method)
         scaling = TrainedScaling(read_method(own["method"]), underneath, own["context_length"])
         return Rotary(*rotary.plain_geometry, own=scaling)
     except (KeyError, TypeError, ValueError) as error:
         raise MethodError(f"not a saved rotary embedding: {error!r}") from error
+
+
+def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
+    """Raise MethodError for a saved size that is no whole number from 0 to its limit; one may be missing or None."""
+    for key, limit_ in most.items():
+        value = saved.get(key)
+        if value is not None and not (type(value) is int and 0 <= value <= limit_):
+            raise MethodError(
+                f"not a saved rotary embedding: {key} must be a whole number up to {limit_:,}, and is "
+                f"{short(repr(value))}"
+            )

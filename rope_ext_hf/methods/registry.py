@@ -7,11 +7,11 @@ tensor(1.4434e-05, dtype=torch.float64)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, is_number
 
@@ -91,8 +91,8 @@ def resolve_method(
         factor = _factor_for(cls, values, rotary, target_length)
     if factor is not None and cls.takes_factor(values):
         values["factor"] = float(factor) if is_number(factor) else factor
-    elif factor is not None and not (is_number(factor) and 1 <= factor < math.inf):
-        raise MethodError(f"{name}: factor must be a number of at least 1, got {factor!r}")
+    elif factor is not None and not (is_number(factor) and 1 <= factor <= MOST_TOKENS):
+        raise MethodError(f"{name}: factor must be a number of at least 1 and at most {MOST_TOKENS:,}, got {factor!r}")
     missing = [k for k, item in accepted.items() if item.default is MISSING and k not in values]
     if missing:
         hint = " (or target_length)" if "factor" in missing else ""

@@ -216,7 +216,7 @@ def _audit_gguf(path: Path) -> Audit:
     except NotCheckedError as error:
         report = EngineReport(engine.name, engine.version, None, unknown=one_line(error))
         return Audit(str(path), (report,))
-    except RopeExtError as error:
-        report = EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
+    except (RopeExtError, ArithmeticError) as error:  # numbers of any size
+        report = EngineReport(engine.name, engine.version, None, f"cannot be served: {one_line(error)}")
         return Audit(str(path), (report,))
     return Audit(str(path), (EngineReport(engine.name, engine.version, computed),), computed.notes)

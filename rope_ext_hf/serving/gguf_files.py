@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rope_ext_hf.bounds import limit
 from rope_ext_hf.engines.base import ServingConfig
 from rope_ext_hf.engines.llama_cpp import FileRope
 from rope_ext_hf.errors import CheckpointError, MethodError, short
@@ -94,8 +95,10 @@ def read_file_rope(path: Path) -> FileRope:
         dim = values.get("rope.dimension_count") or values.get("attention.key_length")
         if not dim and isinstance(heads, int) and heads:
             dim = values.get("embedding_length", 0) // heads
-        if not isinstance(dim, int) or dim < 2 or dim % 2:
-            raise CheckpointError(f"the GGUF file {short(str(path))!r} states no even number of rotated dims")
+        if not isinstance(dim, int) or not 2 <= dim <= limit("head_dim") or dim % 2:
+            raise CheckpointError(
+                f"the GGUF file {short(str(path))!r} states no even number of rotated dims up to {limit('head_dim'):,}"
+            )
         keys = {name: value for name, value in values.items() if name.startswith("rope.") or name == "context_length"}
         tensors = {
             each.name: tuple(np.asarray(each.data, np.float64).ravel().tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import rope_ext_hf as rope
 from rope_ext_hf.engines.base import find_engine
 from rope_ext_hf.engines.llama_cpp import file_computes
-from rope_ext_hf.errors import CheckpointError, FileError
+from rope_ext_hf.errors import CheckpointError, FileError, ServingError
 from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
 from rope_ext_hf.serving.target import make_target
 from tests.support.serving_models import served_model
@@ -128,3 +129,85 @@ def test_damaged_files_are_errors_of_one_line(source: Path, tmp_path: Path) -> N
         assert not list(tmp_path.glob("*.part"))
     with pytest.raises(CheckpointError, match="no such file"):
         rope.audit(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_a_divisor_that_no_frequency_can_have_is_found(source: Path, tmp_path: Path, value: float) -> None:
+    config = find_engine("gguf").config_for(make_target(served_model("Mistral"), "llama3", factor=4.0))
+    (name,) = config.gguf_tensors
+    divisors = list(config.gguf_tensors[name])
+    config.gguf_tensors[name] = (*divisors[:5], value, *divisors[6:])
+    rewrite(source, tmp_path / "out.gguf", config)
+    result = rope.audit(tmp_path / "out.gguf")
+    assert not result.agrees
+    assert f"{name} divides the frequency of pair 5 by {value:g}; divisors must be finite" in str(result)
+    assert result.to_dict()["engines"][0]["computed"] is None
+
+
+@pytest.mark.parametrize("key", ["freq_base", "scaling.factor", "scaling.attn_factor", "scaling.yarn_beta_fast"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, 3e38, 1e-38])
+def test_audit_of_hostile_numbers_ends(source: Path, tmp_path: Path, key: str, value: float) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "in.gguf", "llama")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(512)
+    writer.add_head_count(4)
+    writer.add_string("llama.rope.scaling.type", "yarn")
+    writer.add_float32(f"llama.rope.{key}", value)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    result = rope.audit(tmp_path / "in.gguf")
+    assert str(result).startswith(str(tmp_path))
+    if key != "scaling.yarn_beta_fast" and not 0 < value < np.inf:
+        assert f"rope.{key} must be a number above 0" in str(result)
+
+
+SIZES = {
+    "Llama": "llama",
+    "Mistral": "llama",
+    "Phi-3": "phi3",
+    "Qwen3": "qwen3",
+    "Gemma 3": "gemma3",
+    "gpt-oss": "gpt-oss",
+}
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"factor": 4.0} for name in ("linear", "ntk", "by-parts", "llama3")},
+    "theta": {"theta": 2e6},
+    "yarn": {"factor": 4.0},
+    "yarn, other ramp": {"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, ramp equal by rounding": {"factor": 4.0, "beta_fast": 31.9},
+    "yarn, magnitude": {"factor": 4.0, "attention_factor": 1.2},
+}
+
+
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("name", METHODS)
+def test_audit_finds_nothing_in_what_was_written(family: str, name: str, tmp_path: Path) -> None:
+    target = make_target(served_model(family), name.partition(",")[0], over="original", **METHODS[name])
+    try:
+        config = find_engine("gguf").config_for(target)
+    except ServingError:
+        return
+    writer = gguf.GGUFWriter(tmp_path / "in.gguf", SIZES[family])
+    writer.add_context_length(4096)
+    writer.add_rope_dimension_count(2 * len(target.inv_freq))
+    writer.add_tensor("blk.0.weight", np.zeros((2, 2), dtype=np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    rewrite(tmp_path / "in.gguf", tmp_path / "out.gguf", config)
+    result = rope.audit(tmp_path / "out.gguf")
+    assert result.agrees, str(result)
+    computed = result.engines[0].computed
+    assert computed is not None
+    np.testing.assert_allclose(computed.inv_freq, target.inv_freq, rtol=2e-5)
+
+
+def test_betas_that_change_nothing_are_no_problem(source: Path, tmp_path: Path) -> None:
+    """A converter writes them; llama.cpp reads none, and 31.9 rounds to the same pairs as 32."""
+    config = find_engine("gguf").config_for(make_target(served_model("Mistral"), "yarn", factor=4.0))
+    assert not any("beta" in key for key in config.gguf_keys)
+    for beta, agrees in ((31.9, True), (8.0, False)):
+        config.gguf_keys["llama.rope.scaling.yarn_beta_fast"] = beta
+        rewrite(source, tmp_path / f"{beta}.gguf", config)
+        assert rope.audit(tmp_path / f"{beta}.gguf").agrees == agrees
