@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
@@ -27,6 +30,7 @@ from rope_ext_hf.patches.attention_interface import (
 )
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.patches.slots import PatchedSlot
 from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.graphs import graph_break
 
@@ -43,6 +47,10 @@ __all__ = [
 
 class RemappingHooks(DecoderHooks):
     """Hooks around the forward of a decoder under a remapping method."""
+
+    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+        super().__init__(slots)
+        self.layers: dict[int, Layer] | None = None  # of the decoder; looked up at first need
 
     @graph_break  # it looks at values
     def pre_forward(
@@ -74,6 +82,10 @@ class RemappingHooks(DecoderHooks):
         if context.past_length:
             context.cache_state = check_origin(context.cache, self.origin())
         context.token_positions = place_tokens(context)
+        if self.layers is None:
+            attached = (module.__dict__.get(LAYER_ATTRIBUTE) for module in decoder.modules())
+            self.layers = {layer.index: layer for layer in attached if layer is not None}
+        context.layers = self.layers
         if context.cache_state is None:
             context.cache_state = CacheState(self.origin(), packed=context.packed)
         passed_on: dict[str, Any] = {}
@@ -132,11 +144,88 @@ def remapped_attention(
             "known. Call the whole model; with gradient checkpointing, use a model family whose layers pass keyword "
             "arguments on to their attention"
         )
-    positions = context.token_positions
-    total = positions.key_positions.shape[-1]
-    key, value = key[:, :, :total], value[:, :, :total]  # a static cache has empty places after them
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
+        return _attend_as_operator(layer.index, query, key, value, mask, **kwargs), None
+    return _attend_to_tokens(layer, context.token_positions, query, key, value, mask, **kwargs)
+
+
+def _attend_to_tokens(
+    layer: Layer,
+    positions: TokenPositions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`attend_from_kwargs` of a layer; a static cache has empty places after the tokens."""
+    total = positions.key_positions.shape[-1]
+    key, value = key[:, :, :total], value[:, :, :total]
     return attend_from_kwargs(layer.rule, layer.rotation, positions, query, key, value, mask, **kwargs)
+
+
+def _attend_as_operator(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    /,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> Tensor:
+    """The attention of one layer as one operator, whose inside a compiler leaves alone.
+
+    Its tiles are other ones at every step, so that compiled code would be compiled again for each length.
+    """
+    out: Tensor = torch.ops.rope_ext_hf.remapped_attention(
+        query, key, value, mask, s_aux, layer, scaling, softcap, dropout
+    )
+    return out
+
+
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    s_aux: Tensor | None,
+    layer: int,
+    scaling: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """(rows, tokens, heads, head_dim of the values); positions come from the forward under way in this thread."""
+    context = current_context()
+    if context is None or context.token_positions is None:
+        raise UnsupportedModelError("compiled attention of a remapping method ran outside a forward of its decoder")
+    given: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
+    out, _ = _attend_to_tokens(context.layers[layer], context.token_positions, query, key, value, mask, **given)
+    return out
+
+
+def _operator_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    rows, heads, tokens = query.shape[:3]
+    return query.new_empty((rows, tokens, heads, value.shape[-1]))
+
+
+@cache
+def _register_operator() -> None:
+    """Add the operator to torch's table, once in a process; CUDA graphs leave it out, because it changes each step."""
+    operator = torch.library.custom_op(
+        "rope_ext_hf::remapped_attention",
+        _operator,
+        mutates_args=(),
+        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? s_aux, int layer, float? scaling, "
+        "float? softcap, float dropout) -> Tensor",
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    operator.register_fake(_operator_shape)
 
 
 def attend_from_kwargs(
@@ -179,14 +268,15 @@ def remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def register() -> None:
-    """Add the functions of remapping methods to transformers' tables."""
+    """Add the functions of remapping methods to transformers' tables, and their operator to torch's."""
+    _register_operator()
     register_attention(ATTENTION_NAME, remapped_attention, remapped_mask)
 
 
 def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:
     """Give each attention module what `probe_layers` found out about it."""
-    for module, layer in layers:
-        module.__dict__[LAYER_ATTRIBUTE] = layer
+    for index, (module, layer) in enumerate(layers):
+        module.__dict__[LAYER_ATTRIBUTE] = replace(layer, index=index)
 
 
 def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:

@@ -43,10 +43,15 @@ PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_reco
 
 @dataclass(frozen=True)
 class Layer:
-    """How one attention module attends; it does not change from one forward to the next."""
+    """How one attention module attends; it does not change from one forward to the next.
+
+    Attributes:
+        index: among the attention modules of its decoder.
+    """
 
     rule: AttentionRule
     rotation: Rotation | None
+    index: int = 0
 
 
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:

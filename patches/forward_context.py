@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class ForwardContext(ForwardState):
         prepared_mask: a mask was given of which nothing follows for the padding.
         cache: as given, of the decoder's own tokens; None: none was.
         token_positions: where tokens and padding are, for attention functions (remapping methods).
+        layers: the attention modules by index, for code that has no modules (remapping methods).
         packed: a row holds several inputs one after the other (remapping methods).
         cache_state: what is stored with the cache.
         cache_rows: how the cache's keys are rotated once this forward has ended (length-dependent methods).
@@ -75,6 +76,7 @@ class ForwardContext(ForwardState):
     prepared_mask: bool
     cache: Any
     token_positions: TokenPositions | None = None
+    layers: dict[int, Any] = field(default_factory=dict)
     packed: bool = False
     cache_state: CacheState | None = None
     cache_rows: RowState | None = None
