@@ -379,9 +379,9 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[MethodCurve], 
         axes.set_yticks(ticks, [short_length(tick) for tick in ticks] if index % columns == 0 else [])
         axes.tick_params(labelsize=6.5, length=2)
     colour_bar(panel, image, list(grid.flat))
-    title = "Similarity of positions m, n"
+    title = "Similarity of positions"
     title += f", means of {block} x {block}" if block > 1 else ""
-    title += ". Dashed: |m - n| = trained length" if marked else ""
+    title += ". Dashed: trained length" if marked else ""
     panel.suptitle(title, fontsize=9)
 
 
