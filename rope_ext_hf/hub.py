@@ -69,6 +69,9 @@ _ALL_OF_A_TOKENIZER = (
 )
 
 
+_FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
+
+
 def model_source(name: str | Path) -> str:
     """What transformers' `from_pretrained` takes for this name.
 
@@ -84,6 +87,9 @@ def model_source(name: str | Path) -> str:
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
         hint = "; it is a file, give the folder it is in" if _exists(path) else ""
         raise CheckpointError(f"no such model folder: {short(source)!r}{hint}")
+    if _exists(path) or ("/" not in source and path.suffix in _FILE_SUFFIXES):
+        there = "is a file" if _exists(path) else "is the name of a file, and there is none here"
+        raise CheckpointError(f"{short(source)!r} {there}; give the folder of the model, which holds its config")
     return source
 
 

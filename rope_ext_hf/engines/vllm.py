@@ -114,6 +114,12 @@ class VLLM(ConfigEngine):
             "config/model.py, _get_and_verify_max_len",
         ),
         Trap(
+            "0.33.0",
+            "original_max_position_embeddings of yarn",
+            "no longer multiplied by the factor: max_position_embeddings must state the extended length",
+            "config/model.py, _get_and_verify_max_len",
+        ),
+        Trap(
             "all",
             "longrope with two lists",
             "the long list for every request if --max-model-len is above the original length",

@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.engines.base import ServingConfig, find_engine
+from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
 from rope_ext_hf.errors import short
+from rope_ext_hf.files import read_json
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.serving.target import make_target, open_model
 
 __all__ = ["as_text", "serving_config"]
@@ -67,12 +69,35 @@ def serving_config(
         **params,
     )
     config = chosen.config_for(target)
+    if (
+        config.form == "native"
+        and target.settings["rope_type"] == "longrope"
+        and not target.method.startswith("longrope")
+    ):
+        config = replace(config, form="longrope")  # as it is saved: the engine knows no such method by name
+    if config.overrides and method is None and (as_saved := _as_saved(target)) is not None:
+        without = chosen.config_for(as_saved)
+        if without.overrides is None:  # the folder's own config.json is enough
+            config = replace(without, form="as the folder's config.json has it")
     if opened.described.rotary.length_dependent:
         notes += (
             f"Inputs of up to {target.original:,} tokens have frequencies of their own here; the engine gives every "
             "input those of long ones, or changes them for keys that are cached already.",
         )
     return replace(config, notes=(*config.notes, *notes))
+
+
+def _as_saved(target: Target) -> Target | None:
+    """The target with what a saved folder states taken for its config; None where the folder states something else."""
+    path = Path(target.model) / "config.json"
+    if not path.is_file():
+        return None
+    saved = read_json(path)
+    text = saved.get("text_config") if target.composite else saved
+    stated = json.loads(json.dumps(target.patched))
+    if not isinstance(text, dict) or any(text.get(key) != stated.get(key) for key in SAVED_KEYS):
+        return None
+    return replace(target, config=stated, patched=stated)
 
 
 def as_text(config: ServingConfig) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError
-from rope_ext_hf.hub import foreign_errors, read_config
+from rope_ext_hf.hub import foreign_errors, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -38,7 +38,7 @@ class Model:
     """A model as its config describes it, without the patch that it may carry.
 
     Attributes:
-        name: the folder or Hub id; "MODEL" for a model in memory.
+        name: the folder or Hub id, as an engine takes it; "MODEL" for a model in memory.
         config: its text config.
         composite: whether that lies under `text_config`.
         specs: the patches recorded in it, bottom first.
@@ -94,7 +94,7 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
-        return Model(str(model), text, composite=text is not whole, specs=specs)
+        return Model(model_source(model), text, composite=text is not whole, specs=specs)
 
 
 def make_target(

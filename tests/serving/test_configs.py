@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
@@ -16,10 +17,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
+from rope_ext_hf import reference
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.engines.base import Computed, Engine, ServingConfig, Target, find_engine, list_engines, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
-from rope_ext_hf.errors import CheckpointError, FileError, MethodError, ServingError, UnknownMethodError
+from rope_ext_hf.errors import CheckpointError, FileError, MethodError, RopeExtError, ServingError, UnknownMethodError
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.target import make_target
@@ -333,7 +335,7 @@ def test_the_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     result = run(app, ["serve-config", "reference", "-m", "yarn", "--factor", "4", "--engine", "vllm"])
     assert result.exit_code == 0, result.output
-    assert "vllm serve reference" in result.output
+    assert f"vllm serve {reference.path()}" in result.output
     assert "--hf-overrides" in result.output
     result = run(app, ["serve-config", "reference", "-m", "dca", "--factor", "4", "--engine", "vllm"])
     assert result.exit_code == 2
@@ -346,3 +348,49 @@ def test_the_commands(tmp_path: Path) -> None:
     result = run(app, ["audit", str(tmp_path / "config.json")])
     assert result.exit_code == 1
     assert "sglang" in result.output
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_folder_that_states_its_patch_needs_no_overrides(engine: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(reference.path())
+    rope.patch(model, "yarn", factor=4).save_pretrained(tmp_path / "patched")
+    config = rope.serving_config(tmp_path / "patched", engine)
+    assert config.overrides is None
+    assert str(tmp_path / "patched") in config.command
+    assert config.length == 1024
+    assert not any(part.startswith(("--hf-overrides", "--json-model")) for part in config.command)
+    computed = find_engine(engine).computes(json.loads((tmp_path / "patched" / "config.json").read_text()), 1024)
+    target = make_target(served_model_of(tmp_path / "patched"))
+    np.testing.assert_allclose(computed.inv_freq, target.inv_freq, rtol=1e-5)
+    path = tmp_path / "patched" / "config.json"  # edited by hand: the overrides are needed again
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"max_position_embeddings": 512}))
+    try:
+        again = rope.serving_config(tmp_path / "patched", engine)
+    except RopeExtError:
+        return
+    assert again.overrides is not None
+
+
+def served_model_of(folder: Path) -> Any:
+    from rope_ext_hf.serving.target import open_model
+
+    return open_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "form"),
+    [
+        ("factors", {"factors": (2.0,) * 32}, "longrope"),
+        ("yarn", {"factor": 4, "ramp": "cycles"}, "longrope"),
+        ("longrope", {"factor": 4, "short_factor": (2.0,) * 32, "long_factor": (2.0,) * 32}, "native"),
+        ("yarn", {"factor": 4}, "native"),
+    ],
+)
+def test_lists_in_the_place_of_a_method_are_called_longrope(method: str, params: dict[str, Any], form: str) -> None:
+    config = rope.serving_config("reference", "vllm", method, **params)
+    assert config.form == form
+    assert config.overrides is not None
+    assert (config.overrides["rope_parameters"]["rope_type"] == "longrope") == ("longrope" in (form, method))
