@@ -15,7 +15,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -38,6 +38,7 @@ __all__ = [
     "plain_files",
     "read_plain",
     "read_records",
+    "replace_chunks",
 ]
 
 Cell = tuple[float, ...]
@@ -258,17 +259,9 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
     Raises:
         FileError: chunks.json holds anything but two positive whole numbers.
     """
-    path, own = folder / _CHUNKS, folder / f"chunks.{os.getpid()}.part"
-    with disk_errors(path):
-        if not os.path.lexists(path):
-            own.unlink(missing_ok=True)
-            try:
-                own.write_text(json.dumps([chunk, head_bytes]), encoding="utf-8")
-                fsync_path(own)
-                with suppress(FileExistsError):
-                    _link(own, path)
-            finally:
-                own.unlink(missing_ok=True)
+    path = folder / _CHUNKS
+    if not os.path.lexists(path):
+        _write_chunks(folder, chunk, head_bytes, _link)
     try:
         match json.loads(read_plain(path)):
             case [int(chunk), int(head_bytes)] if 1 <= chunk <= 2**31 and 1 <= head_bytes < 2**63:
@@ -278,11 +271,28 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
     raise FileError(f"{str(path)!r} does not hold two positive whole numbers; delete it")
 
 
+def replace_chunks(folder: Path, chunk: int, head_bytes: int) -> None:
+    """Have those who take up the run later use these sizes, where the agreed ones needed too much memory."""
+    _write_chunks(folder, chunk, head_bytes, Path.replace)
+
+
+def _write_chunks(folder: Path, chunk: int, head_bytes: int, put: Callable[[Path, Path], object]) -> None:
+    path, own = folder / _CHUNKS, folder / f"chunks.{os.getpid()}.part"
+    with disk_errors(path):
+        own.unlink(missing_ok=True)
+        try:
+            own.write_text(json.dumps([chunk, head_bytes]), encoding="utf-8")
+            fsync_path(own)
+            put(own, path)
+        finally:
+            own.unlink(missing_ok=True)
+
+
 def _link(own: Path, path: Path) -> None:
-    """Give a file another name that must be free."""
+    """Give a file another name, where that is free."""
     try:
         os.link(own, path)
     except FileExistsError:
-        raise
+        pass
     except OSError:  # a file system without hard links
         own.replace(path)

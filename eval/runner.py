@@ -17,11 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+from torch import distributed
 
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval.journal import (
@@ -34,6 +35,7 @@ from rope_ext_hf.eval.journal import (
     open_journal,
     read_plain,
     read_records,
+    replace_chunks,
 )
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import Cost, label, method_key, provenance
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod
 
 __all__ = ["Measurement", "Workers", "length_of_model", "measure", "run_methods"]
+
+
+_LONGEST_WAIT = timedelta(days=30)
 
 
 class Measurement(ABC):
@@ -139,14 +144,23 @@ class Workers:
             expected: how many processes the user asked for.
 
         Raises:
-            MethodError: another number of processes is running.
+            MethodError: another number of processes is running, or a launcher that does not say where they meet.
+
+        They wait for each other once, at the end, over gloo: one may be done days before another, and NCCL ends all
+        of them after ten minutes.
         """
         workers = cls()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            from accelerate import PartialState
-
-            state = PartialState(cpu=not torch.cuda.is_available())
-            workers = cls(state.process_index, state.num_processes, state.wait_for_everyone)
+            if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+                raise MethodError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; launch the "
+                    "processes with torchrun or accelerate, or unset WORLD_SIZE"
+                )
+            if not distributed.is_initialized():
+                distributed.init_process_group("gloo", timeout=_LONGEST_WAIT)
+            group = distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            wait = partial(distributed.barrier, group=group)
+            workers = cls(distributed.get_rank(), distributed.get_world_size(), wait)
         if expected is not None and workers.count != expected:
             raise MethodError(
                 f"{expected} processes were asked for, {workers.count} are running; launch with "
@@ -275,6 +289,7 @@ def run_methods(
         scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache, longest=longest)
         if chunk is None:
             scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+        agreed = scorer.chunk, scorer.head_bytes
         if reading is not None:
             reading(scorer.reading)
         with open_journal(folder, workers.rank) as write:
@@ -284,6 +299,9 @@ def run_methods(
                     for item in mine:
                         if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
                             for cell, value, cost in measurement.measure(scorer, item, left, report):
+                                if chunk is None and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
+                                    agreed = sizes  # the scorer ran out of memory, and went on with less
+                                    replace_chunks(folder, *agreed)
                                 write(Record(saved, item, cell, value, cost))
     if workers.wait is not None:
         workers.wait()

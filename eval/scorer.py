@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
 __all__ = [
     "TokenScorer",
 ]
+
+T = TypeVar("T")
+
+LEAST_CHUNK = 16
+"""Tokens per pass below which less memory is of no use."""
 
 CHECKED = 12
 """Tokens of the check; no window needs more of them, because windows are taken from the masks themselves."""
@@ -153,7 +159,7 @@ class TokenScorer:
             if not self.chunked:
                 logits = self._last_logits(ids, len(ids) - first)
                 return negative_log_likelihoods_([logits], ids[first:]).cpu()
-            return torch.cat(list(self._by_chunks(ids, first))).cpu()
+            return self._fitting(lambda: torch.cat(list(self._by_chunks(ids, first))).cpu())
 
     @torch.inference_mode()
     def candidates(
@@ -181,8 +187,12 @@ class TokenScorer:
         spans = [torch.cat([prompt, answer]) for answer in answers]
         with self._timed(0), _length(self.model, length or known + count):
             if self.chunked:
-                read = self._read_prompt(prompt[:-1], count, shared, again)
-                logits = self._answer_logits(spans, known)
+                read, logits = self._fitting(
+                    lambda: (
+                        self._read_prompt(prompt[:-1], count, shared, again),
+                        self._answer_logits(spans, known),
+                    )
+                )
             else:
                 read = known
                 logits = [self._last_logits(span, count) for span in spans]
@@ -220,6 +230,25 @@ class TokenScorer:
         return logits
 
     # --- in chunks
+
+    def _fitting(self, work: Callable[[], T]) -> T:
+        """Do some work again and again, each time in chunks of half as many tokens, until it fits into the memory.
+
+        Raises:
+            torch.OutOfMemoryError: it does not even with a few tokens at a time.
+        """
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError:
+                if self.chunk <= LEAST_CHUNK:
+                    raise
+            # here the failed forward is gone, and what it held
+            failed, self.chunk, self.head_bytes = self.chunk, self.chunk // 2, max(1, self.head_bytes // 2)
+            self.cache = self.prefix = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            warnings.warn(f"out of memory with {failed:,} tokens per pass; going on with {self.chunk:,}", stacklevel=3)
 
     def _by_chunks(self, ids: Tensor, first: int) -> Iterator[Tensor]:
         head = self._head

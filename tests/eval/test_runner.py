@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -210,27 +211,106 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == total
 
 
-@pytest.mark.thorough
-def test_two_processes_under_torchrun(tmp_path: Path) -> None:
-    command = ["sweep", "reference", "--method", "ntk", "--factor", "4"]
-    command += ["--lengths", "256,512", "--max-spans", "8", "--dtype", "float32"]
-    command += ["--data", "stdlib?max_documents=4", "--out"]
-    assert CliRunner().invoke(app, [*command, str(tmp_path / "one")]).exit_code == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    torchrun += ["-m", "rope_ext_hf"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # the number is part of the settings
-    done = subprocess.run(
-        [*torchrun, *command, str(tmp_path / "two"), "--processes", "2"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-    )
+SHARED = ["sweep", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--max-spans", "8"]
+SHARED += ["--dtype", "float32", "--data", "stdlib?max_documents=4", "--out"]
+
+
+def launch(out: Path, *options: str) -> subprocess.Popen[str]:
+    """A launcher of two processes, or of one of two, that share one run; the number of threads is part of the run."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rope_ext_hf"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*torchrun, *SHARED, str(out), "--processes", "2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def check_shared(tmp_path: Path, *launchers: subprocess.Popen[str]) -> None:
+    """Two processes have half of the documents each, one table is printed, and the results are those of one."""
+    outputs = [launcher.communicate(timeout=500) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), outputs
+    assert CliRunner().invoke(app, [*SHARED, str(tmp_path / "one")]).exit_code == 0
     (one,), (two,) = (list((tmp_path / name).iterdir()) for name in ("one", "two"))
     assert read_run(two).results == read_run(one).results
     assert all((two / f"records.{rank}.jsonl").stat().st_size for rank in (0, 1))
-    assert done.stdout.count("report ") == 1  # one table, not two
+    assert "".join(out for out, _ in outputs).count("report ") == 1
+
+
+@pytest.mark.thorough
+def test_two_processes_under_torchrun(tmp_path: Path) -> None:
+    check_shared(tmp_path, launch(tmp_path / "two", "--standalone", "--nproc-per-node", "2"))
+
+
+@pytest.mark.thorough
+def test_two_nodes_with_a_launcher_each(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    check_shared(tmp_path, *(launch(tmp_path / "two", *meet, "--node-rank", str(rank)) for rank in (0, 1)))
+
+
+def test_processes_wait_for_each_other_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is done early must not end the others after some minutes."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    asked: list[tuple[str, float]] = []
+
+    def record(backend: str, *, timeout: Any) -> str:
+        asked.append((backend, timeout.total_seconds()))
+        return "group"
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", record)
+    monkeypatch.setattr(torch.distributed, "new_group", record)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    workers = Workers.from_launcher(2)
+    assert (workers.rank, workers.count) == (1, 2)
+    assert {backend for backend, _ in asked} == {"gloo"}
+    assert all(seconds >= 7 * 86_400 for _, seconds in asked)
+    with pytest.raises(rope.MethodError, match="3 processes were asked for, 2 are running"):
+        Workers.from_launcher(3)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(rope.MethodError, match="MASTER_ADDR is not set; launch"):
+        Workers.from_launcher()
+
+
+class TestOutOfMemory:
+    """A device on which more than some tokens per pass do not fit."""
+
+    def scarce(self, model: Any, most: int) -> Any:
+        decoder = model.model
+
+        def refuse(_: Any, __: Any, given: dict[str, Any]) -> None:
+            if given["input_ids"].shape[1] > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        decoder.register_forward_pre_hook(refuse, with_kwargs=True)
+        return model
+
+    def run(self, model: Any, out: Path, **changed: Any) -> Run[Result]:
+        plan = plan_sweep(model, corpus(), lengths=LENGTHS, methods=["yarn"], factors=[4.0], bos=False)
+        return run_methods(model, plan.methods, plan.measurement, data=plan.data, out=out, **changed)
+
+    def test_it_goes_on_with_half_as_many_tokens_and_pins_what_fits(self, tmp_path: Path) -> None:
+        with pytest.warns(UserWarning, match="out of memory with [0-9,]+ tokens per pass; going on with") as warned:
+            found = self.run(self.scarce(build("llama"), 40), tmp_path / "scarce")
+        assert str(warned[-1].message) == "out of memory with 64 tokens per pass; going on with 32"
+        assert json.loads((found.folder / "chunks.json").read_text(encoding="utf-8"))[0] == 32
+        assert found.results == self.run(build("llama"), tmp_path / "given", chunk=32).results
+        again = self.run(self.scarce(build("llama"), 40), tmp_path / "scarce")  # without a warning
+        assert again == found
+
+    def test_a_retrieval_prompt_is_read_again(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"lengths": [256], "depths": [0, 1], "keys": 2, "trials": 2, "distractors": 3}
+        options |= {"task": "key-value", "tokenizer": ByT5Tokenizer(extra_ids=0), "out": tmp_path}
+        options |= {"haystack": [Document("hay", "some text " * 50)]}
+        with pytest.warns(UserWarning, match="out of memory"):
+            found = passkey(self.scarce(build("llama", vocab_size=259), 40), **options)
+        assert found == passkey(build("llama", vocab_size=259), **options | {"out": None, "chunk": 32})
+
+    @pytest.mark.filterwarnings("ignore:out of memory")
+    def test_it_gives_up_where_a_few_tokens_do_not_fit(self, tmp_path: Path) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            self.run(self.scarce(build("llama"), 12), tmp_path)
 
 
 def test_expand() -> None:
