@@ -16,6 +16,7 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any, TypeVar
 
+from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.results import Result, Retrieval
 from rope_ext_hf.eval.tables import by_method, by_method_and_depth, loss_lines
 from rope_ext_hf.pictures.drawing import LOADED, picture, plot_text
@@ -79,7 +80,7 @@ class Overview:
         longest = max(best)
         return (
             f"As loaded, {loaded[self.context_length]:.0%} of the answers are found at {self.context_length:,} and "
-            f"{loaded[longest]:.0%} at {longest:,} ({longest / self.context_length:g}x); with {self.best} "
+            f"{loaded[longest]:.0%} at {longest:,} ({multiple_text(longest, self.context_length)}); with {self.best} "
             f"{best[longest]:.0%}."
         )
 

@@ -99,7 +99,7 @@ def _page(run: Run[Any], view: _View, picture: Path | None) -> str:
     others = [path for path in plain_files(run.folder, "*.png") if path.name != view.picture]
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
     summary = (
-        f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.context_length:,} tokens as loaded. "
+        f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}. "
         f"{len(settings['items'])} {view.items}. Read on {settings['device']}{view.speed(run)}. {versions}."
     )
     table = run_table(run, detailed=True)

@@ -72,6 +72,10 @@ KINDS: dict[str, RunKind] = {
 """Every kind of run by name."""
 
 
+_OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
+"""What methods extend, in words, by `over`."""
+
+
 @dataclass(frozen=True)
 class Run(Generic[R_co]):
     """What a run's folder holds.
@@ -94,9 +98,14 @@ class Run(Generic[R_co]):
 
     @property
     def context_length(self) -> int:
-        """The length in tokens that the model as loaded is for."""
+        """The length in tokens that what the methods extend is for: by default the model as loaded."""
         length: int = self.settings["context_length"]
         return length
+
+    @property
+    def meant_for(self) -> str:
+        """`context_length` in words, with what it is the length of: the model without its own scaling, for example."""
+        return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
 
     def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
         """The same run with the results of these methods alone, in this order."""

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from rope_ext_hf.errors import printable, short
+from rope_ext_hf.errors import multiple_text, printable, short
 from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.results import Result, Retrieval, labels, method_key, perplexity_from_loss
 from rope_ext_hf.eval.run_folder import Run
@@ -108,7 +108,7 @@ def run_table(run: Run[Result] | Run[Retrieval], *, detailed: bool = False) -> T
     if not perplexities:
         return retrieval_table([r for r in run.results if isinstance(r, Retrieval)], run.context_length)
     increases = {name: run.loss_increase(row[0].method) for name, row in by_method(perplexities).items()}
-    return perplexity_table(perplexities, run.context_length, increases, detailed=detailed)
+    return perplexity_table(perplexities, run.context_length, increases, detailed=detailed, meant_for=run.meant_for)
 
 
 def perplexity_table(
@@ -117,6 +117,7 @@ def perplexity_table(
     increases: Mapping[str, Increase | None] | None = None,
     *,
     detailed: bool = False,
+    meant_for: str | None = None,
 ) -> Table:
     """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
 
@@ -126,10 +127,12 @@ def perplexity_table(
         increases: by label, how much higher the loss is at that length than as loaded, in nats per token, and its 95%
             interval, paired by document: a column more.
         detailed: with a second line in each cell, the interval, or the documents whose loss is not finite.
+        meant_for: `context_length` in words.
     """
     lengths = sorted({result.length for result in results})
     best = best_of_lengths(results)
-    title = f"Perplexity and (bits per byte) by context length; the model is for {context_length:,} tokens"
+    meant_for = meant_for or f"{context_length:,} tokens"
+    title = f"Perplexity and (bits per byte) by context length; the model is for {meant_for}"
     shown = increases if increases and any(increases.values()) else None
     units = "; loss increase in nats per token" if shown else ""
     lines = "; below: the 95% interval over documents" if detailed else ""
@@ -204,4 +207,4 @@ def _table(title: str, caption: str) -> Table:
 
 def _add_lengths(view: Table, lengths: Sequence[int], context_length: int) -> None:
     for length in lengths:
-        view.add_column(f"{length:,}\n{length / context_length:g}x", justify="right", overflow="fold")
+        view.add_column(f"{length:,}\n{multiple_text(length, context_length)}", justify="right", overflow="fold")

@@ -30,6 +30,7 @@ __all__ = [
     "UnsupportedModelError",
     "bounded",
     "did_you_mean",
+    "multiple_text",
     "one_line",
     "printable",
     "short",
@@ -109,3 +110,9 @@ def size_text(count: int) -> str:
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return f"{count} bytes"
+
+
+def multiple_text(length: int, context_length: int) -> str:
+    """A length as a multiple of another: "8x", "1.5x", "under 0.01x"."""
+    ratio = length / context_length
+    return "under 0.01x" if ratio < 0.01 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"

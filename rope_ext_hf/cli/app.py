@@ -37,7 +37,7 @@ _COMMANDS = {
 }
 _CONTINUE = {
     "convert": "the same command with --resume continues",
-    "sweep": "the same command continues where it stopped",
+    **dict.fromkeys(("demo", "passkey", "ppl", "sweep"), "the same command continues where it stopped"),
 }
 """What to do after Ctrl-C, by command."""
 

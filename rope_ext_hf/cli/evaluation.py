@@ -303,8 +303,13 @@ def _preflight(
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
         count = workers.count if workers else 1
+        too_short = getattr(measurement.setting, "left_out", 0)
+        are = "document is" if too_short == 1 else "documents are"
+        without = f"; {too_short} {are} too short and left out" if too_short else ""
         bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
-        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds / count)}{bounded}")
+        print_note(
+            "reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds / count)}{without}{bounded}"
+        )
 
 
 def _own_device() -> str:
@@ -327,15 +332,34 @@ def _measure(
     show: bool = True,
 ) -> Run[Any]:
     """Run every method in a run's folder, show progress, and print the results where `show` is true."""
+    from rope_ext_hf.cli.time_left import TimeLeft
+    from rope_ext_hf.eval.preflight import estimate_flops
     from rope_ext_hf.eval.runner import run_methods
 
     first = workers is None or workers.rank == 0
+    passes = measurement.passes
+    share = len(methods) / (workers.count if workers else 1)
+
+    def work(*tokens: int) -> float:
+        return estimate_flops(model, tokens, measurement.scored * sum(tokens) // sum(passes))
+
+    left = TimeLeft(work, share * work(*passes), lambda line: print_note("time", line))
     with progress_bar("as loaded", show=first) as bar:
 
         def started(folder: Path, done: int, units: int) -> None:
+            left.total *= 1 - done / units
             if first:
-                bar.set_total(len(methods) * sum(measurement.passes) // (workers.count if workers else 1))
+                bar.set_total(round(share * sum(passes)))
                 print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
+
+        def reading(how: str) -> None:
+            print_note("read", how)
+            left.begin()
+
+        def advance(name: str, tokens: int) -> None:
+            bar.advance(name, tokens)
+            if first:
+                left.passed(tokens)
 
         run = run_methods(
             model,
@@ -347,9 +371,9 @@ def _measure(
             offload_cache=load.offload_cache if load else False,
             **(underneath or {}),
             workers=workers,
-            progress=bar.advance,
+            progress=advance,
             started=started,
-            reading=(lambda how: print_note("read", how)) if first else None,
+            reading=reading if first else None,
         )
     if first and show:
         _print_run(run, as_json)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.drawing import LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
 
 __all__ = ["curves", "draw_curves", "draw_heat_map", "heat_map", "line_styles"]
@@ -84,7 +85,7 @@ def draw_curves(
     )
     lengths = sorted({length for row in points.values() for length, _ in row})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}\n{length / context_length:g}x" for length in lengths])
+    axes.set_xticks(lengths, [f"{length:,}\n{multiple_text(length, context_length)}" for length in lengths])
     axes.minorticks_off()
     axes.set_xlabel("context length (tokens)")
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
@@ -137,7 +138,7 @@ def draw_heat_map(
                 centred = {"ha": "center", "va": "center", "color": ink}
                 axes.text(x, y - 0.12, f"{cell.exact_match:.0%}", fontsize=9, **centred)
                 axes.text(x, y + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
-    axes.set_xticks(range(len(lengths)), [f"{n:,}\n{n / context_length:g}x" for n in lengths], fontsize=8)
+    axes.set_xticks(range(len(lengths)), [f"{n:,}\n{multiple_text(n, context_length)}" for n in lengths], fontsize=8)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
     axes.set_xticks([x + 0.5 for x in range(len(lengths) - 1)], minor=True)
     axes.set_yticks([y + 0.5 for y in range(len(depths) - 1)], minor=True)

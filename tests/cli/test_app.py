@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer import Context
 from typer.testing import CliRunner
 
+import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError, __version__, hub
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import Command, app
@@ -324,6 +326,8 @@ def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     code, _, err = run("sweep", "reference", "--lengths", "256", "--out", str(tmp_path))
     assert code == 130
     assert err == "rope-ext: stopped; the same command continues where it stopped\n"
+    for command in ("ppl", "passkey"):
+        assert run(command, "reference", "--lengths", "256", "--out", str(tmp_path))[2] == err
     assert run("describe", "reference")[::2] == (130, "rope-ext: stopped\n")
 
 
@@ -379,6 +383,35 @@ def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: 
     assert "2.7 keys and values" in err
     assert "shorter lengths: up to" in err
     assert "--device-map" not in err  # one device is all there is
+
+
+@pytest.mark.slow
+def test_documents_that_are_too_short_are_counted_before_anything_is_read(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, count in (("long", 1000), ("one", 20), ("two", 30)):
+        (texts / f"{name}.txt").write_text("x y " * count, encoding="utf-8")
+    code, _, err = run("ppl", "reference", "--lengths", "256,512", "--data", str(texts), "--out", str(tmp_path / "out"))
+    assert code == 0, err
+    assert err.index("; 2 documents are too short and left out; at most 64 spans") < err.index("run ")
+
+
+@pytest.mark.slow
+def test_a_table_says_what_its_length_is_the_length_of(tmp_path: Path) -> None:
+    """Of a folder with YaRN, over the model without it."""
+    rope.patch(hub.load_model("reference"), "yarn", factor=4.0).save_pretrained(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text(encoding="utf-8"))
+    del config["rope_ext_hf"]  # as somebody else would have trained it
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shutil.copy(path() / "tokenizer_config.json", tmp_path / "m")
+    options = ["--lengths", "2,256", "--targets", "1", "--max-spans", "1", "--data", "stdlib?max_documents=2"]
+    options += ["-m", "ntk", "--factor", "4", "--out", str(tmp_path / "out")]
+    for over, words in (("original", "256 tokens without its own scaling"), ("own", "1,024 tokens as loaded")):
+        code, out, err = run("ppl", str(tmp_path / "m"), *options, "--over", over)
+        assert code == 0, err
+        assert f"the model is for {words}" in " ".join(out.split())
+    assert "under 0.01x" in out
+    assert "0.25x" in out
 
 
 @pytest.mark.slow
