@@ -331,8 +331,10 @@ def test_an_interruption_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert run("describe", "reference")[::2] == (130, "rope-ext: stopped\n")
 
 
-def test_traceback_on_request() -> None:
-    code, _, err = run("--traceback", "describe", "./no-such-folder")
+@pytest.mark.parametrize("behind", [False, True])
+def test_traceback_on_request(behind: bool) -> None:
+    command = ("describe", "./no-such-folder")
+    code, _, err = run(*command, "--traceback") if behind else run("--traceback", *command)
     assert code == 2
     assert "Traceback" in err
     assert err.strip().splitlines()[-1] == "rope-ext: no such model folder: './no-such-folder'"
