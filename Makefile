@@ -1,12 +1,12 @@
 # make demo | test | test-fast | test-all | test-exports | test-readers | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
-# docs | figures | pictures | bench:
+# docs | figures | pictures | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-exports test-readers test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench clean
+.PHONY: demo test test-fast test-all test-exports test-readers test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -128,6 +128,33 @@ bench: .venv/ready
 .venv/docs-ready: .venv/ready
 	$(RUN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
+
+# The wheel and the source archive, into dist/.
+dist: build/packaging/ready
+	rm -rf dist
+	build/packaging/bin/python -m build
+
+# What dist/ holds, as a package index reads it, and the wheel in an environment of its own, with the demo outside the tree.
+check-dist: build/packaging/ready
+	build/packaging/bin/twine check --strict dist/*
+	rm -rf build/installed
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/pip install -q -c constraints.txt "$$(echo dist/*.whl)[eval]"
+	cd build/installed && bin/rope-ext demo --out demo
+	test -s build/installed/demo/demo.png
+
+build/packaging/ready: Makefile
+	$(PYTHON) -m venv build/packaging
+	build/packaging/bin/pip install -q build==1.6.1 twine==7.0.0
+	touch $@
+
+# Before a release: TAG=v0.1.0 is the version, which stands in rope_ext_hf/__init__.py, and CHANGELOG.md has its date.
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' rope_ext_hf/__init__.py)
+check-tag:
+	@test "$(TAG)" = "v$(VERSION)" || \
+		{ echo "the tag is '$(TAG)' and the version $(VERSION): tag v$(VERSION), or change __version__"; exit 1; }
+	@grep -Eq '^## $(VERSION) \([0-9]{4}-[0-9]{2}-[0-9]{2}\)$$' CHANGELOG.md || \
+		{ echo "CHANGELOG.md has no heading '## $(VERSION) (YEAR-MONTH-DAY)': write the date of the release"; exit 1; }
 
 clean:
 	rm -rf .venv build dist *.egg-info

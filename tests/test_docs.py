@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs import links, make_figures
+from docs.figures.registry import FIGURE
 from tests.support.forks import run_blocks, run_commands, run_forked
 
 ROOT = Path(__file__).parent.parent
@@ -31,9 +32,9 @@ def commands(page: str) -> list[list[str]]:
 
 
 def test_the_readme_is_short() -> None:
-    text = read("README.md")
-    assert len(text.splitlines()) <= 150
-    assert len(text.split()) <= 1200
+    written = FIGURE.sub("", read("README.md"))  # lists of methods and engines grow by themselves
+    assert len(written.splitlines()) <= 150
+    assert len(written.split()) <= 1200
 
 
 def test_the_version_is_the_same_everywhere() -> None:
