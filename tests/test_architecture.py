@@ -328,7 +328,18 @@ def defined(module: Module) -> set[str]:
 
 
 OF_THE_WHOLE = frozenset(
-    ("adding_things", "architecture", "coverage", "docs", "examples", "fuzz", "gpu", "package", "torchao_and_onnx")
+    (
+        "adding_in_a_copy",
+        "adding_things",
+        "architecture",
+        "coverage",
+        "docs",
+        "examples",
+        "fuzz",
+        "gpu",
+        "package",
+        "torchao_and_onnx",
+    )
 )
 """Tests of no module alone; their files stand in tests/ itself, beside those of modules in no folder."""
 
