@@ -14,11 +14,12 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rope_ext_hf.methods.dynamic import DynamicNTK
 from rope_ext_hf.methods.registry import list_methods
-from tests.fuzzing.damage import ODD_TEXTS, damage_file, damage_folder
+from tests.fuzzing.damage import ODD_TEXTS, damage_file, damage_folder, write_odd_gguf
 from tests.fuzzing.inputs import Inputs
 
 __all__ = ["COMMANDS", "Case", "make_case"]
@@ -278,6 +279,12 @@ class _Maker:
         return [self.model(), "--engine", self.draw.choice(_VALUES["--engine"]), *self.options("serve-config")]
 
     def audit(self) -> list[str]:
+        if find_spec("gguf") is not None and self.draw.random() < 0.4:
+            path = self.given / "model.gguf"
+            self.what.append(write_odd_gguf(self.draw, path))
+            if self.draw.random() < 0.2:
+                self.what.append(damage_file(self.draw, path, self.elsewhere))
+            return [str(path)]
         model = self.model()
         return [self.draw.choice((model, f"{model}/config.json")), *self.options("audit")]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY
 
-__all__ = ["ODD_TEXTS", "damage_bytes", "damage_file", "damage_folder", "damage_json", "odd_value"]
+__all__ = ["ODD_TEXTS", "damage_bytes", "damage_file", "damage_folder", "damage_json", "odd_value", "write_odd_gguf"]
 
 _RAW = {
     "@digits@": "9" * 5000,
@@ -501,3 +501,49 @@ def damage_folder(draw: random.Random, folder: Path, elsewhere: Path, most: int 
         path = draw.choices(files, weights)[0]
         done.append((_replace if draw.random() < 0.1 else damage_file)(draw, path, elsewhere))
     return "; ".join(done)
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+_ODD_FLOATS = (0.0, -0.0, -1.0, 0.5, 1.0, 2.0, 32.0, 1e-38, 3e38, float("nan"), float("inf"), float("-inf"))
+_GGUF_NUMBERS = (
+    *("freq_base", "scaling.factor", "scaling.attn_factor", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow"),
+    *("scaling.yarn_ext_factor", "scaling.yarn_attn_factor", "scaling.original_context_length", "dimension_count"),
+)
+
+
+def write_odd_gguf(draw: random.Random, path: Path) -> str:
+    """Write a GGUF file without weights whose rotary embedding has numbers and types that nobody expects."""
+    import gguf
+    import numpy as np
+
+    architecture = draw.choice(("llama", "phi3", "qwen3", "deepseek2", "nope"))
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_uint32(f"{architecture}.context_length", draw.choice((0, 1, 4096, 2**32 - 1)))
+    writer.add_uint32(f"{architecture}.embedding_length", draw.choice((0, 64, 512, 2**32 - 1)))
+    writer.add_uint32(f"{architecture}.attention.head_count", draw.choice((0, 1, 4, 8)))
+    done = []
+    if draw.random() < 0.7:
+        kind = draw.choice(("none", "linear", "yarn", "longrope", "nope"))
+        writer.add_string(f"{architecture}.rope.scaling.type", kind)
+        done.append(kind)
+    for name in draw.sample(_GGUF_NUMBERS, draw.randint(0, 4)):
+        key = f"{architecture}.rope.{name}"
+        if draw.random() < 0.7:
+            value: Any = draw.choice(_ODD_FLOATS)
+            writer.add_float32(key, value)
+        elif draw.random() < 0.5:
+            value = draw.choice((0, 1, 7, 64, 2**31, 2**32 - 1))
+            writer.add_uint32(key, value)
+        else:
+            value = draw.choice(("", "nan", "yarn", "a" * 3000))
+            writer.add_string(key, value)
+        done.append(f"{name}={_shown(value)}")
+    for name in draw.sample(("rope_freqs.weight", "rope_factors_long.weight"), draw.randint(0, 2)):
+        values = [draw.choice(_ODD_FLOATS) if draw.random() < 0.2 else 1.0 for _ in range(draw.choice((1, 8, 32, 64)))]
+        writer.add_tensor(name, np.asarray(values, np.float32))
+        done.append(f"{name} of {len(values)}")
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return f"{architecture}: {', '.join(done)}"
