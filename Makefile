@@ -99,6 +99,9 @@ bench: .venv/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
 	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
 	$(RUN)/python benchmarks/angles.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-$(DEVICE).jsonl --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-forms-$(DEVICE).jsonl --forms key-value,assignment,quote,copy --methods as-loaded,rerope,self-extend --lengths 256,2048,8192 --keys 1 --out $(RESULTS)

@@ -46,6 +46,11 @@ def expand(names: Sequence[str | RopeMethod], factors: Sequence[float], rotary: 
     return list(dict.fromkeys(methods))
 
 
+def _factors_for(lengths: Sequence[int], context_length: int) -> list[float]:
+    """The factor that each length beyond the context length needs; 1 where there is none beyond."""
+    return [length / context_length for length in lengths if length > context_length] or [1.0]
+
+
 @dataclass(frozen=True)
 class SweepPlan:
     """What a sweep measures: methods (None: as loaded), the same spans with each, and what the text is called."""
@@ -75,7 +80,7 @@ def plan_sweep(
     rotary = patch_geometry(model, **under)
     length = rotary.context_length
     wanted = sorted({*lengths, *([length] if length < max(lengths, default=0) else [])})
-    chosen = expand(methods, factors or [max(1.0, wanted[-1] / length)] if wanted else [], rotary)
+    chosen = expand(methods, factors or _factors_for(wanted, length), rotary)
     plan = prepare(model, corpus, lengths=wanted, **options)
     chosen = [bind(model, method, max(wanted[-1], length), **under) for method in chosen]
     name = data or (corpus if isinstance(corpus, str) else "documents")
@@ -106,7 +111,8 @@ def sweep(
         lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
             longest, to show how a method changes the loss there.
         methods: names, or method objects.
-        factors: one method object per factor; default: the longest length over the context length.
+        factors: one method object per factor; default: for each length beyond the context length the factor that it
+            needs, since a method costs short inputs more the larger its factor is.
         data: what the text is called in the results; default: `corpus` where it is a string.
         out: the folder that the run's folder is made in.
         chunk, offload_cache: as `TokenScorer` takes them.

@@ -239,7 +239,10 @@ def _short_list_only(config: Config, settings: dict[str, Any]) -> tuple[dict[str
     changed = {"long_factor": settings["short_factor"], "attention_factor": short}
     note = ""
     if settings["long_factor"] != settings["short_factor"]:
-        note = f"The {config.model_type!r} class of transformers never uses long_factor; the model runs short_factor."
+        note = (
+            f"The {config.model_type!r} class of transformers never uses long_factor; the model runs short_factor. A "
+            "longrope patch with both lists uses it beyond the original length and is no identity, even at factor 1."
+        )
     return settings | changed, note
 
 

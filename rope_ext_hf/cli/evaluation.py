@@ -151,8 +151,9 @@ def sweep(
 ) -> None:
     """Methods x factors x lengths; the same command continues where it was stopped; ends with a report.
 
-    Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor: the factor
-    that the longest length needs.
+    Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
+    --target-length, each length beyond the context length gets the factor that it needs: lengths 4k,8k,16k of a model
+    for 4k measure every method with factors 2 and 4, at every length.
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
@@ -172,7 +173,7 @@ def sweep(
         plan = plan_sweep(
             empty,
             spans.data,
-            methods=methods.resolve(empty, max(wanted)) if methods.names else DEFAULT_METHODS,
+            methods=methods.resolve(empty, max(wanted), wanted) if methods.names else DEFAULT_METHODS,
             factors=methods.factors or None,
             lengths=wanted,
             tokenizer=load.tokenizer(model),

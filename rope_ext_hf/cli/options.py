@@ -271,29 +271,37 @@ class MethodOptions:
         if options and not self.names:
             raise MethodError(f"{', '.join(options)} given without a method; add --method")
 
-    def resolve(self, model: nn.Module, longest: int) -> list[RopeMethod]:
+    def resolve(self, model: nn.Module, longest: int, lengths: Sequence[int] = ()) -> list[RopeMethod]:
         """Every method asked for, with every factor.
 
         Args:
             longest: the extended length where neither a factor nor a target length is given, in tokens.
+            lengths: extended lengths that a method with a factor is fitted to instead, one after the other.
         """
         from rope_ext_hf.patches.geometry import bind, patch_geometry
 
         self.check()
         rotary = patch_geometry(model, **self.underneath)
         longest = max(longest, rotary.context_length)
-        bound = (bind(model, method, reach, **self.underneath) for method, reach in self.over_rotary(rotary, longest))
+        bound = (
+            bind(model, method, reach, **self.underneath)
+            for method, reach in self.over_rotary(rotary, longest, lengths)
+        )
         return list(dict.fromkeys(bound))
 
-    def over_rotary(self, rotary: Rotary, longest: int) -> Iterator[tuple[RopeMethod, int]]:
+    def over_rotary(
+        self, rotary: Rotary, longest: int, lengths: Sequence[int] = ()
+    ) -> Iterator[tuple[RopeMethod, int]]:
         """Every method asked for, with every factor, before it is bound to a model, and its extended length."""
-        from rope_ext_hf.methods.registry import resolve_method
+        from rope_ext_hf.methods.registry import accepts_factor, resolve_method
         from rope_ext_hf.patches.geometry import stated_length
 
         for name in self.names:
             parameters = self._parameters_for(name)
-            for factor in self.factors or (None,):
-                length = self.extended_length or (longest if factor is None else None)
+            beyond = [length for length in lengths if length > rotary.context_length and accepts_factor(name)]
+            asked: list[tuple[float | None, int | None]] = [(factor, None) for factor in self.factors]
+            for factor, fitted in asked or [(None, length) for length in beyond or [longest]]:
+                length = self.extended_length or fitted
                 method = resolve_method(name, rotary, factor=factor, target_length=length, **parameters)
                 yield method, length or stated_length(method, rotary, factor) or longest
 

@@ -325,6 +325,16 @@ def test_expand() -> None:
         expand(["longrope"], [2.0], rotary)
 
 
+def test_without_a_factor_each_length_gets_the_one_it_needs() -> None:
+    """The model is for 64 tokens."""
+    plan = plan_sweep(build("llama"), corpus(), lengths=[64, 128, 256], methods=METHODS, bos=False)
+    assert [m.label() if m else None for m in plan.methods] == [
+        *(None, "ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn")
+    ]
+    given = plan_sweep(build("llama"), corpus(), lengths=[64, 256], methods=["yarn"], factors=[8.0], bos=False)
+    assert [m.label() if m else None for m in given.methods] == [None, "yarn x8"]
+
+
 def losses(*nats: float) -> list[DocumentLoss]:
     return [DocumentLoss(str(i), n, 10, 10, 1) for i, n in enumerate(nats)]
 

@@ -190,6 +190,33 @@ def test_over_two_lists_short_inputs_run_as_loaded(method: str, length: int) -> 
     assert torch.equal(plain.inv_freq, first) == (length <= 4096)
 
 
+def test_the_long_list_of_phimoe_is_used_by_a_patch_alone() -> None:
+    """Its class calls rope_init_fn without a length, which gives the short list at every length."""
+    entry = published("phi-3.5-moe")["config"]
+    scaling = entry["rope_scaling"] | {"long_factor": [4.0 * x for x in entry["rope_scaling"]["short_factor"]]}
+    scaling |= {"original_max_position_embeddings": 32, "long_mscale": scaling["short_mscale"]}
+    settings = entry | {"original_max_position_embeddings": 32, "max_position_embeddings": 512, "rope_scaling": scaling}
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings)).eval()
+    rotary = find_slots(model)[0].module
+    positions = torch.arange(200)[None]  # far beyond the original length
+    short = 1 / (torch.tensor(scaling["short_factor"]) * 10000.0 ** (torch.arange(64) / 64))
+    stock, _ = rotary(torch.zeros(1), positions)
+    angles = torch.outer(torch.arange(200.0), short)
+    torch.testing.assert_close(stock[0, :, :64], angles.cos() * scaling["short_mscale"], atol=1e-4, rtol=0)
+
+    ids = tokens(200)
+    plain = logits(model, ids)
+    assert "never uses long_factor" in " ".join(rope.describe(model).notes)
+    own = rope.patch(model, "yarn", factor=1)
+    assert float((logits(own, ids) - plain).abs().max()) <= 1e-3
+    lists = {key: scaling[key] for key in ("short_factor", "long_factor")}
+    parameters = {"factor": 1.0, "attention_factor": scaling["short_mscale"]}
+    patched = rope.patch(rope.unpatch(model), "longrope", over="original", **lists, **parameters)
+    assert float((logits(patched, ids[:, :32]) - plain[:, :32]).abs().max()) <= 1e-3
+    assert float((logits(patched, ids) - plain).abs().max()) > 0.01
+
+
 @pytest.mark.parametrize("method", ["rerope", "leaky-rerope", "self-extend", "dca"])
 def test_remapping_methods_count_from_the_context_length(method: str) -> None:
     for name in ("llama-3.1", "gemma-3-4b", "qwen2.5-7b-yarn"):

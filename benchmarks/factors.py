@@ -1,0 +1,124 @@
+"""What every method costs and gains without training, by factor and length: the tables of docs/choosing.md.
+
+    python benchmarks/factors.py --model reference --data stdlib
+    python benchmarks/factors.py --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt'
+
+Protocol `matched`: the same tokens are scored at every length, from the context length to 16 times. Methods with a
+factor are measured with each of FACTORS, up to the extended length; the others follow the input, or are fitted to the
+longest length. `increase` is how much higher the loss is than that of the model as loaded at its context length, in
+bits per byte, with the 95% interval that resampling the documents gives. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from record import record
+from transformers import AutoModelForCausalLM
+
+from rope_ext_hf.eval import Result
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.measuring import PerplexityMeasurement
+from rope_ext_hf.eval.plan import EvalPlan, prepare, tokenize
+from rope_ext_hf.eval.results import difference
+from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.patching import patched
+from rope_ext_hf.reference import path
+
+SCALES = (1, 2, 4, 8, 16)
+"""Lengths, in context lengths."""
+FACTORS = (2, 4, 8, 16)
+BY_FACTOR = ("linear", "ntk", "by-parts", "yarn", "llama3")
+FITTED = ("dynamic-ntk", "dynamic-yarn", "rerope", "leaky-rerope", "self-extend", "dca", "alibi", "kerple")
+"""Methods that follow the input, or the longest length."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", default="reference", help="reference, or a folder")
+    parser.add_argument("--data", default="stdlib", help="the text, as `rope-ext ppl` takes it")
+    parser.add_argument("--spans", type=int, default=16, help="spans per length")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    arguments = parser.parse_args()
+    folder = path() if arguments.model == "reference" else arguments.model
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
+    rotary = patch_geometry(model)
+    trained = rotary.context_length
+    longest = trained * SCALES[-1]
+    tokens = tokenize(load(arguments.data), load_tokenizer(str(folder)))
+    lengths = [trained * scale for scale in SCALES]
+    plan = prepare(model, tokens, lengths=lengths, targets=trained // 2, max_spans=arguments.spans, bos=False)
+    chosen: list[tuple[str, float | None, RopeMethod | None]] = [("as loaded", None, None)]
+    for name in BY_FACTOR:
+        chosen += [(name, factor, resolve_method(name, rotary, factor=factor)) for factor in FACTORS]
+    for name in FITTED:
+        chosen.append((name, None, resolve_method(name, rotary, target_length=longest)))
+
+    rows: list[dict[str, Any]] = []
+    base: Result | None = None
+    for name, factor, method in chosen:
+        until = factor * trained if factor else longest
+        bound = None if method is None else bind(model, method, longest)
+        with patched(model, bound) if bound else nullcontext():
+            results = cast(
+                "list[Result]", measure(model, PerplexityMeasurement(up_to(plan, until)), data=arguments.data)
+            )
+        base = base or next(result for result in results if result.length == trained)
+        for result in results:
+            increase, low, high = (gap * result.bits_per_byte / result.loss for gap in difference(result, base))
+            rows.append(
+                {
+                    "method": name,
+                    "factor": factor,
+                    "parameters": {} if bound is None else bound.to_dict(),
+                    "length": result.length,
+                    "nats": round(result.loss, 4),
+                    "bits_per_byte": round(result.bits_per_byte, 4),
+                    "increase": round(increase, 4),
+                    "low": round(low, 4),
+                    "high": round(high, 4),
+                }
+            )
+        mine = rows[-len(results) :]
+        print(name, factor or "", *(f"{row['length']}: {row['increase']:+.3f}" for row in mine), flush=True)
+    assert base is not None
+    result = {
+        "benchmark": "factors",
+        "model": Path(arguments.model).name,
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "rotated_dims": rotary.dim,
+        "theta": rotary.theta,
+        "vocabulary": model.config.vocab_size,
+        "context_length": trained,
+        "spans": arguments.spans,
+        "scored_tokens": base.tokens,
+        "scored_bytes": sum(document.bytes for document in base.documents),
+        "documents": len(base.documents),
+        "rows": rows,
+        "threads": torch.get_num_threads(),
+    }
+    record(result, arguments.out, arguments.device)
+
+
+def up_to(plan: EvalPlan, longest: float) -> EvalPlan:
+    """The spans of a plan up to a length; the same tokens are scored."""
+    lengths = tuple(length for length in plan.lengths if length <= longest)
+    documents = tuple(
+        (tokens, tuple(span for span in spans if span.length in lengths)) for tokens, spans in plan.documents
+    )
+    return replace(plan, lengths=lengths, documents=documents)
+
+
+if __name__ == "__main__":
+    main()
