@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -187,22 +187,16 @@ class TokenScorer:
         spans = [torch.cat([prompt, answer]) for answer in answers]
         with self._timed(0), _length(self.model, length or known + count):
             if self.chunked:
-                read, logits = self._fitting(
+                read, scores = self._fitting(
                     lambda: (
                         self._read_prompt(prompt[:-1], count, shared, again),
-                        self._answer_logits(spans, known),
+                        _scores(self._answer_logits(spans, known), answers),
                     )
                 )
             else:
-                read = known
-                logits = [self._last_logits(span, count) for span in spans]
-            likeliest = torch.stack([each.argmax(-1) for each in logits])
-            pairs = zip(logits, answers, strict=True)
-            losses = torch.stack([negative_log_likelihoods_([each], answer.to(each.device)) for each, answer in pairs])
-            # the device is waited for here alone
-            result = losses.cpu(), likeliest.cpu()
+                read, scores = known, _scores((self._last_logits(span, count) for span in spans), answers)
         self.cost = self.cost.plus(Cost(read + answers.numel(), 0.0, 0))
-        return result
+        return scores
 
     def take_cost(self) -> Cost:
         """The cost since the last call, which is set back to nothing."""
@@ -279,18 +273,16 @@ class TokenScorer:
         self._read(ids[start:], cache, start)
         return len(ids) + 1 - start
 
-    def _answer_logits(self, spans: list[Tensor], known: int) -> list[Tensor]:
+    def _answer_logits(self, spans: list[Tensor], known: int) -> Iterator[Tensor]:
         """Logits (answer tokens, vocabulary) of every answer, from the cache of the prompt but its last token."""
         head, cache = self._head, self.cache
         assert cache is not None
         after_prompt = cache.state()
-        logits = []
         for span in spans:
             cache.restore(after_prompt)
             # the state at the prompt's last token predicts the first token of the answer
             states = [state for _, state in self._hidden(span[known - 1 : -1], cache, known - 1)]
-            logits.append(head.logits(torch.cat(states)))
-        return logits
+            yield head.logits(torch.cat(states))
 
     def _read(self, ids: Tensor, cache: SpanCache, start: int = 0) -> None:
         for _ in self._hidden(ids, cache, start):  # what stays is the cache
@@ -386,8 +378,18 @@ class TokenScorer:
 def _decoder(model: PreTrainedModel, slot: Slot) -> Any:
     """The decoder without its head; some classes call a layer or the model itself by that name."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
-    named = decoder is not model and hasattr(decoder, "config") and decoder.get_output_embeddings() is None
-    return decoder if named else decoder_of(model, slot.parent)
+    has_head = getattr(decoder, "get_output_embeddings", lambda: None)() is not None
+    usable = decoder is not model and hasattr(decoder, "config") and not has_head
+    return decoder if usable else decoder_of(model, slot.parent)
+
+
+def _scores(of_answers: Iterable[Tensor], answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and likeliest tokens, (count, A) on the CPU, from logits (A, vocabulary) of each answer, one at a time."""
+    likeliest, losses = [], []
+    for logits, answer in zip(of_answers, answers, strict=True):
+        likeliest.append(logits.argmax(-1))
+        losses.append(negative_log_likelihoods_([logits], answer))
+    return torch.stack(losses).cpu(), torch.stack(likeliest).cpu()  # the device is waited for here alone
 
 
 def _difference(some: Tensor, others: Tensor) -> float:

@@ -143,6 +143,14 @@ def test_weights_that_do_not_fit_at_all(memory: dict[str, int]) -> None:
         check_memory(on_meta("llama"), 256, torch.bfloat16, CPU)
 
 
+def test_memory_that_the_allocator_holds_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a second measurement in a process would get small chunks."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * GB)
+    assert preflight.available(GPU) == 40 * GB
+
+
 def test_offloading_from_a_cpu_is_refused() -> None:
     with pytest.raises(rope.MethodError, match="leave out --offload-cache"):
         check_memory(on_meta("llama"), 256, torch.float32, CPU, offload_cache=True)
