@@ -65,6 +65,8 @@ class HeadLosses:
             return logits
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
             logits = logits * scale
+        if (multiplier := getattr(self.config, "output_multiplier", None)) is not None:  # Muse
+            logits = logits * multiplier
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:  # Gemma

@@ -96,6 +96,7 @@ class TokenScorer:
         longest: int | None = None,
     ) -> None:
         check_pairing(model)
+        slots = find_slots(model)
         for name, value in (("chunk", chunk), ("head_bytes", head_bytes), ("longest", longest)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -107,7 +108,6 @@ class TokenScorer:
         self.offload_cache, self.longest = offload_cache, longest or 1
         self.cost = Cost()
         self.devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-        slots = find_slots(model)
         self.decoder = _decoder(model, slots[0])
         self.head = model.get_output_embeddings()
         self.finish = True
