@@ -236,6 +236,12 @@ class RetrievalMeasurement(Measurement):
     def scored(self) -> int:
         return sum(trial.answers.numel() for depth in self.trials.values() for trial in depth) * len(self.lengths)
 
+    @property
+    def after_each_pass(self) -> int:
+        """Every answer is a pass of its own; one of a few tokens takes as long as one of 16, as it reads all weights."""
+        answers = next(iter(self.trials.values()))[0].answers
+        return len(answers) * max(16, answers.shape[1])
+
     def cells(self, item: int) -> Sequence[Cell]:
         return self._cells
 

@@ -88,6 +88,11 @@ class Measurement(ABC):
     def scored(self) -> int:
         """Tokens that go through the model's head, with one method."""
 
+    @property
+    def after_each_pass(self) -> int:
+        """Tokens that are read from the cache of each pass, which estimates of time count in."""
+        return 0
+
     @abstractmethod
     def cells(self, item: int) -> Sequence[Cell]:
         """The cells that one item has values for."""

@@ -290,7 +290,7 @@ def _preflight(
         most_spans: how many spans per length were asked for, None for all.
         workers: the processes that share it; the first one prints.
     """
-    from rope_ext_hf.eval.preflight import check_memory, estimate_flops, measure_flops
+    from rope_ext_hf.eval.preflight import check_memory, measure_flops
     from rope_ext_hf.hub import find_device, find_dtype
 
     device, given = find_device(load.device), find_dtype(load.dtype)
@@ -299,7 +299,7 @@ def _preflight(
     needed = check_memory(
         empty, max(passes), dtype, device, spread=load.device_map is not None, offload_cache=load.offload_cache
     )
-    seconds = repeats * estimate_flops(empty, passes, measurement.scored) / measure_flops(device, dtype)
+    seconds = repeats * _work(empty, measurement, passes) / measure_flops(device, dtype)
     if workers is None or workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
@@ -311,6 +311,15 @@ def _preflight(
         print_note(
             "reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds / count)}{without}{bounded}"
         )
+
+
+def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:
+    """Floating-point operations of some of a measurement's passes, and of what is read after each."""
+    from rope_ext_hf.eval.preflight import estimate_flops
+
+    after = [1] * (measurement.after_each_pass * len(passes))
+    scored = measurement.scored * len(passes) // len(measurement.passes)
+    return estimate_flops(model, [*passes, *after], scored)
 
 
 def _own_device() -> str:
@@ -334,17 +343,14 @@ def _measure(
 ) -> Run[Any]:
     """Run every method in a run's folder, show progress, and print the results where `show` is true."""
     from rope_ext_hf.cli.time_left import TimeLeft
-    from rope_ext_hf.eval.preflight import estimate_flops
     from rope_ext_hf.eval.runner import run_methods
 
     first = workers is None or workers.rank == 0
     passes = measurement.passes
     share = len(methods) / (workers.count if workers else 1)
 
-    def work(*tokens: int) -> float:
-        return estimate_flops(model, tokens, measurement.scored * sum(tokens) // sum(passes))
-
-    left = TimeLeft(work, share * work(*passes), lambda line: print_note("time", line))
+    total = share * _work(model, measurement, passes)
+    left = TimeLeft(lambda tokens: _work(model, measurement, [tokens]), total, lambda line: print_note("time", line))
     with progress_bar("as loaded", show=first) as bar:
 
         def started(folder: Path, done: int, units: int) -> None:

@@ -354,3 +354,13 @@ def test_the_bundled_model_finds_the_answer_within_its_trained_length_and_not_be
     assert near.above_chance
     assert near.top1 >= 0.5
     assert not far.above_chance
+
+
+def test_the_answers_count_in_estimates_of_time() -> None:
+    """After each prompt, every answer is read; of short prompts they are most of the work."""
+    options: dict[str, Any] = {"depths": [0.5], "trials": 1, "distractors": 3, "task": "key-value"}
+    hay = [Document("hay", "some text " * 50)]
+    plan = plan_passkey(
+        build("llama", vocab_size=259), lengths=[128], tokenizer=ByT5Tokenizer(extra_ids=0), haystack=hay, **options
+    )
+    assert plan.after_each_pass == 4 * 16
