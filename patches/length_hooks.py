@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import LengthError
+from rope_ext_hf.errors import LengthError, one_line
 from rope_ext_hf.patches.forward_context import ForwardContext, arguments, own_cache, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot
@@ -289,7 +289,13 @@ def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[Rotary
     caches = []
     for angles, factor in ((torch.zeros_like(radians), 1.0), (radians, 1.0), (radians, 1.25)):
         with override_angles(tables, angles, factor), torch.no_grad():
-            caches.append(_cache_of_one_token(decoder, token))
+            try:
+                caches.append(_cache_of_one_token(decoder, token))
+            except (TypeError, ValueError) as error:  # the decoder of an encoder and decoder needs both
+                raise LengthError(
+                    f"{type(decoder).__name__} does not run on one token alone, so how it keeps its keys cannot be "
+                    f"found out ({one_line(error)}). {_REMEDY}"
+                ) from error
     try:
         unrotated, rotated, rotated_scaled = (cache.layers for cache in caches)
         return [infer_key_layout(*layers, radians) for layers in zip(unrotated, rotated, rotated_scaled, strict=True)]
