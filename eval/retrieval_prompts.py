@@ -17,42 +17,18 @@ import itertools
 import random
 import re
 import string
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from importlib.resources import files
 
 __all__ = ["FORMS", "Form", "Part", "Prompt", "ask", "insert", "other_answers", "training_prompt"]
 
-_TRAINING = """
-acorn alarm alley anchor ankle apple apron arrow attic autumn badge bakery ballad bamboo banner barrel basket beacon
-beetle bench berry blanket blossom border bottle branch brass breeze brick bridge bronze brook bucket bundle butter
-cabin cactus camel candle canoe canyon carpet castle cedar cello chapel cherry circus citrus clay cliff clock cloud
-coast cobalt collar comet copper coral corner cotton cradle crater creek cricket crystal curtain daisy desert diesel
-dinner dragon drum eagle earth ember engine fabric falcon feather fence fern fiddle finch flame flint flood flute
-forest fossil fox frost garden garlic ginger glacier glass globe glove grain grape gravel guitar hammer harbor
-harvest hawk hazel helmet hill honey horn hotel iceberg island ivory ivy jacket jaguar jasmine jelly jungle kettle
-kitten ladder lagoon lake lamp lantern lemon leopard lily linen lion lobster locust lotus magnet mango mantle maple
-marble market meadow melon mill mirror mitten moon mosaic moss mountain mule museum mustard needle nest nickel north
-oasis oat ocean olive onion opal orange orbit orchid otter oven owl palace palm paper parrot pasture peach pearl
-pebble pencil pepper piano pigeon pillow pine planet plum pocket poem pond poplar potato prairie puzzle rabbit
-radish rain raven reef ribbon river robin rocket rose ruby saddle saffron sailor salmon sand sapphire scarf school
-shadow shell silver sister sketch sleet snow soap spark spider spring spruce square stable star statue stone storm
-straw stream sugar summer sunset swan table teapot temple thistle thorn thread thunder tiger timber toast tower
-tractor trail trumpet tulip tunnel turnip valley vase velvet vessel village violet volcano wagon walnut water wheat
-whisper willow window winter wolf wood wool yard yellow zebra
-"""
-TRAINING_WORDS = tuple(_TRAINING.split())
-_HELD_OUT = """
-abbot almond badger bagpipe barley beaver biscuit bonnet buffalo bugle butcher caramel cavern chestnut cinnamon
-clarinet cobbler crocodile dolphin donkey elbow fiddler flamingo gazelle goblet gondola granite heron hyacinth
-jigsaw kayak kestrel lavender lighthouse lizard mandolin marigold meerkat minstrel moose mulberry nutmeg oyster
-paddock panther parsley peacock pelican plywood porridge pumpkin quarry quill raccoon rhubarb sandal sparrow spinach
-squirrel tambourine trombone turquoise vineyard walrus weasel whistle yogurt
-"""
-HELD_OUT_WORDS = tuple(_HELD_OUT.split())
-TRAINING_VERBS = ("carries", "follows", "greets", "hides", "paints", "visits", "watches", "borrows", "cleans", "draws")
-HELD_OUT_VERBS = ("admires", "chases", "forgives", "polishes", "rescues", "teases")
+_WORDS = tomllib.loads(files("rope_ext_hf.eval").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
+TRAINING_WORDS, TRAINING_VERBS = (tuple(_WORDS["training"][kind].split()) for kind in ("words", "verbs"))
+HELD_OUT_WORDS, HELD_OUT_VERBS = (tuple(_WORDS["held_out"][kind].split()) for kind in ("words", "verbs"))
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 """What made-up words consist of."""
