@@ -27,8 +27,14 @@ from importlib.resources import files
 __all__ = ["FORMS", "Form", "Part", "Prompt", "ask", "insert", "other_answers", "training_prompt"]
 
 _WORDS = tomllib.loads(files("rope_ext_hf.eval").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
-TRAINING_WORDS, TRAINING_VERBS = (tuple(_WORDS["training"][kind].split()) for kind in ("words", "verbs"))
-HELD_OUT_WORDS, HELD_OUT_VERBS = (tuple(_WORDS["held_out"][kind].split()) for kind in ("words", "verbs"))
+
+
+def _listed(table: str, kind: str) -> tuple[str, ...]:
+    return tuple(str(_WORDS[table][kind]).split())
+
+
+TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
+HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 """What made-up words consist of."""
