@@ -238,7 +238,7 @@ class RetrievalMeasurement(Measurement):
 
     @property
     def after_each_pass(self) -> int:
-        """Every answer is a pass of its own; one of a few tokens takes as long as one of 16, as it reads all weights."""
+        """Every answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights."""
         answers = next(iter(self.trials.values()))[0].answers
         return len(answers) * max(16, answers.shape[1])
 
