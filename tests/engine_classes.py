@@ -188,7 +188,7 @@ def compare(name: str, version: str, folder: Path, real: str, build: Any, skippe
                 expected = torch.tensor(target.inv_freq, dtype=torch.float64)
                 worst = float(((inv_freq - expected).abs() / expected).max())
                 off = abs(magnitude / target.attention_factor - 1)
-                rows.append({"family": family, "over": over, "method": method.name, "form": config.form})
+                rows.append({"family": family, "over": over, "method": method.name, "encoding": config.encoding})
                 rows[-1] |= {"frequencies": worst, "magnitude": off}
                 if "mrope_section" in settings and target.model_type == "qwen3_vl_text":
                     rows[-1]["positions"] = differs_on_images(module, target)

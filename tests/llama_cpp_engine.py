@@ -282,7 +282,7 @@ def served_rows(python: str, case: Case) -> Iterator[dict[str, Any]]:
                 if engine == "gguf":
                     yield row | {"refused": True}
                 continue
-            row["form"] = config.form
+            row["encoding"] = config.encoding
             if engine == "gguf":
                 job: dict[str, Any] = {"file": str(rewritten(case, name, config))}
             elif config.gguf_keys:

@@ -130,7 +130,7 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
     shutil.copytree(plain, folder)
     read = json.loads((plain / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(read | config.config_keys), encoding="utf-8")
-    return config.form
+    return config.encoding
 
 
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

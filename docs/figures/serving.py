@@ -24,10 +24,16 @@ def serving_table() -> str:
 
     def served(engine: str, target: Target) -> str:
         try:
-            form = find_engine(engine).config_for(target).form
+            encoding = find_engine(engine).config_for(target).encoding
         except ServingError:
             return "-"
-        return "longrope" if form.startswith("longrope") else form.split()[0] if "divisors" in form else form
+        return (
+            "longrope"
+            if encoding.startswith("longrope")
+            else encoding.split()[0]
+            if "divisors" in encoding
+            else encoding
+        )
 
     engines = [name for name in list_engines() if name not in NO_COLUMN]
     rows = []
@@ -76,9 +82,9 @@ def engine_classes() -> str:
 @figure
 def mlx_lm() -> str:
     result = read_result("readers")
-    forms: dict[str, list[Row]] = {}
+    by_rope_type: dict[str, list[Row]] = {}
     for row in result["served"]:
-        forms.setdefault(row["form"], []).append(row)
+        by_rope_type.setdefault(row["form"], []).append(row)
 
     def cells(rows: list[Row]) -> tuple[str, str]:
         measured = [row["difference"] for row in rows if "difference" in row]
@@ -87,8 +93,8 @@ def mlx_lm() -> str:
 
     reader = next(row["reader"] for row in result["rows"] if row["reader"].startswith("mlx"))
     return markdown_table(
-        ["form", "by", f"{reader}, largest difference of a logit"],
-        ((form, *cells(rows)) for form, rows in forms.items()),
+        ["rope type", "by", f"{reader}, largest difference of a logit"],
+        ((rope_type, *cells(rows)) for rope_type, rows in by_rope_type.items()),
         f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. Measured by "
         f"`{result['command']}` with transformers {result['versions']['transformers']} here.*",
     )
@@ -108,7 +114,9 @@ def llama_cpp() -> str:
             return "–" if not rows else "not loaded" if "error" in rows[0] else "refused"
         worst = max(value for row in measured for value in row["difference"].values())
         text = f"{worst:.0e}" if worst <= result["agree"] else f"**{worst:.2g}**"
-        ways = dict.fromkeys(row["form"].split()[0].replace("as", "as published") for row in measured if "form" in row)
+        ways = dict.fromkeys(
+            row["encoding"].split()[0].replace("as", "as published") for row in measured if "encoding" in row
+        )
         return " ".join([*ways, text])
 
     least = min(row["without"] for row in result["rows"] if row.get("without", 0) > 0.01)

@@ -14,7 +14,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.bounds import MOST_TOKENS
@@ -24,8 +24,8 @@ __all__ = [
     "Computed",
     "Config",
     "ConfigEngine",
+    "Encoding",
     "Engine",
-    "Form",
     "NotCheckedError",
     "ServingConfig",
     "Target",
@@ -147,7 +147,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Form:
+class Encoding:
     """One way to write a method for an engine: rope settings, and how they are named in a report."""
 
     name: str
@@ -162,7 +162,7 @@ class ServingConfig:
 
     Attributes:
         engine, version: the engine, and the version whose source its rules were taken from.
-        form: "native" where the engine's own name of the method does it, else how the frequencies are written.
+        encoding: "native" where the engine's own name of the method does it, else how the frequencies are written.
         method: the method in words.
         length: tokens served.
         command: the command line, one argument each.
@@ -178,7 +178,7 @@ class ServingConfig:
 
     engine: str
     version: str
-    form: str
+    encoding: str
     method: str
     length: int
     command: tuple[str, ...] = ()
@@ -249,7 +249,7 @@ class Engine(ABC):
         """How to have this engine serve what was measured.
 
         Raises:
-            ServingError: no form of the method that the engine reads computes the same; the message says why.
+            ServingError: no encoding of the method that the engine reads computes the same; the message says why.
         """
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
@@ -268,19 +268,19 @@ class Engine(ABC):
 
 
 class ConfigEngine(Engine):
-    """Base of the engines that read a config.json: forms of a method are tried until one computes the same."""
+    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same."""
 
-    def forms(self, target: Target) -> Iterator[Form]:
+    def encodings(self, target: Target) -> Iterator[Encoding]:
         """Ways to write the method, in order of preference; the first that computes the same is taken."""
-        yield Form("native", target.settings)
+        yield Encoding("native", target.settings)
         if all(target.inv_freq):  # no list divides a frequency to zero, as Gemma 4 has it for pairs that do not rotate
-            yield Form("longrope with equal lists", self.universal(target))
+            yield Encoding("longrope with equal lists", self.universal(target))
 
-    def published(self, target: Target) -> Iterator[Form]:
+    def published(self, target: Target) -> Iterator[Encoding]:
         """The config as it is, where the method changes nothing in it."""
         unchanged = target.patched["rope_parameters"] == target.config["rope_parameters"]
         if unchanged and target.length <= length_setting(target.config):
-            yield Form("as published", target.settings)
+            yield Encoding("as published", target.settings)
 
     def universal(self, target: Target) -> dict[str, Any]:
         """The measured frequencies and magnitude as a longrope with two equal lists."""
@@ -299,27 +299,30 @@ class ConfigEngine(Engine):
         }
 
     @abstractmethod
-    def config(self, target: Target, form: Form) -> dict[str, Any]:
-        """The config that the engine reads when it is started with a form."""
+    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        """The config that the engine reads when it is started with an encoding."""
 
     @abstractmethod
-    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
-        """Commands and keys for a form that computes the same."""
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        """Commands and keys for an encoding that computes the same."""
 
     def config_for(self, target: Target) -> ServingConfig:
         reasons = []
-        for form in self.forms(target):
+        for encoding in self.encodings(target):
             try:
-                computed = self.computes(self.config(target, form), target.length)
+                computed = self.computes(self.config(target, encoding), target.length)
             except (ServingError, ArithmeticError) as error:
-                reasons.append(f"{form.name}: {error}")
+                reasons.append(f"{encoding.name}: {error}")
                 continue
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
             if reason is None and computed.table is not None and computed.table < target.length:
                 reason = f"its table of angles ends at position {computed.table:,}"
             if reason is None:
-                return self.served(target, form, computed)
-            reasons.append(f"{form.name}: {reason}")
+                served = self.served(target, encoding, computed)
+                lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"
+                named = target.method.startswith("longrope")  # else the engine knows no such method by name
+                return replace(served, encoding="longrope") if lists and not named else served
+            reasons.append(f"{encoding.name}: {reason}")
         raise ServingError(
             f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model as measured "
             f"({'; '.join(dict.fromkeys(reasons))})"

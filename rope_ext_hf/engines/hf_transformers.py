@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.engines.base import (
     Computed,
     ConfigEngine,
-    Form,
+    Encoding,
     ServingConfig,
     Target,
     Trap,
@@ -62,9 +62,9 @@ def yarn_magnitude_by_config(settings: Mapping[str, Any], factor: float) -> floa
     return yarn_magnitude(factor)
 
 
-def config_changes(target: Target, form: Form) -> dict[str, Any]:
-    """The keys of the text config that a form changes."""
-    written = {"rope_parameters": target.with_settings(form.settings)} | form.config
+def config_changes(target: Target, encoding: Encoding) -> dict[str, Any]:
+    """The keys of the text config that a encoding changes."""
+    written = {"rope_parameters": target.with_settings(encoding.settings)} | encoding.config
     return {key: value for key, value in written.items() if target.config.get(key) != value}
 
 
@@ -89,20 +89,20 @@ class Transformers(ConfigEngine):
         ),
     )
 
-    def forms(self, target: Target) -> Iterator[Form]:
+    def encodings(self, target: Target) -> Iterator[Encoding]:
         changed = {key: value for key, value in target.patched.items() if target.config.get(key) != value}
         changed.pop("rope_parameters", None)
-        yield Form("native", target.settings, changed)
+        yield Encoding("native", target.settings, changed)
 
-    def config(self, target: Target, form: Form) -> dict[str, Any]:
-        return merged(target.config, config_changes(target, form))
+    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        return merged(target.config, config_changes(target, encoding))
 
-    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
-        keys = config_changes(target, form)
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        keys = config_changes(target, encoding)
         return ServingConfig(
             self.name,
             self.version,
-            form.name,
+            encoding.name,
             target.method,
             target.length,
             config_keys=target.placed(keys),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.engines.base import (
     Computed,
     ConfigEngine,
-    Form,
+    Encoding,
     NotCheckedError,
     ServingConfig,
     Target,
@@ -73,38 +73,42 @@ class MLX(ConfigEngine):
         Trap("0.32.2", "mrope_section of Qwen3-VL", "text only: plain positions", "models/qwen3_vl.py, qwen3.py"),
     )
 
-    def forms(self, target: Target) -> Iterator[Form]:
-        for form in super().forms(target):
-            settings = {key: value for key, value in form.settings.items() if key != "rope_theta"}
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        for encoding in super().encodings(target):
+            settings = {key: value for key, value in encoding.settings.items() if key != "rope_theta"}
             kind, magnitude = settings["rope_type"], target.attention_factor
             changed: dict[str, Any] = {"max_position_embeddings": target.length}
             if kind == "yarn" and settings["factor"] > 1 and not target.config.get("qk_rope_head_dim"):
                 settings["mscale"] = (magnitude - 1) / (0.1 * math.log(settings["factor"]))
                 settings["mscale_all_dim"] = 0.0
-            if form.name != "native" and magnitude >= 1:  # the original length from which it computes this magnitude
+            if (
+                encoding.name != "native" and magnitude >= 1
+            ):  # the original length from which it computes this magnitude
                 settings["original_max_position_embeddings"] = target.length ** (1 / magnitude**2)
                 if target.model_type == "phi3":
                     changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
-            yield Form(form.name, settings | {"type": kind}, changed | {"rope_theta": form.settings["rope_theta"]})
+            yield Encoding(
+                encoding.name, settings | {"type": kind}, changed | {"rope_theta": encoding.settings["rope_theta"]}
+            )
 
-    def config(self, target: Target, form: Form) -> dict[str, Any]:
+    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         kept = {key: value for key, value in target.config.items() if key != "rope_parameters"}
-        return merged(kept, self._keys(target, form))
+        return merged(kept, self._keys(target, encoding))
 
-    def _keys(self, target: Target, form: Form) -> dict[str, Any]:
-        scaling = None if form.settings["rope_type"] == "default" else form.settings
+    def _keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        scaling = None if encoding.settings["rope_type"] == "default" else encoding.settings
         local = {}
         if target.layer_type is not None:
             sliding = target.patched["rope_parameters"].get("sliding_attention")
             local = {"rope_local_base_freq": sliding["rope_theta"]} if sliding else {}
-        return form.config | local | {"rope_scaling": scaling}
+        return encoding.config | local | {"rope_scaling": scaling}
 
-    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
-        keys = self._keys(target, form)
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        keys = self._keys(target, encoding)
         return ServingConfig(
             self.name,
             self.version,
-            form.name,
+            encoding.name,
             target.method,
             target.length,
             command=("mlx_lm.server", "--model", "FOLDER"),

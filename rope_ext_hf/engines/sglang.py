@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.engines.base import (
     Computed,
     ConfigEngine,
-    Form,
+    Encoding,
     NotCheckedError,
     ServingConfig,
     Target,
@@ -82,34 +82,34 @@ class SGLang(ConfigEngine):
         ),
     )
 
-    def forms(self, target: Target) -> Iterator[Form]:
+    def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)
-        for form in super().forms(target):
-            settings = dict(form.settings)
+        for encoding in super().encodings(target):
+            settings = dict(encoding.settings)
             changed = {"max_position_embeddings": target.length}
-            if target.config.get("original_max_position_embeddings") and form.name != "native":
+            if target.config.get("original_max_position_embeddings") and encoding.name != "native":
                 changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
             if settings["rope_type"] == "yarn" and target.model_type not in {"gemma3_text", *MLA_FAMILIES}:
                 if "mrope_section" in settings:
                     settings = {k: v for k, v in settings.items() if k not in ("mscale", "mscale_all_dim")}
                 settings["attn_factor"] = target.attention_factor / _yarn_magnitude(settings)
-            yield Form(form.name, settings, changed)
+            yield Encoding(encoding.name, settings, changed)
 
-    def config(self, target: Target, form: Form) -> dict[str, Any]:
-        changes = config_changes(target, form)
+    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        changes = config_changes(target, encoding)
         if not target.composite and "rope_parameters" in changes:
             changes["rope_parameters"] = dict(target.config["rope_parameters"]) | changes["rope_parameters"]
         return merged(target.config, changes)
 
-    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
-        changes = config_changes(target, form)
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        changes = config_changes(target, encoding)
         overrides = target.placed(changes)
         flags = ("--json-model-override-args", json.dumps(overrides)) if overrides else ()
         command = ("python", "-m", "sglang.launch_server", "--model-path", target.model)
         return ServingConfig(
             self.name,
             self.version,
-            form.name,
+            encoding.name,
             target.method,
             target.length,
             command=(*command, "--context-length", str(target.length), *flags),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.engines.base import (
     Computed,
     ConfigEngine,
-    Form,
+    Encoding,
     NotCheckedError,
     ServingConfig,
     Target,
@@ -127,10 +127,10 @@ class VLLM(ConfigEngine):
         ),
     )
 
-    def forms(self, target: Target) -> Iterator[Form]:
+    def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)
-        for form in super().forms(target):
-            settings = form.settings
+        for encoding in super().encodings(target):
+            settings = encoding.settings
             if settings["rope_type"] == "yarn" and target.model_type not in MLA_FAMILIES:
                 factor = settings["factor"]
                 settings = settings | {
@@ -141,25 +141,25 @@ class VLLM(ConfigEngine):
                 quarter, rest = divmod(settings["original_max_position_embeddings"], _MROPE_TABLE)
                 settings = settings if rest else settings | {"original_max_position_embeddings": quarter}
             changed = {"max_position_embeddings": position_setting(settings, target.model_type, target.length)}
-            if target.config.get("original_max_position_embeddings") and form.name != "native":
+            if target.config.get("original_max_position_embeddings") and encoding.name != "native":
                 changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
-            yield Form(form.name, settings, changed)
+            yield Encoding(encoding.name, settings, changed)
 
-    def config(self, target: Target, form: Form) -> dict[str, Any]:
-        changes = config_changes(target, form)
+    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        changes = config_changes(target, encoding)
         if target.composite and "rope_parameters" in changes:  # merged key by key
             before = dict(target.config.get("rope_parameters") or {})
             changes["rope_parameters"] = _nested(before, changes["rope_parameters"])
         return merged(target.config, changes)
 
-    def served(self, target: Target, form: Form, computed: Computed) -> ServingConfig:
-        changes = config_changes(target, form)
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        changes = config_changes(target, encoding)
         overrides = target.placed(changes)
         flags = ("--hf-overrides", json.dumps(overrides)) if overrides else ()
         return ServingConfig(
             self.name,
             self.version,
-            form.name,
+            encoding.name,
             target.method,
             target.length,
             command=("vllm", "serve", target.model, "--max-model-len", str(target.length), *flags),

@@ -321,7 +321,7 @@ class _Planner:
             except ServingError as error:
                 forms[engine], refusals[engine] = None, one_line(error)
             else:
-                forms[engine] = config.form
+                forms[engine] = config.encoding
                 self.configs[engine, name] = config
         return forms, refusals
 

@@ -69,16 +69,10 @@ def serving_config(
         **params,
     )
     config = chosen.config_for(target)
-    if (
-        config.form == "native"
-        and target.settings["rope_type"] == "longrope"
-        and not target.method.startswith("longrope")
-    ):
-        config = replace(config, form="longrope")  # as it is saved: the engine knows no such method by name
     if config.overrides and method is None and (as_saved := _as_saved(target)) is not None:
         without = chosen.config_for(as_saved)
         if without.overrides is None:  # the folder's own config.json is enough
-            config = replace(without, form="as the folder's config.json has it")
+            config = replace(without, encoding="as the folder's config.json has it")
     if opened.described.rotary.length_dependent:
         notes += (
             f"Inputs of up to {target.original:,} tokens have frequencies of their own here; the engine gives every "
@@ -102,7 +96,7 @@ def _as_saved(target: Target) -> Target | None:
 
 def as_text(config: ServingConfig) -> str:
     """A block to copy: variables and the command line, then what goes into files."""
-    lines = [f"# {config.method}, {config.length:,} tokens, {config.engine} {config.version}: {config.form}"]
+    lines = [f"# {config.method}, {config.length:,} tokens, {config.engine} {config.version}: {config.encoding}"]
     lines += [f"# {note}" for note in config.notes]
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in config.environment.items())
     if config.command:

@@ -107,12 +107,12 @@ def test_far_beyond_its_length_a_frequency_method_needs_training(folder: Path) -
 def test_engines_are_those_whose_rules_compute_the_same(folder: Path) -> None:
     advice = rope.advise(folder, 2 * rope.advise(folder, 1).context_length)
     for each in advice.methods:
-        for name, form in each.engines.items():
-            if form is None:
+        for name, encoding in each.engines.items():
+            if encoding is None:
                 assert name in each.refusals[name] or each.method in each.refusals[name]
                 continue
             config = rope.serving_config(folder, name, each.method, target_length=advice.target_length)
-            assert config.form == form
+            assert config.encoding == encoding
     for engine, method in advice.served.items():
         assert next(m for m in advice.methods if m.method == method).engines[engine]
     json.dumps(advice.to_dict())

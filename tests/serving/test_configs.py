@@ -85,7 +85,7 @@ def test_the_rules_for_transformers_are_those_of_transformers(family: str) -> No
 
 # What the sources of the engines say, by hand: family, method over the original length, engine -> how it is served.
 @pytest.mark.parametrize(
-    ("family", "over", "method", "engine", "form"),
+    ("family", "over", "method", "engine", "encoding"),
     [
         ("Mistral", "own", "yarn", "vllm", "native"),
         ("Mistral", "own", "factors", "llama.cpp", "divisors in rope_freqs.weight"),
@@ -101,14 +101,14 @@ def test_the_rules_for_transformers_are_those_of_transformers(family: str) -> No
         ("Phi-3", "original", "yarn", "mlx", "longrope with equal lists"),
     ],
 )
-def test_how_a_method_is_served(family: str, over: str, method: str, engine: str, form: str | None) -> None:
+def test_how_a_method_is_served(family: str, over: str, method: str, engine: str, encoding: str | None) -> None:
     target = next(each for known, each in targets(family, over) if known.name == method)
     assert isinstance(target, Target)
-    if form is None:
+    if encoding is None:
         with pytest.raises(ServingError, match=engine):
             find_engine(engine).config_for(target)
     else:
-        assert find_engine(engine).config_for(target).form == form
+        assert find_engine(engine).config_for(target).encoding == encoding
 
 
 def test_length_dependent_and_remapping_methods_are_refused_by_name() -> None:
@@ -177,9 +177,9 @@ def test_a_live_patched_model_and_a_folder(tmp_path: Path) -> None:
 def test_llama_cpp_reads_the_betas_of_yarn_from_flags_alone() -> None:
     target = make_target(served_model("Mistral"), "yarn", factor=4.0, beta_fast=8.0)
     flags = find_engine("llama.cpp").config_for(target)
-    assert flags.form == "native"
+    assert flags.encoding == "native"
     assert flags.command[flags.command.index("--yarn-beta-fast") + 1] == "8.0"
-    assert find_engine("gguf").config_for(target).form == "divisors in rope_freqs.weight"
+    assert find_engine("gguf").config_for(target).encoding == "divisors in rope_freqs.weight"
     with pytest.raises(ServingError, match="reads no tensor of divisors"):
         find_engine("ollama").config_for(make_target(served_model("Qwen3"), "yarn", factor=4.0, beta_fast=8.0))
 
@@ -317,7 +317,7 @@ def test_pipes_and_numbers_beyond_all_bounds(tmp_path: Path) -> None:
     target = make_target(served_model("Mistral"), "yarn", factor=4.0)
     settings = {**target.patched["rope_parameters"], "original_max_position_embeddings": 1e308}
     broken = dataclasses.replace(target, patched={**target.patched, "rope_parameters": settings}, original=10**308)
-    assert find_engine("vllm").config_for(broken).form == "longrope with equal lists"  # its own yarn overflows
+    assert find_engine("vllm").config_for(broken).encoding == "longrope with equal lists"  # its own yarn overflows
 
 
 @every_family
@@ -381,7 +381,7 @@ def served_model_of(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "params", "form"),
+    ("method", "params", "encoding"),
     [
         ("factors", {"factors": (2.0,) * 32}, "longrope"),
         ("yarn", {"factor": 4, "ramp": "cycles"}, "longrope"),
@@ -389,8 +389,8 @@ def served_model_of(folder: Path) -> Any:
         ("yarn", {"factor": 4}, "native"),
     ],
 )
-def test_lists_in_the_place_of_a_method_are_called_longrope(method: str, params: dict[str, Any], form: str) -> None:
+def test_lists_in_the_place_of_a_method_are_called_longrope(method: str, params: dict[str, Any], encoding: str) -> None:
     config = rope.serving_config("reference", "vllm", method, **params)
-    assert config.form == form
+    assert config.encoding == encoding
     assert config.overrides is not None
-    assert (config.overrides["rope_parameters"]["rope_type"] == "longrope") == ("longrope" in (form, method))
+    assert (config.overrides["rope_parameters"]["rope_type"] == "longrope") == ("longrope" in (encoding, method))
