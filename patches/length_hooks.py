@@ -176,8 +176,9 @@ class LengthHooks(DecoderHooks):
                 return
         context.undo = ExitStack()
         for scaled, some in _by_attention_factor(layers):
-            before_storing = KeyRotation.between_lengths(table, lengths, stored.lengths, positions, scaled)
-            after_reading = KeyRotation.between_lengths(table, stored.lengths, lengths, every, scaled)
+            after_reading, before_storing = KeyRotation.read_and_store(
+                table, stored.lengths, lengths, every, positions.shape[1], scaled
+            )
             context.undo.enter_context(rotate_keys_on_read(some, before_storing, after_reading))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.phase import angles, phase_to_radians
+from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
 __all__ = [
     "KeyLayout",
@@ -41,6 +42,9 @@ __all__ = [
 
 ROTATE_CHUNK_TOKENS = 512
 """Tokens that are rotated in place at a time, so that float32 copies of the keys stay small."""
+
+MAX_LAUNCH_BOUND = 2**20
+"""Elements up to which, without Triton, fewer launches on CUDA are worth a float32 copy of all of them."""
 
 FUSED_UPCAST_DEVICES = {"cuda"}
 """Devices whose kernels convert half precision to float32 as they read, without a pass of their own."""
@@ -72,10 +76,15 @@ class KeyRotation:
 
     Attributes:
         cos, sin: times the attention factor, float32 (rows or 1, 1, tokens, dim // 2).
+        of_members: by pairing and sign, what the first and the second member of each pair are multiplied by to give
+            both; made when first needed.
     """
 
     cos: Tensor
     sin: Tensor
+    of_members: dict[tuple[bool, bool], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def between_lengths(
@@ -87,14 +96,25 @@ class KeyRotation:
             positions: (rows or 1, tokens) integers.
             scaled: keys carry the attention factor.
         """
-        old, old_factor = table.phase_per_position(before)
-        new, new_factor = table.phase_per_position(after)
-        angle = angles(positions, new - old)  # int64 overflow drops whole cycles
-        cos, sin = angle.cos(), angle.sin()
-        if scaled and (isinstance(new_factor, Tensor) or isinstance(old_factor, Tensor)):
-            ratio = new_factor / old_factor
-            cos, sin = cos * ratio, sin * ratio
-        return cls(cos[:, None], sin[:, None])
+        cos, sin, ratio = _between(table, before, after, positions, scaled)
+        return cls(cos, sin) if ratio is None else cls(cos * ratio, sin * ratio)
+
+    @classmethod
+    def read_and_store(
+        cls, table: RotaryEmbedding, stored: Tensor, present: Tensor, positions: Tensor, new: int, scaled: bool = True
+    ) -> tuple[KeyRotation, KeyRotation]:
+        """The rotation of all keys from the frequencies at lengths `stored` to `present`, and of the new ones back.
+
+        Args:
+            stored, present: (rows,).
+            positions: (rows or 1, tokens), of all keys; the last `new` are of the new ones.
+            scaled: keys carry the attention factor.
+        """
+        cos, sin, ratio = _between(table, stored, present, positions, scaled)
+        back = cls(cos, -sin).last(new)
+        if ratio is None:
+            return cls(cos, sin), back
+        return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, back.sin / ratio)
 
     @classmethod
     def from_phase(cls, phase: Tensor) -> KeyRotation:
@@ -108,23 +128,35 @@ class KeyRotation:
         A static cache returns more keys than there are tokens; its empty places come last and no query sees them.
         """
         tokens = self.cos.shape[-2]
-        if count <= tokens:
+        if count == tokens:
+            return self
+        if count < tokens:
             return KeyRotation(self.cos[..., tokens - count :, :], self.sin[..., tokens - count :, :])
         room = (0, 0, 0, count - tokens)
         return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
 
     def to(self, device: torch.device) -> KeyRotation:
-        return KeyRotation(self.cos.to(device), self.sin.to(device))
+        return self if self.cos.device == device else KeyRotation(self.cos.to(device), self.sin.to(device))
+
+    def times(self, scale: Tensor) -> KeyRotation:
+        """A rotation that also multiplies by `scale`, (rows or 1, 1, tokens, 1) float32."""
+        return KeyRotation(self.cos * scale, self.sin * scale)
 
     def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
         """Rotated keys (rows, heads, tokens, head_dim), in new memory."""
         start, pairs = layout.start, layout.dim // 2
-        cos, sin = self.cos, -self.sin if layout.negative_angle else self.sin
+        if can_fuse(keys):
+            return rotate_fused(keys, *self._signed(layout), start=start, half=layout.pairing == "half")
         out = torch.empty_like(keys)
         # Autograd records writes into a tensor that has a history.
         if layout.dim < keys.shape[-1] or keys.requires_grad:
             out = out.copy_(keys)
         x, y = (part[..., start : start + layout.dim] for part in (keys, out))
+        on_cuda = keys.device.type in FUSED_UPCAST_DEVICES and not keys.requires_grad
+        if on_cuda and keys.numel() <= MAX_LAUNCH_BOUND:
+            self._rotate_in_two_launches(x, layout, y)
+            return out
+        cos, sin = self._signed(layout)
         if layout.pairing == "half":
             first, second, to_first, to_second = x[..., :pairs], x[..., pairs:], y[..., :pairs], y[..., pairs:]
         else:
@@ -132,7 +164,7 @@ class KeyRotation:
         if keys.dtype == cos.dtype and not keys.requires_grad:  # no temporary tensor
             torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
             torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-        elif keys.device.type in FUSED_UPCAST_DEVICES and not keys.requires_grad:
+        elif on_cuda:
             torch.addcmul(first * cos, second, sin, value=-1, out=to_first)
             torch.addcmul(second * cos, first, sin, out=to_second)
         else:
@@ -140,6 +172,36 @@ class KeyRotation:
             to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
             to_second.copy_((second * cos).addcmul_(first, sin))
         return out
+
+    def _signed(self, layout: KeyLayout) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles by which this layout's keys rotate."""
+        return self.cos, -self.sin if layout.negative_angle else self.sin
+
+    def _rotate_in_two_launches(self, x: Tensor, layout: KeyLayout, out: Tensor) -> None:
+        """Write the rotated dims of `x` to `out`, both members of all pairs at once."""
+        half, pairs = layout.pairing == "half", layout.dim // 2
+        member = -2 if half else -1
+        key = (half, layout.negative_angle)
+        if key not in self.of_members:  # the layers of a model share it
+            cos, sin = self._signed(layout)
+            self.of_members[key] = torch.stack((cos, sin), member), torch.stack((-sin, cos), member)
+        times_first, times_second = self.of_members[key]
+        sizes = (2, pairs) if half else (pairs, 2)
+        x, out = (part.view(*part.shape[:-1], *sizes) for part in (x, out))
+        torch.addcmul(x.narrow(member, 0, 1) * times_first, x.narrow(member, 1, 1), times_second, out=out)
+
+
+def _between(
+    table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos and sin of a rotation as in `KeyRotation.between_lengths`, and the ratio of attention factors; None: 1."""
+    rows = max(before.shape[0], after.shape[0])
+    both = torch.stack((before.expand(rows), after.expand(rows)), dim=-1)  # at once, which halves the launches
+    phase, factor = table.phase_per_position(both)
+    angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]  # int64 overflow drops whole cycles
+    if scaled and isinstance(factor, Tensor):
+        return angle.cos(), angle.sin(), (factor[:, 1:] / factor[:, :1])[:, None]
+    return angle.cos(), angle.sin(), None
 
 
 def candidate_key_layouts(width: int, dim: int) -> Iterator[KeyLayout]:

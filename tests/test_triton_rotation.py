@@ -1,0 +1,58 @@
+"""The Triton kernel that rotates keys against torch's operators: on a CUDA device, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
+
+LAYOUTS = [
+    KeyLayout("half", 0, 16),
+    KeyLayout("interleaved", 0, 16),
+    KeyLayout("half", 8, 8),
+    KeyLayout("interleaved", 0, 12),
+    KeyLayout("half", 0, 10, negative_angle=True),
+]
+SHAPES = [(2, 3, 70, 16), (1, 2, 1, 24), (3, 1, 5, 16)]
+
+
+def compare(device: str) -> None:
+    """Every layout, dtype and shape; keys that are views, as a cache and a projection give them."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, heads, tokens, width in SHAPES:
+            for layout in LAYOUTS:
+                generator = torch.Generator().manual_seed(tokens)
+                x = torch.randn(rows, tokens, heads, width, generator=generator).to(device, dtype).transpose(1, 2)
+                of_rows = 1 if rows == 3 else rows
+                cos, sin = torch.randn(2, of_rows, 1, tokens, layout.dim // 2, generator=generator).to(device)
+                wanted = KeyRotation(cos.cpu().double(), sin.cpu().double()).apply(x.cpu().double(), layout)
+                sign = -1 if layout.negative_angle else 1
+                found = rotate_fused(x, cos, sign * sin, start=layout.start, half=layout.pairing == "half")
+                assert (found.shape, found.dtype) == (x.shape, dtype)
+                error = (found.cpu().double() - wanted).abs() / wanted.abs().clamp(min=1)
+                assert error.max() <= {torch.float32: 1e-6}.get(dtype, torch.finfo(dtype).eps), (dtype, layout)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs the kernel itself")
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_the_kernel_rotates_as_torch_does_in_the_interpreter() -> None:
+    code = "from tests.test_triton_rotation import compare; compare('cpu')"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_rotates_as_torch_does_on_a_gpu() -> None:
+    assert can_fuse(torch.zeros(1, 1, 1, 16, device="cuda"))
+    compare("cuda")
+
+
+def test_a_cpu_has_no_use_for_it() -> None:
+    assert not can_fuse(torch.zeros(1, 1, 1, 16))
