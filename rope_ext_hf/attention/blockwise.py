@@ -9,7 +9,6 @@ tile goes through the kernel, and the partial softmaxes are merged by their log-
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.attention.kernels import has_kernel, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.attention.tile_batches import batch_tiles, fold_into_batch, merge_softmax_, strided_spans
+from rope_ext_hf.attention.tile_batches import MergedSoftmax, batch_tiles, fold_into_batch, strided_spans
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
@@ -67,7 +66,7 @@ def attend(
         return value.new_empty(*query.shape[:-1], value.shape[-1])
     if query.dtype != value.dtype:  # under autocast a rotation leaves queries and keys wider than values
         query, key = query.to(value.dtype), key.to(value.dtype)
-    return _Attention(rule, rotation, positions, scale, modifiers).run(query, key, value)
+    return _Attention(rule, rotation, positions, scale, modifiers, query.device).run(query, key, value)
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class _Attention:
     positions: TokenPositions
     scale: float
     modifiers: ScoreModifiers
+    device: torch.device
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
@@ -93,7 +93,7 @@ class _Attention:
         rows = [slice(r, r + 1) for r in range(len(left_padding))]
         return torch.cat([self._fused(query[r], key[r], value[r], p) for r, p in zip(rows, left_padding, strict=True)])
 
-    def _local_rotation(self, positions: Tensor, name: Hashable) -> KeyRotation | None:
+    def _local_rotation(self, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
         """The rotation of queries or keys (rows or 1, tokens) to their position in the nearest zone; None: none.
 
         Args:
@@ -101,30 +101,58 @@ class _Attention:
         """
         if not self.rule.local_zone_exact:
             return None
-        return self._cached_rotation(positions, lambda: RemappedPosition(positions), name)
+        return self._cached_rotation(positions, RemappedPosition, name)
 
-    def _zone_rotation(self, m: Tensor, zone: int, name: Hashable) -> KeyRotation | None:
+    def _zone_rotation(self, m: Callable[[], Tensor], zone: int, name: Hashable) -> KeyRotation | None:
         """The rotation of queries to their position in a zone beyond the nearest."""
-        return self._cached_rotation(m, lambda: self.rule.query_positions(m)[zone - 1], (zone, name))
+        return self._cached_rotation(m, lambda at: self.rule.query_positions(at)[zone - 1], (zone, name))
 
     def _cached_rotation(
-        self, positions: Tensor, target: Callable[[], RemappedPosition], name: Hashable
+        self, positions: Callable[[], Tensor], target: Callable[[Tensor], RemappedPosition], name: Hashable
     ) -> KeyRotation | None:
-        """The rotation from `key_position` to a target, computed by the first layer that needs it."""
+        """The rotation from `key_position` to a target, computed by the first layer that needs it on its device."""
         if self.rotation is None:
             return None
         table, rotations = self.rotation.table, self.positions.rotations
-        entry = (self.rule, table, positions.device, name)
+        entry = (self.rule, table, self.device, name)
         if entry not in rotations:
-            rotations[entry] = table.between(self.rule.key_position(positions), target(), positions.device)
+            at = positions()
+            rotations[entry] = table.between(self.rule.key_position(at), target(at), self.device)
         return rotations[entry]
+
+    def _place_query(
+        self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zone: int, name: Hashable
+    ) -> Tensor:
+        """Queries at positions `m`, rotated to their position in a zone and scaled.
+
+        Args:
+            name: identifies these positions among those of the forward.
+        """
+        if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
+            return self._scale_query(self._rotate(rotation, query), m, name)
+        rotations, entry = self.positions.rotations, (self.rule, self.rotation.table, self.device, "scaled", zone, name)
+        scaled = rotations.get(entry)
+        if scaled is None:
+            scale = self._query_scale(m, name, rotation.cos.dtype)
+            scaled = rotation if scale is None else rotation.times(scale)
+            if query.shape[-2] < MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
+                rotations[entry] = scaled
+        return self._rotate(scaled, query)
+
+    def _query_scale(self, m: Callable[[], Tensor], name: Hashable, dtype: torch.dtype) -> Tensor | None:
+        """What queries at positions `m` are multiplied by, (rows or 1, 1, tokens, 1), computed by the first layer."""
+        scales, entry = self.positions.query_scales, (self.rule, self.device, dtype, name)
+        if entry not in scales:
+            scale = self.rule.query_scale(m())
+            scales[entry] = None if scale is None else scale[:, None, :, None].to(dtype)
+        return scales[entry]
 
     def _rotate(self, rotation: KeyRotation | None, x: Tensor) -> Tensor:
         return x if rotation is None or self.rotation is None else rotation.apply(x, self.rotation.layout)
 
-    def _scale_query(self, query: Tensor, m: Tensor) -> Tensor:
-        scale = self.rule.query_scale(m)
-        return query if scale is None else query * scale[:, None, :, None].to(query.dtype)
+    def _scale_query(self, query: Tensor, m: Callable[[], Tensor], name: Hashable) -> Tensor:
+        scale = self._query_scale(m, name, query.dtype)
+        return query if scale is None else query * scale
 
     @property
     def _total(self) -> int:
@@ -143,34 +171,42 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
-        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         block_size = max(MAX_QUERY_BLOCK, -(-(last - first) // MAX_BLOCKS))
+        if not padded_queries and last - first <= block_size:
+            return self._fused_block(None, query, key, value, first, first_key)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        out[:, :, :padded_queries] = 0
         for start in range(first, last, block_size):
             stop = min(start + block_size, last)
             block = slice(padded_queries + start - first, padded_queries + stop - first)
             self._fused_block(out[:, :, block], query[:, :, block], key, value, start, first_key)
         return out
 
-    def _fused_block(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, start: int, first_key: int) -> None:
-        """Queries from position `start` on, over keys from position `first_key` on; `out` is zeros at first."""
+    def _fused_block(
+        self, out: Tensor | None, query: Tensor, key: Tensor, value: Tensor, start: int, first_key: int
+    ) -> Tensor:
+        """Queries from position `start` on, over keys from position `first_key` on.
+
+        Args:
+            out: where the result goes; None: it is returned in memory of its own.
+        """
         rule, device = self.rule, query.device
         stop = start + query.shape[-2]
-        m = torch.arange(start, stop, device=device)[None]
         first_local = max(first_key, start - rule.last_zone_start + 1)
-        n = torch.arange(first_local, stop, device=device)[None]
-        local = self._local_rotation(n, ("positions", first_local, stop))
+        queries, near = ("positions", start, stop), ("positions", first_local, stop)
+
+        def m() -> Tensor:
+            return torch.arange(start, stop, device=device)[None]
+
+        local = self._local_rotation(lambda: torch.arange(first_local, stop, device=device)[None], near)
         local_keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
-        query_scale = rule.query_scale(m)
-        lse = torch.full((*query.shape[:-1], 1), -math.inf, dtype=torch.float32, device=device)
+        merged = MergedSoftmax(query, out)
         for zone, tiles in groupby(sorted(rule.tiles(start, stop), key=lambda tile: tile.zone), lambda t: t.zone):
             if zone == 0:
                 rotation, keys, keys_from = local and local.last(query.shape[-2]), local_keys, first_local
             else:
-                rotation, keys, keys_from = self._zone_rotation(m, zone, ("positions", start, stop)), key, first_key
-            zone_query = self._rotate(rotation, query)
-            if query_scale is not None:  # in place where the rotation made a copy, which saves another one
-                zone_query = query.clone() if zone_query is query else zone_query
-                zone_query.mul_(query_scale[:, None, :, None].to(query.dtype))
+                rotation, keys, keys_from = self._zone_rotation(m, zone, queries), key, first_key
+            zone_query = self._place_query(rotation, query, m, zone, queries)
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
             for run in batch_tiles(rectangles, MAX_QUERY_BLOCK):
                 (q0, q1), (k0, k1), mask = run[0]
@@ -183,9 +219,12 @@ class _Attention:
                     self.scale,
                     mask,
                 )
-                merge_softmax_(strided_spans(out, *query_spans), strided_spans(lse, *query_spans), part, part_lse)
+                merged.add(query_spans, part, part_lse)
+        assert merged.out is not None  # a query sees itself at least
         if self.modifiers.sinks is not None:
-            out *= torch.sigmoid(lse - self.modifiers.sinks.float()[None, :, None, None]).to(out.dtype)
+            weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
+            merged.out *= weight.to(merged.out.dtype)
+        return merged.out
 
     # --- whole scores
 
@@ -221,7 +260,7 @@ class _Attention:
         n = self.positions.key_positions[:, evicted + first_visible : evicted + end].to(device)
         key, value = key[:, :, visible_keys], value[:, :, visible_keys]
         scores = self._zone_scores(
-            self._scale_query(query[:, :, block], m),
+            self._scale_query(query[:, :, block], lambda: m, ("queries", block.start, block.stop)),
             key,
             m,
             n,
@@ -247,14 +286,14 @@ class _Attention:
             m_name, n_name: identify `m`, and `n` from `skip` on, among the positions of the forward.
         """
         rule, last_zone = self.rule, self.rule.zones - 1
-        local_keys = self._rotate(self._local_rotation(n[:, skip:], n_name), key[:, :, skip:])
+        local_keys = self._rotate(self._local_rotation(lambda: n[:, skip:], n_name), key[:, :, skip:])
 
         def scores_in(zone: int, keys: Tensor) -> Tensor:
-            rotation = self._zone_rotation(m, zone, m_name) if zone else self._local_rotation(m, m_name)
+            rotation = self._zone_rotation(lambda: m, zone, m_name) if zone else self._local_rotation(lambda: m, m_name)
             return _scores(self._rotate(rotation, query), keys, self.scale)
 
         if not last_zone and self.modifiers.pair_scales is not None:
-            rotated = self._rotate(self._local_rotation(m, m_name), query)
+            rotated = self._rotate(self._local_rotation(lambda: m, m_name), query)
             return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, skip:], self.scale)
         if not last_zone:
             return scores_in(0, local_keys)

@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 __all__ = ["KERNELS", "has_kernel", "run_kernel"]
+
+MIN_CUDNN_QUERIES = 128
+"""Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
 
 
 class _Fused(NamedTuple):
@@ -33,12 +37,17 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: boo
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Flash attention where it runs, which takes grouped heads; else the memory-efficient kernel, which does not."""
-    if _has_flash(query):
+    """Flash attention or cuDNN's, which take grouped heads; else the memory-efficient kernel, which does not."""
+    rows, heads, tokens, dim = query.shape
+    chosen = _torch_choice(query, key, value, causal)
+    if chosen == SDPBackend.CUDNN_ATTENTION.value and tokens >= MIN_CUDNN_QUERIES:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.reshape(rows, heads, tokens)  # the kernel returns (rows, heads, tokens, 1)
+    if chosen in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
         return out, lse
-    rows, heads, tokens, dim = query.shape
     groups = heads // key.shape[1]
     if groups > 1 and causal:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -50,20 +59,20 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bo
     return out.reshape(rows, heads, tokens, -1), lse.reshape(rows, heads, tokens)
 
 
-def _has_flash(query: Tensor) -> bool:
-    built = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    return query.dtype in (torch.float16, torch.bfloat16) and _compute_capability(query) >= 8 and built()
+def _torch_choice(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> int:
+    """The kernel that scaled_dot_product_attention would run, a value of `SDPBackend`; MATH: none.
 
-
-def _compute_capability(query: Tensor) -> int:
-    return torch.cuda.get_device_capability(query.device)[0]
+    torch knows the device, its build and what the user has allowed by `torch.nn.attention.sdpa_kernel`.
+    """
+    return torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def _cuda_supports(query: Tensor, width: int) -> bool:
-    dtype_supported = query.dtype in (torch.float16, torch.float32) or (
-        query.dtype == torch.bfloat16 and _compute_capability(query) >= 8
-    )
-    return dtype_supported and width <= 256
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    padded = -(-width // 8) * 8
+    example = query.new_empty(1, 1, MIN_CUDNN_QUERIES, padded)  # heads are not grouped: any kernel can be made to serve
+    return _torch_choice(example, example, example) != SDPBackend.MATH.value
 
 
 KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(_on_cuda, _cuda_supports, 8)}

@@ -132,7 +132,7 @@ class TokenPositions:
         left_padding: per row, the padded tokens before position 0, where all others follow in order; None: a row is
             ordered in another way.
         key_mask: (rows, past + tokens) bool, False where a key is padding; None: no key is.
-        rotations: rotations that one layer has computed and the next layers use again.
+        rotations, query_scales: what one layer has computed and the next layers use again.
     """
 
     query_positions: Tensor
@@ -140,6 +140,7 @@ class TokenPositions:
     left_padding: tuple[int, ...] | None
     key_mask: Tensor | None
     rotations: dict[Hashable, KeyRotation] = field(default_factory=dict)
+    query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)
 
 
 class Rotation(NamedTuple):

@@ -10,7 +10,7 @@ Dual chunk attention with chunks of 4 tokens, 12 queries and their keys; a numbe
 The three causal squares of zone 0 have one size and lie on one diagonal, 4 queries and 4 keys apart: `batch_tiles`
 makes them one run, `strided_spans` views their queries as (rows, 3, heads, 4, dim), `fold_into_batch` makes rows x 3 of
 it, and one causal kernel call serves all three. Zone 1 is a run of two full tiles, zone 2 a run of one: three calls
-instead of six. Every call has the softmax of its own keys only; `merge_softmax_` adds it to what the queries have seen.
+instead of six. Every call has the softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
 
 A method with an exact local window of 4 tokens covers the same square by triangles, `\` causal and `/` anticausal:
 
@@ -25,6 +25,7 @@ keys in zone 1. Zone 1 as a whole is one causal square, queries 4-11 and keys 0-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from rope_ext_hf.methods.tiles import TileRectangle
 
-__all__ = ["batch_tiles", "fold_into_batch", "merge_softmax_", "strided_spans"]
+__all__ = ["MergedSoftmax", "batch_tiles", "fold_into_batch", "strided_spans"]
 
 
 def batch_tiles(rectangles: Iterable[TileRectangle], max_copied: int) -> Iterator[list[TileRectangle]]:
@@ -76,13 +77,55 @@ def fold_into_batch(spans: Tensor) -> Tensor:
     return spans if spans.ndim == 4 else spans.flatten(0, 1)
 
 
-def merge_softmax_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the attention to further keys to the attention to those before, in place.
+class MergedSoftmax:
+    """The attention of a block of queries to more and more keys.
+
+    A first part that covers all queries is taken as it is, so that a decoding step fills nothing and copies nothing.
 
     Args:
-        out, lse: `strided_spans` of the output so far and of the log-sum-exp of its scores (-inf: no keys yet).
-        part, part_lse: the same for the further keys, spans folded into the batch, as a kernel returns them.
+        query: the queries, (rows, heads, tokens, head_dim).
+        out: where the result goes, (rows, heads, tokens, head_dim of value); None: wherever it is.
+
+    Attributes:
+        out: the result; None before the first part.
     """
-    part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
-    out.lerp_(part, torch.sigmoid(part_lse - lse).to(out.dtype))
-    torch.logaddexp(lse, part_lse, out=lse)
+
+    def __init__(self, query: Tensor, out: Tensor | None) -> None:
+        self.query, self.out = query, out
+        self._begun = False
+        self._lse: Tensor | None = None
+        self._last: tuple[tuple[int, int, int, int], Tensor] | None = None  # not yet in `_lse`
+
+    def add(self, spans: tuple[int, int, int, int], part: Tensor, part_lse: Tensor) -> None:
+        """Merge in the attention to further keys.
+
+        Args:
+            spans: the queries it is of, as `strided_spans` takes them: begin, size, step, count.
+            part, part_lse: as a kernel returns them, spans folded into the batch.
+        """
+        if not self._begun:
+            self._begun = True
+            if spans[1] == self.query.shape[-2]:
+                self.out = part if self.out is None else self.out.copy_(part)
+                self._lse = part_lse[..., None]
+                return
+            shape, device = self.query.shape[:-1], self.query.device
+            self.out = part.new_zeros(*shape, part.shape[-1]) if self.out is None else self.out.zero_()
+            self._lse = torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=device)
+        assert self.out is not None
+        out = strided_spans(self.out, *spans)
+        lse = strided_spans(self.log_sum_exp(), *spans)
+        part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
+        weight = torch.sigmoid(part_lse - lse, out=torch.empty_like(lse, dtype=out.dtype))
+        out.lerp_(part, weight)
+        self._last = spans, part_lse
+
+    def log_sum_exp(self) -> Tensor:
+        """(rows, heads, tokens, 1) float32, of the scores of all keys so far."""
+        assert self._lse is not None
+        if self._last is not None:  # a step without sinks never asks for the log-sum-exp of its last part
+            spans, part_lse = self._last
+            lse = strided_spans(self._lse, *spans)
+            torch.logaddexp(lse, part_lse, out=lse)
+            self._last = None
+        return self._lse

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention import kernels
@@ -180,33 +181,39 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
 
 def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9) -> None:
     """Tensors of another device take the way of CUDA's."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True, raising=False)
+
+    def choice(query: Tensor, key: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> int:
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if query.shape[-1] > 256:
+            return SDPBackend.MATH.value
+        if half and generation >= 8:
+            return SDPBackend.FLASH_ATTENTION.value
+        taken = query.dtype in (torch.float16, torch.float32) and not enable_gqa
+        return SDPBackend.EFFICIENT_ATTENTION.value if taken else SDPBackend.MATH.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"])
     monkeypatch.setattr(cache, "FUSED_UPCAST_DEVICES", {device})
 
 
 @pytest.mark.parametrize(
-    ("generation", "dtype", "dim", "kernel", "flash"),
+    ("generation", "dtype", "dim", "kernel"),
     [
-        (9, torch.bfloat16, 128, True, True),
-        (8, torch.float16, 256, True, True),
-        (8, torch.float32, 128, True, False),
-        (7, torch.float16, 128, True, False),
-        (7, torch.bfloat16, 128, False, False),  # "cutlassF: no kernel found to launch!"
-        (9, torch.float64, 128, False, False),
-        (9, torch.bfloat16, 512, False, True),
+        (9, torch.bfloat16, 128, True),
+        (8, torch.float16, 256, True),
+        (8, torch.float32, 128, True),
+        (7, torch.float16, 128, True),
+        (7, torch.bfloat16, 128, False),  # "cutlassF: no kernel found to launch!"
+        (9, torch.float64, 128, False),
+        (9, torch.bfloat16, 512, False),
     ],
 )
 def test_what_the_kernels_of_cuda_take(
-    generation: int, dtype: torch.dtype, dim: int, kernel: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+    generation: int, dtype: torch.dtype, dim: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_if_cuda(monkeypatch, "meta", generation)
     query = torch.empty(1, 1, 1, dim, dtype=dtype, device="meta")
     assert kernels.has_kernel(query, query) == kernel
-    assert kernels._has_flash(query) == flash
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False, raising=False)
-    assert not kernels._has_flash(query)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rope_ext_hf.attention.kernels import run_kernel
-from rope_ext_hf.attention.tile_batches import batch_tiles, fold_into_batch, merge_softmax_, strided_spans
+from rope_ext_hf.attention.tile_batches import MergedSoftmax, batch_tiles, fold_into_batch, strided_spans
 from rope_ext_hf.methods.remapping import DualChunk, ReRoPE
 from rope_ext_hf.methods.tiles import Tile, TileRectangle
 
@@ -91,19 +91,37 @@ def test_partial_softmaxes_merge_to_the_whole(masks: tuple[str, str]) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 10, 8, generator=generator)
     keys, values = (torch.randn(2, 1, 2, 4, 8, generator=generator) for _ in range(2))
-    out, lse = torch.zeros(1, 2, 10, 8), torch.full((1, 2, 10, 1), -math.inf)
+    merged = MergedSoftmax(query, None)
     hidden = torch.zeros(4, 8, dtype=torch.bool)
     for i, mask in enumerate(masks):
         parts = run_kernel(
             fold_into_batch(strided_spans(query, 0, 4, 6, 2)), keys[i].expand(2, -1, -1, -1),
             values[i].expand(2, -1, -1, -1), 0.3, mask,
         )  # fmt: skip
-        merge_softmax_(strided_spans(out, 0, 4, 6, 2), strided_spans(lse, 0, 4, 6, 2), *parts)
+        merged.add((0, 4, 6, 2), *parts)
         ones = torch.ones(4, 4, dtype=torch.bool)
         hidden[:, 4 * i : 4 * i + 4] = {"full": ~ones, "causal": ones.triu(1), "anticausal": ones.tril(-1)}[mask]
+    out, lse = merged.out, merged.log_sum_exp()
+    assert out is not None
     key, value = torch.cat(list(keys), dim=2), torch.cat(list(values), dim=2)
     for start in (0, 6):
         scores = (query[:, :, start : start + 4] @ key.transpose(-1, -2) * 0.3).masked_fill(hidden, -math.inf)
         torch.testing.assert_close(out[:, :, start : start + 4], scores.softmax(-1) @ value)
         torch.testing.assert_close(lse[:, :, start : start + 4, 0], scores.logsumexp(-1))
     assert out[:, :, 4:6].abs().max() == 0
+
+
+def test_parts_of_all_queries_merge_without_a_copy() -> None:
+    """As in a decoding step; what is given to write to holds something before."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, 3, 8, generator=generator)
+    key, value = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
+    expected = (query @ key.transpose(-1, -2) * 0.3).softmax(-1) @ value
+    for out in (None, torch.full((1, 2, 3, 8), math.nan)):
+        merged = MergedSoftmax(query, out)
+        for part in (slice(0, 2), slice(2, 3), slice(3, 9)):
+            merged.add((0, 3, 1, 1), *run_kernel(query, key[:, :, part], value[:, :, part], 0.3, "full"))
+        assert merged.out is not None
+        assert out is None or merged.out is out
+        torch.testing.assert_close(merged.out, expected)
+        torch.testing.assert_close(merged.log_sum_exp()[..., 0], (query @ key.transpose(-1, -2) * 0.3).logsumexp(-1))

@@ -16,9 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+NO_KERNEL = frozenset(
+    (
+        *("alias", "detach", "empty", "empty_like", "empty_permuted", "empty_strided", "lift_fresh", "new_empty"),
+        *("new_empty_strided", "_reshape_alias", "_unsafe_view"),
+    )
+)
+"""Operators that launch no kernel on a device, beside views."""
+
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Count the operations that make the host wait for a value on the device.
+    """Count the operations that make the host wait for a value on the device, copies between devices among them.
 
     Args:
         refuse: raise AssertionError at the first one, which shows where it was.
@@ -34,11 +42,24 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.split(".")[0] in self.WAITING:
+        if func.__name__.split(".")[0] in self.WAITING or _copies_and_waits(func, args, kwargs or {}):
             self.count += 1
             if self.refuse:
                 raise AssertionError(f"{func.__name__} makes the host wait")
         return func(*args, **(kwargs or {}))
+
+
+def _copies_and_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator copies from one kind of device to another and the host waits for it."""
+    name = func.__name__.split(".")[0]
+    if name == "_to_copy":
+        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+    elif name == "copy_":
+        source, target = args[1].device, args[0].device
+    else:
+        return False
+    blocking = not (kwargs.get("non_blocking") or any(args[2:]))
+    return source.type != target.type and blocking
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -82,7 +103,7 @@ class MemoryAndWork(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == "meta":
                 self.hold(leaf)
-        self.launches += not func.is_view
+        self.launches += not func.is_view and func._schema.name.split("::")[1] not in NO_KERNEL
         if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
             query, key, value, *more = args
             causal = any(more[1:2])  # half of the square
