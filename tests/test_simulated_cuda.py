@@ -1,0 +1,373 @@
+"""Every path on a simulated CUDA device: no tensors of two devices, values as on the CPU, and few launches and copies.
+
+What the device itself refuses and counts comes first, because the other tests rely on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval.scorer import TokenScorer
+from tests import test_gpu
+from tests.models import build, tokens
+from tests.simulated_cuda import CudaTensor, SimulatedCuda, no_waits, why_unavailable
+from tests.tiers import ALL
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("yarn", {"factor": 4}),
+    "dynamic-ntk": ("dynamic-ntk", {}),
+    "dynamic-ntk even": ("dynamic-ntk", {"growth": "even"}),
+    "dynamic-ntk sticky": ("dynamic-ntk", {"growth": "even", "sticky": True}),
+    "dynamic-yarn": ("dynamic-yarn", {}),
+    "rerope": ("rerope", {}),
+    "leaky-rerope": ("leaky-rerope", {}),
+    "self-extend": ("self-extend", {}),
+    "dca": ("dca", {}),
+}
+FAMILIES = [
+    "llama",
+    "gemma3",
+    "deepseek_v3",
+    "phi3",
+    "gpt_neox",
+    "qwen2",
+    "gemma2",
+    "glm",
+    "gpt_oss",
+    "llama4",
+    "cohere",
+]
+
+CASES = [
+    (family, method)
+    for i, family in enumerate(FAMILIES)
+    for j, method in enumerate(METHODS)
+    if ALL or family == "llama" or (i + j) % 5 == 0
+]
+"""Every method on Llama and every fifth on the others; `make test-all` runs them all."""
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[SimulatedCuda]:
+    """A simulated device, of the capability and count that a test asks for by an indirect parameter."""
+    with SimulatedCuda(**getattr(request, "param", {})) as simulated:
+        yield simulated
+
+
+# --- the device itself -----------------------------------------------------------------------------------------------
+
+
+def test_tensors_hold_values_and_name_their_device(device: SimulatedCuda) -> None:
+    x = torch.arange(6.0).to("cuda").view(2, 3)
+    assert isinstance(x, CudaTensor)
+    assert x.device == torch.device("cuda", 0)
+    assert torch.equal((x @ x.T).cpu(), torch.tensor([[5.0, 14.0], [14.0, 50.0]]))
+    assert torch.equal(x[:, :1].cpu(), torch.tensor([[0.0], [3.0]]))
+
+
+def test_devices_do_not_mix(device: SimulatedCuda) -> None:
+    x = torch.ones(3, device="cuda:0")
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3, device="cuda:1")
+    assert float((x + torch.tensor(1.0)).sum().cpu()) == 6  # a scalar of the host is an argument of the kernel
+
+
+def test_launches_waits_and_copies_are_counted(device: SimulatedCuda) -> None:
+    x = torch.ones(3).to("cuda")
+    y = torch.empty_like(x)
+    y.copy_(x)  # one launch
+    y += x.view(3)  # another
+    assert (device.launches, device.waits, device.to_device, device.to_host) == (2, 0, 1, 0)
+    assert y.sum().item() == 6
+    assert y.cpu().tolist() == [2, 2, 2]
+    assert (device.launches, device.waits, device.to_device, device.to_host) == (3, 1, 1, 1)
+    with no_waits(device), pytest.raises(RuntimeError, match="synchronizing"):
+        bool(y[0] > 1)
+
+
+def test_bytes_are_counted(device: SimulatedCuda) -> None:
+    x = torch.zeros(1000, device="cuda")
+    y = x + 1
+    assert (device.live, device.peak) == (8000, 8000)
+    del y
+    assert (device.live, device.peak) == (4000, 8000)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x: x[..., 1:33], "16 bytes"),
+        (lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2), "last dim"),
+        (lambda x: x[..., :36], "multiple of 8"),
+        (lambda x: x[:, :, :0], "empty"),
+    ],
+)
+def test_kernels_refuse_what_the_real_ones_do(device: SimulatedCuda, change: Any, problem: str) -> None:
+    x = torch.randn(1, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    flash(x, x, x)
+    with pytest.raises(RuntimeError, match=problem):
+        flash(change(x), change(x), change(x))
+
+
+@pytest.mark.parametrize("device", [{"capability": (7, 5)}], indirect=True)
+def test_turing_has_no_flash_attention_and_no_bfloat16(device: SimulatedCuda) -> None:
+    x = torch.randn(1, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="Ampere"):
+        torch.ops.aten._scaled_dot_product_flash_attention(x, x, x)
+    with pytest.raises(RuntimeError, match=r"8\.0"):
+        torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, True)
+
+
+# --- families and methods --------------------------------------------------------------------------------------------
+
+
+IDS = tokens(150, batch=2)
+LEFT_PADDED = torch.ones_like(IDS)
+LEFT_PADDED[1, :50] = 0
+
+
+def read_in_every_way(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Logits of a whole input, a padded one, onto a cache in parts, onto a static cache, and what is generated."""
+    from transformers import StaticCache
+
+    full, real = torch.ones_like(mask), mask.bool().cpu()
+    with torch.no_grad():
+        found = {
+            "whole": model(ids, use_cache=False).logits,
+            "padded": model(ids, attention_mask=mask, use_cache=False).logits.cpu()[real],
+        }
+        for name, given in (("cache", full), ("padded cache", mask)):
+            cache = model(ids[:, :100], attention_mask=given[:, :100], use_cache=True).past_key_values
+            parts = [
+                model(ids[:, 100:149], attention_mask=given[:, :149], past_key_values=cache).logits,
+                model(ids[:, 149:], attention_mask=given, past_key_values=cache).logits,
+            ]
+            found[name] = torch.cat(parts, dim=1)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        found["generated"] = model.generate(ids, attention_mask=mask, **options)
+        if not model.config.model_type.startswith("llama4"):
+            static = StaticCache(config=model.config, max_cache_len=160)
+            for begin, end in ((0, 100), (100, 101), (101, 102)):
+                at = torch.arange(begin, end, device=ids.device)[None]
+                out = model(ids[:, begin:end], position_ids=at, past_key_values=static, use_cache=True)
+            found["static cache"] = out.logits
+    return {name: value.float().cpu() for name, value in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_values_are_those_of_the_cpu(family: str, method: str) -> None:
+    name, params = METHODS[method]
+    try:
+        on_cpu = rope.patch(build(family), name, **params)
+    except rope.RopeError as error:
+        pytest.skip(str(error))
+    try:
+        expected = read_in_every_way(on_cpu, IDS, LEFT_PADDED)
+    except rope.RopeError as error:
+        pytest.skip(str(error))
+    with SimulatedCuda():
+        found = read_in_every_way(rope.patch(build(family).to("cuda"), name, **params), IDS.cuda(), LEFT_PADDED.cuda())
+    for way, wanted in expected.items():
+        assert float((found[way] - wanted).norm() / wanted.norm()) < 2e-3, way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn", "rerope", "dca"])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "options"),
+    [
+        ((7, 5), torch.float16, {}),
+        ((8, 0), torch.bfloat16, {}),
+        ((9, 0), torch.bfloat16, {"prefers_cudnn": True}),
+        ((12, 0), torch.bfloat16, {"triton": False}),
+        ((9, 0), torch.float32, {}),
+    ],
+    ids=["turing", "ampere", "hopper, cuDNN", "blackwell, no Triton", "float32"],
+)
+def test_every_generation(
+    capability: tuple[int, int], dtype: torch.dtype, options: dict[str, Any], method: str
+) -> None:
+    """Kernels are given what they take, through inputs long enough for cuDNN's."""
+    ids = tokens(300)
+    name, params = METHODS[method]
+    tolerance = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}[dtype]
+
+    def read(model: Any, ids: Tensor) -> Tensor:
+        rope.patch(model, name, **params)
+        cache = model(ids[:, :297], use_cache=True).past_key_values
+        last: Tensor = model(ids[:, 297:], past_key_values=cache).logits.float().cpu()
+        return last
+
+    with torch.no_grad():
+        wanted = read(build("llama"), ids)
+        with SimulatedCuda(capability, **options) as device:
+            found = read(build("llama").to("cuda", dtype), ids.cuda())
+    assert (found - wanted).norm() / wanted.norm() < tolerance
+    if method == "rerope":
+        kernel = {(7, 5): "efficient", (8, 0): "flash", (12, 0): "flash"}.get(capability, "cudnn")
+        kernel = "efficient" if dtype == torch.float32 else kernel
+        assert device.operators[f"_scaled_dot_product_{kernel}_attention"]
+
+
+def test_what_the_user_has_turned_off_is_not_used(device: SimulatedCuda) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model = rope.patch(build("llama").to("cuda", torch.bfloat16), "rerope")
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(tokens(100).cuda(), use_cache=False)
+    assert not [name for name in device.operators if name.startswith("_scaled_dot_product")]
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def counts_of_a_step(name: str | None, params: dict[str, Any], layers: int, triton: bool) -> tuple[int, int, int, int]:
+    """Launches, waits, copies to the device and to the host of one warm decoding step of Llama in bfloat16."""
+    with SimulatedCuda(triton=triton) as device, torch.no_grad():
+        model = build("llama", num_hidden_layers=layers).to("cuda", torch.bfloat16)
+        if name is not None:
+            rope.patch(model, name, **params)
+        ids = tokens(153).cuda()
+        cache = model(ids[:, :150], use_cache=True).past_key_values
+        for at in (150, 151):
+            model(ids[:, at : at + 1], past_key_values=cache)
+        device.reset()
+        model(ids[:, 152:], past_key_values=cache)
+        return device.launches, device.waits, device.to_device, device.to_host
+
+
+LAUNCHES = {  # per layer with Triton and without, and once per step; transformers' own model: 51 and 22
+    "yarn": (51, 51, 25),
+    "dynamic-ntk": (53, 55, 22 + 90),
+    "dynamic-ntk even": (51, 51, 22 + 90),
+    "dynamic-yarn": (53, 55, 22 + 90),
+    "rerope": (52, 55, 22 + 60),
+    "leaky-rerope": (52, 55, 22 + 60),
+    "self-extend": (52, 55, 22 + 60),
+    "dca": (55, 57, 22 + 70),
+}
+
+
+@pytest.mark.parametrize("triton", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", LAUNCHES)
+def test_launches_of_a_decoding_step(method: str, triton: bool) -> None:
+    name, params = METHODS[method]
+    two, four = (counts_of_a_step(name, params, layers, triton) for layers in (2, 4))
+    per_layer = (four[0] - two[0]) / 2
+    fused, unfused, once = LAUNCHES[method]
+    assert per_layer <= (fused if triton else unfused)
+    assert two[0] - 2 * per_layer <= once
+    assert four[1:] == (0, 0, 0)  # neither waits nor copies
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic-yarn", "self-extend"])
+def test_copies_of_a_span(device: SimulatedCuda, method: str | None) -> None:
+    """The scorer sends ids once and brings losses back once; frequencies follow a length that is held, and go back."""
+    model = build("llama").to("cuda")
+    if method is not None:
+        name, params = METHODS[method]
+        rope.patch(model, name, **params)
+    scorer, ids = TokenScorer(model, chunk=64), tokens(400)[0]
+    first = scorer.losses(ids, 10)
+    device.reset()
+    torch.testing.assert_close(scorer.losses(ids, 10), first)
+    assert (device.to_device, device.to_host) == (3 if method == "dynamic-yarn" else 1, 1), device.places
+    assert device.waits <= (0 if method != "self-extend" else 400 // 64 + 1), device.places
+
+
+# --- what is built on models -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic-yarn", "self-extend", "dca"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_scores_are_those_of_the_cpu(method: str | None, offload: bool) -> None:
+    ids = tokens(400)[0]
+
+    def losses(model: Any) -> Tensor:
+        if method is not None:
+            name, params = METHODS[method]
+            rope.patch(model, name, **params)
+        found: Tensor = TokenScorer(model, chunk=64, offload_cache=offload).losses(ids, 10)
+        return found
+
+    expected = losses(build("llama"))
+    with SimulatedCuda():
+        found = losses(build("llama").to("cuda"))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "dynamic-ntk even", "dynamic-yarn", "self-extend", "dca"])
+@pytest.mark.parametrize("order", ["patched before", "patched after", "rotary module on the other device"])
+def test_layers_on_two_devices(order: str, method: str) -> None:
+    from accelerate import dispatch_model
+
+    name, params = METHODS[method]
+    expected = read_in_every_way(rope.patch(build("llama"), name, **params), IDS, LEFT_PADDED)
+    scored = TokenScorer(rope.patch(build("llama"), name, **params), chunk=64).losses(IDS[0], 5)
+    rotary = 1 if "rotary" in order else 0
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    places |= {"model.rotary_emb": rotary, "lm_head": 1}
+    with SimulatedCuda(devices=2) as device:
+        model = build("llama")
+        if order == "patched before":
+            rope.patch(model, name, **params)
+        model = dispatch_model(model, {part: torch.device("cuda", index) for part, index in places.items()})
+        if order != "patched before":
+            rope.patch(model, name, **params)
+        found = read_in_every_way(model, IDS.cuda(), LEFT_PADDED.cuda())
+        found["scored"] = TokenScorer(model, chunk=64).losses(IDS[0], 5).cpu()
+    assert device.between
+    for way, wanted in (expected | {"scored": scored}).items():
+        assert float((found[way].float() - wanted).norm() / wanted.norm()) < 2e-3, way
+
+
+RUNS_THERE: list[Any] = [
+    test_gpu.test_a_static_forward_never_waits_for_the_device,
+    test_gpu.test_patching_before_and_after_a_move_is_the_same,
+    *(
+        pytest.param(
+            partial(test_gpu.test_attention_level_methods_give_what_they_give_on_the_cpu, method, "gemma2", dtype),
+            marks=pytest.mark.slow if method == "rerope" else pytest.mark.thorough,
+        )
+        for method in test_gpu.METHODS
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ),
+]
+"""Tests of test_gpu.py that need neither a backward nor a compiler nor a device's own memory."""
+
+
+@pytest.mark.parametrize("test", RUNS_THERE)
+def test_tests_for_a_gpu_hold_here(device: SimulatedCuda, test: Callable[[], None]) -> None:
+    test()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ppl", "reference", "--lengths", "256", "--max-spans", "2", "--device", "cuda"],
+        ["passkey", "reference", "--lengths", "256", "--trials", "1", "--device", "cuda"],
+    ],
+)
+def test_the_command_line_runs_there(device: SimulatedCuda, command: list[str]) -> None:
+    from typer.testing import CliRunner
+
+    from rope_ext_hf.cli.app import app
+
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
