@@ -1,13 +1,14 @@
 """Attention-level methods against plain attention, by length: time and memory of one layer's attention.
 
     python benchmarks/attention.py [--lengths 1024,2048,4096,8192,16384,32768] [--pairs 3] [--plot docs/attention.png]
-    python benchmarks/attention.py --device cuda --dtype bfloat16
+    python benchmarks/attention.py --device cuda [--dtype bfloat16]
 
-Queries of 4 heads and keys of 1, 128 dims each, a trained length of 4,096 and the methods' own defaults. Prefill: all
-queries at once, against torch's scaled_dot_product_attention (causal, grouped), and against the eager way of whole
-score matrices while those are below 4 GB; decode: one query. Single runs are interleaved in pairs, a ratio is their
-median. What a forward works out once for all of its layers (the cosines) is worked out before. Memory: the most bytes
-that live during the call, queries, keys, values and those cosines included. The last line is JSON.
+Queries of 4 heads and keys of 1 in float32, on CUDA of 32 and 8 in bfloat16, 128 dims each, a trained length of 4,096
+and the methods' own defaults. Prefill: all queries at once, against torch's scaled_dot_product_attention (causal,
+grouped), and against the eager way of whole score matrices while those are below 4 GB; decode: one query. Single runs
+are interleaved in pairs, a ratio is their median. What a forward works out once for all of its layers (the cosines) is
+worked out before. Memory: the most bytes that live during the call, queries, keys, values and those cosines included.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from memory import most_bytes
 from overhead import timed
-from record import record
+from record import record, usual_dtype
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.attention.blockwise import attend
@@ -33,7 +35,8 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 
-HEADS, KV_HEADS, DIM = 4, 1, 128
+HEADS_AND_KV_HEADS = {"cpu": (4, 1), "cuda": (32, 8)}  # fewer heads would measure launches there, not kernels
+DIM = 128
 ROTARY = Rotary(dim=DIM, theta=10_000.0, trained_length=4096)
 METHODS = ("rerope", "leaky-rerope", "self-extend", "dca")
 MOST_SCORES = 4 * 10**9  # bytes of a score matrix
@@ -45,7 +48,8 @@ Way = Callable[[], Callable[..., torch.Tensor]]  # makes a way anew, with nothin
 
 def inputs(tokens: int, count: int, device: str, dtype: torch.dtype) -> Tensors:
     torch.manual_seed(0)
-    shapes = ((HEADS, tokens), (KV_HEADS, count), (KV_HEADS, count))
+    heads, kv_heads = HEADS_AND_KV_HEADS[torch.device(device).type]
+    shapes = ((heads, tokens), (kv_heads, count), (kv_heads, count))
     query, key, value = (torch.randn(1, *shape, DIM, device=device, dtype=dtype) for shape in shapes)
     return query, key, value
 
@@ -54,8 +58,15 @@ def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return scaled_dot_product_attention(query, key, value, is_causal=query.shape[-2] > 1, enable_gqa=True)
 
 
+def kernel_of_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """The kernel that `plain` runs, as torch.nn.attention.SDPBackend names it."""
+    causal = query.shape[-2] > 1
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=True)
+    return next(name.lower() for name, member in SDPBackend.__members__.items() if int(member.value) == choice)
+
+
 def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * DIM**-0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype) @ value
@@ -100,6 +111,7 @@ def measured(what: str, ways: dict[str, Way], made: Tensors, pairs: int, device:
         row = {
             "what": what,
             "way": way,
+            **({"kernel": kernel_of_plain(*made)} if way == "plain" else {}),
             "tokens": made[1].shape[-2],
             "seconds": round(statistics.median(mine for mine, _ in times), 5),
             "time": round(statistics.median(mine / theirs for mine, theirs in times), 3),
@@ -135,16 +147,17 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
-    device, dtype, rows = arguments.device, getattr(torch, arguments.dtype), []
+    device, dtype, rows = arguments.device, getattr(torch, arguments.dtype or usual_dtype(arguments.device)), []
+    heads, kv_heads = HEADS_AND_KV_HEADS[torch.device(device).type]
     with torch.inference_mode():
         for count in (int(length) for length in arguments.lengths.split(",")):
             ways: dict[str, Way] = {"plain": lambda: plain}
             ways |= {name: partial(ours, name, count, device) for name in METHODS}
-            if HEADS * count**2 * dtype.itemsize <= MOST_SCORES:
+            if heads * count**2 * dtype.itemsize <= MOST_SCORES:
                 ways["eager"] = lambda: eager
             made = inputs(count, count, device, dtype)
             rows += measured("prefill", ways, made, arguments.pairs if count < MANY else 1, device)
@@ -152,7 +165,13 @@ def main() -> None:
             rows += measured("decode", {way: ways[way] for way in METHODS}, made, 20 * arguments.pairs, device)
     if arguments.plot is not None:
         draw(rows, arguments.plot)
-    result = {"benchmark": "attention", "dtype": arguments.dtype, "rows": rows, "threads": torch.get_num_threads()}
+    result = {
+        "benchmark": "attention",
+        "dtype": str(dtype).removeprefix("torch."),
+        "heads": [heads, kv_heads],
+        "rows": rows,
+        "threads": torch.get_num_threads(),
+    }
     record(result, arguments.out, device)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from memory import most_bytes
 from overhead import interleaved
-from record import record
+from record import record, usual_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--pairs", type=int, default=60, help="0: no times")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--text", action="store_true", help="the loss of text instead of the cost of steps")
     parser.add_argument("--documents", type=int, default=24, help="windows of text")
     parser.add_argument("--device", default="cpu")
@@ -141,7 +141,7 @@ def main() -> None:
         rows = text(arguments.documents, device)
     else:
         lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
-        settings = arguments.pairs, device, getattr(torch, arguments.dtype)
+        settings = arguments.pairs, device, getattr(torch, arguments.dtype or usual_dtype(device))
         rows = [row for heads in (4, 12) for tokens in lengths for row in cost(heads, tokens, *settings)]
     result = {
         "benchmark": "dynamic text" if arguments.text else "dynamic",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import record, usual_dtype
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -117,12 +117,15 @@ def patch_milliseconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
-    bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+    name = arguments.dtype or usual_dtype(arguments.device)
+    dtype = getattr(torch, name)
+    bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype).eval()
     rows = measure("bundled", bundled, max(arguments.pairs, 60), arguments.device)
-    rows += measure("random", random_model(), arguments.pairs, arguments.device)
+    rows += measure("random", random_model().to(dtype), arguments.pairs, arguments.device)
     for row in rows:
         print(
             f"{row['model']:8} {row['parameters']:>12,}  {row['what']:15} {row['ratio']:.3f} "
@@ -131,6 +134,7 @@ def main() -> None:
     result = {
         "benchmark": "overhead",
         "method": METHOD,
+        "dtype": name,
         "rows": rows,
         "patch_32_layers_ms": patch_milliseconds(),
         "threads": torch.get_num_threads(),

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import record, usual_dtype
 
 VOCABULARY = 151_936
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory")
+"""What an error says where memory runs out; an illegal memory access is another matter."""
+
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 32, 8, 128, 1024
 
 
@@ -115,7 +118,7 @@ def run(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
     command = [sys.executable, __file__, "--one", way, "--lengths", ",".join(map(str, lengths))]
     done = subprocess.run([*command, "--device", device, "--dtype", dtype], capture_output=True, text=True, check=False)
     if done.returncode:
-        if "memory" in done.stderr:
+        if any(sign in done.stderr for sign in OUT_OF_MEMORY):
             return None
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -146,13 +149,13 @@ def main() -> None:
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--position", help="lengths: one pass with the loss by position, against a pass per length")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--pairs", type=int, default=3, help="above 16,384 tokens one pair is run")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     lengths = [int(length) for length in (arguments.position or arguments.lengths).split(",")]
-    device, dtype = arguments.device, arguments.dtype
+    device, dtype = arguments.device, arguments.dtype or usual_dtype(arguments.device)
     if arguments.one:
         if device == "cpu":  # an error, rather than the end of the whole machine
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 
+def usual_dtype(device: str) -> str:
+    """The dtype that models are run in on a device."""
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
 def record(result: dict[str, Any], out: Path | None, device: str = "cpu") -> None:
     """Print the result, with the name of the device and the versions that it was measured with."""
     name = platform.machine()
