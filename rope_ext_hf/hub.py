@@ -279,11 +279,11 @@ def load_model(
     options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:
         options["device_map"] = device_map
+    elif place.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
+        options["device_map"] = {"": place}
     with loading(f"the model {short(str(name))!r}"):
         model = from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code, **options)
         check_pairing(model)
-        if device_map is None:
-            model.to(place)
     return model.eval()
 
 
