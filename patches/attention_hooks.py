@@ -100,6 +100,7 @@ class RemappingHooks(DecoderHooks):
         if context is None or context.token_positions is None:
             return
         context.token_positions.rotations.clear()
+        context.token_positions.query_scales.clear()
         if output is not None and context.cache_state is not None:
             self.record(context.cache, output, context.cache_state)
 
