@@ -94,6 +94,11 @@ figures: .venv/ready
 pictures: .venv/ready
 	$(RUN)/python -m docs.make_figures --pictures
 
+# Ten minutes at most, on one GPU: tests, benchmarks, and models of 1B and 8B at 8k to 131k tokens. The result goes to
+# build/gpu.json, and what was slower or larger than predicted is said at the end.
+gpu: .venv/ready
+	$(RUN)/python benchmarks/gpu.py --out build/gpu.json
+
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo

@@ -337,6 +337,7 @@ OF_THE_WHOLE = frozenset(
         "examples",
         "fuzz",
         "gpu",
+        "simulated_cuda",
         "package",
         "torchao_and_onnx",
     )

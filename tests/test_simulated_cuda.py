@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.eval.scorer import TokenScorer
 from tests import test_gpu
-from tests.models import build, tokens
-from tests.simulated_cuda import CudaTensor, SimulatedCuda, no_waits, why_unavailable
-from tests.tiers import ALL
+from tests.support.models import build, tokens
+from tests.support.simulated_cuda import CudaTensor, SimulatedCuda, no_waits, why_unavailable
+from tests.support.tiers import ALL
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -371,3 +372,26 @@ def test_the_command_line_runs_there(device: SimulatedCuda, command: list[str]) 
 
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+def test_the_measurements_of_make_gpu_run_there(device: SimulatedCuda) -> None:
+    """Every method at every length of a tiny shape; nothing where no time is left."""
+    import time
+
+    rows = gpu.measure_shapes(["tiny"], "cuda", time.monotonic() + 1000)
+    assert {row["method"] for row in rows} == set(gpu.METHODS)
+    assert all(row["prefill"] > 0 and row["gigabytes"] > 0 and row["predicted_gigabytes"] > 0 for row in rows)
+    late = gpu.measure_shapes(["tiny"], "cuda", time.monotonic() - 1)
+    assert all(row["skipped"] == "no time was left" for row in late)
+
+
+def test_what_is_above_its_prediction_is_named() -> None:
+    stock = {"shape": "8B", "method": "stock", "tokens": 8192, "cudnn": True, "prefill": 1.0, "decode": 0.01}
+    sizes = {"gigabytes": 20.0, "predicted_gigabytes": 10.0}
+    yarn = stock | {"method": "yarn", "prefill": 1.3} | sizes
+    assert gpu.above_prediction([stock, yarn]) == [
+        "8B yarn at 8,192 tokens: prefill takes 1.30 times the stock model's, predicted 1.02",
+        "8B yarn at 8,192 tokens: 20.0 GB, predicted 10.0",
+    ]
+    assert gpu.above_prediction([stock, stock | {"method": "dca", "prefill": 1.5, "decode": 0.013}]) == []

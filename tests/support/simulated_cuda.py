@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rope_ext_hf.rotary import kv_cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
-from tests.dispatch import NO_KERNEL
+from tests.support.dispatch import NO_KERNEL
 
 FIRST = torch.device("cuda", 0)
 
@@ -72,7 +72,7 @@ def why_unavailable() -> str | None:
     if compiler is None:
         return "a simulated CUDA device needs a C++ compiler (g++, or what CXX names)"
     source = Path(__file__).with_suffix(".cpp")
-    folder = source.parents[1] / "build" / "simulated-cuda"
+    folder = source.parents[2] / "build" / "simulated-cuda"
     library = folder / f"guard-{torch.__version__}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def compare(device: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs the kernel itself")
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_the_kernel_rotates_as_torch_does_in_the_interpreter() -> None:
-    code = "from tests.test_triton_rotation import compare; compare('cpu')"
+    code = "from tests.rotary.test_triton_rotation import compare; compare('cpu')"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
 
 
