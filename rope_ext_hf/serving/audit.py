@@ -200,6 +200,8 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
     if kind in ("yarn", "longrope", "llama3") and original is None:
         problems.append(f"{kind} without original_max_position_embeddings: engines put different lengths in its place")
     parameters = text.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        return [*problems, f"rope_parameters must be an object, and is {short(repr(parameters))}"]
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     if any(value.get("truncate") is False for value in nested) and parameters.get("truncate", True):
         problems.append("truncate: false for one layer type: transformers reads it from the top level only")

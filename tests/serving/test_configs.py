@@ -289,6 +289,12 @@ def test_audit_of_a_table_in_the_weights_is_refused() -> None:
         audit_config({"model_type": "roformer", "max_position_embeddings": 512})
 
 
+@pytest.mark.parametrize("value", [" ", [1], 5])
+def test_audit_of_settings_that_are_no_object(value: Any) -> None:
+    config = BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": value}
+    assert any("rope_parameters must be an object, and is" in problem for problem in audit_config(config).problems)
+
+
 def test_audit_finds_problems_of_the_file() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0}
     composite = {"text_config": BASE, "rope_scaling": yarn}
