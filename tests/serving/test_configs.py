@@ -90,7 +90,7 @@ def test_the_rules_for_transformers_are_those_of_transformers(family: str) -> No
         ("Mistral", "own", "yarn", "vllm", "native"),
         ("Mistral", "own", "factors", "llama.cpp", "divisors in rope_freqs.weight"),
         ("Llama", "own", "linear", "llama.cpp", "native"),
-        ("Llama", "own", "yarn", "vllm", "native"),
+        ("Llama", "own", "yarn", "vllm", "longrope"),
         ("Qwen3", "original", "llama3", "llama.cpp", None),
         ("Qwen3-VL", "own", "yarn", "sglang", "native"),
         ("Qwen3-VL", "own", "linear", "vllm", None),
