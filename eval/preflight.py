@@ -164,13 +164,14 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
     config: Any = model.config.get_text_config()
     routed = getattr(config, "num_experts_per_tok", None) or 1
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or routed
-    embedding = model.get_input_embeddings().weight.numel()
+    tables = list(model.get_input_embeddings().parameters())
+    embedding = sum(table.numel() for table in tables)
     body = 0.0
     for name, parameter in model.named_parameters():
         body += parameter.numel() * (routed / experts if ".experts." in name else 1.0)
     head = model.get_output_embeddings()
     body -= embedding
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
+    if head is not None and all(head.weight is not table for table in tables):
         body -= head.weight.numel()
     lengths = list(passes)
     pairs = sum(length * length / 2 for length in lengths)

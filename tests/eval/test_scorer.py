@@ -85,6 +85,7 @@ def test_a_class_without_next_token_losses_is_refused(of_type: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # what classes of transformers say while they are built
 @pytest.mark.parametrize("entry", entries() if ALL else [], ids=lambda entry: f"{entry.model_type}-{entry.name}")
 def test_every_class_is_measured_as_recorded(entry: Entry) -> None:
     row = ROWS[entry.model_type, entry.name]["measured"]
