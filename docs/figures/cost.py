@@ -162,3 +162,37 @@ def gpu() -> str:
         rows = ([str(row.get(key, "")) for key in keys] for row in line["rows"])
         text.append(f"\n**{benchmark}**\n{markdown_table(keys, rows, stamp(line, 'make bench DEVICE=cuda'))}")
     return "".join(text)
+
+
+@figure
+def gpu_memory() -> str:
+    from dataclasses import replace
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rope_ext_hf.eval import preflight
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    rows = []
+    for length in (2**17, 2**18, 2**19, 2**20):
+        cells = []
+        for offload in (False, True):
+            estimate = preflight.estimate_memory(model, length, torch.bfloat16, offload_cache=offload)
+            estimate = replace(estimate, working=preflight.GPU_WORKING_BYTES)  # whatever this machine has free
+            cells.append(
+                f"{estimate.total / 1e9:.1f} GB" + (f" + {estimate.offloaded / 1e9:.0f} GB" if offload else "")
+            )
+        rows.append((f"{length:,}", *cells))
+    header = ["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"]
+    return markdown_table(header, rows)
