@@ -5,7 +5,8 @@
     python -m docs.make_figures --pictures     # also draw docs/pictures/*.png
 
 A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
-function of docs/figures, see docs/figures/registry.py.
+function of docs/figures, see docs/figures/registry.py. What `rope-ext advise` knows of measurements,
+rope_ext_hf/methods/measured.json, is made first: tables of the code show it as well.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from .figures import (  # noqa: F401, each registers its figures
     code_tables,
     correctness,
     cost,
+    measurements,
     models,
     reference_model,
     serving,
 )
+from .figures.measurements import MEASURED, measured_file
 from .figures.pictures import draw_pictures
 from .figures.registry import FIGURE, FIGURES, ROOT
 
@@ -48,6 +51,10 @@ def main() -> None:
     parser.add_argument("--pictures", action="store_true", help="also draw the pictures of the methods")
     arguments = parser.parse_args()
     stale = []
+    if (made := measured_file()) != MEASURED.read_text(encoding="utf-8"):
+        stale.append(MEASURED.relative_to(ROOT).as_posix())
+        if not arguments.check:
+            MEASURED.write_text(made, encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (made := fill(text)) != text:

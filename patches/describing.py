@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
+from rope_ext_hf.methods.measurements import cost_notes
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
 from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
@@ -61,6 +62,8 @@ class Description:
         save_route: how `save_pretrained` would write it.
         patched: whether the method was put in by `patch`.
         notes: what a patch does not reach, in words.
+        short_inputs: what the patch does to inputs within the context length, by what was measured, and what is unusual
+            about it on this rotary embedding, in words.
     """
 
     model_type: str
@@ -79,6 +82,7 @@ class Description:
     patched: bool
     theta: float
     notes: tuple[str, ...] = ()
+    short_inputs: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; the wavelength of a pair that does not rotate is None."""
@@ -104,6 +108,7 @@ class Description:
             f"      tokens        {'  '.join(f'{self.wavelengths[i]:>9.4g}' for i in shown)}",
             f"  saved as          {self.save_route}",
         ]
+        lines += [f"  short inputs      {text}" for text in self.short_inputs]
         return "\n".join([*lines, *(f"  note              {note}" for note in self.notes)])
 
 
@@ -196,6 +201,7 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         save_route=_save_route(model, slot, state),
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
+        short_inputs=cost_notes(method, rotary),
     )
 
 

@@ -131,7 +131,7 @@ def test_the_wheel_holds_every_source_file_under_one_name(tmp_path: Path) -> Non
         if file.is_file()
     }
     assert names == expected
-    assert {"rope_ext_hf/py.typed", "rope_ext_hf/patches/families.toml"} < names
+    assert {"rope_ext_hf/py.typed", "rope_ext_hf/patches/families.toml", "rope_ext_hf/methods/measured.json"} < names
     assert "rope_ext_hf/reference/model.safetensors" in names
 
     readme = metadata.get_payload()  # on a package index's page, where no relative link leads anywhere

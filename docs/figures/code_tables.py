@@ -7,10 +7,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.methods.base import UNBOUNDED
+from rope_ext_hf.methods.measurements import factor_for, measured_reach
+from rope_ext_hf.methods.remapping import RemappingMethod
+
+from .measurements import unchanged_share
 from .registry import FIGURE, ROOT, figure, markdown_table, names_in_lines
 
 if TYPE_CHECKING:
-    from rope_ext_hf.methods.base import RopeMethod
+    from rope_ext_hf.methods.base import RopeMethod, Rotary
     from rope_ext_hf.methods.guidance import Guidance
 
 
@@ -74,10 +79,30 @@ def choosing() -> str:
     for name, guidance, methods in _guided():
         static = answer(not method.length_dependent for method in methods)
         plain = answer(method.rope_parameters(rotary) is not None for method in methods)
-        cells = (static, plain, guidance.untrained, guidance.reach_text, guidance.short_inputs)
+        method = _bound(methods[0], rotary)
+        kept = unchanged_share(method, rotary)
+        short = f"the same up to {kept} of the context length" if kept else "change"
+        short = "the same" if method.unchanged_length(rotary) >= UNBOUNDED else short
+        cells = (static, plain, guidance.unmeasured or _worth(name), short)
         groups.setdefault(cells, []).append(f"`{name}`")
-    head = ["method", "static", "loads plainly", "without training", "reach", "short inputs"]
+    head = ["method", "static", "loads plainly", "worth trying without training", "short inputs"]
     return markdown_table(head, ((", ".join(names), *cells) for cells, names in groups.items()))
+
+
+def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
+    """A method with its parameters filled in, for no target length."""
+    return method.bind(rotary, None) if isinstance(method, RemappingMethod) else method
+
+
+def _worth(name: str) -> str:
+    """Up to how many times the context length a method is worth trying, by what was measured on every model."""
+    reach, longest = measured_reach(name)
+    if longest == 1:
+        return "not measured"
+    if reach > 1:
+        return f"up to {reach:g} times" + (", the longest measured" if reach == longest else "")
+    factor = factor_for(name, 2)
+    return "no" if factor is None else f"up to 2 times, with a factor of {factor:g}"
 
 
 @figure

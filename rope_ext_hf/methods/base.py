@@ -353,6 +353,20 @@ class RopeMethod(ABC):
         """`constant_until` by the method alone, where it depends on the length."""
         return max(length, rotary.context_length)
 
+    def unchanged_length(self, rotary: Rotary) -> int:
+        """The longest input whose output is known to stay as it is, in tokens; 0: none, the method changes all."""
+        # Over two lists, `at_lengths` runs inputs up to the original length under the scaling underneath.
+        kept = rotary.trained_length if rotary.length_dependent else 0
+        inv_freq, attention_factor = self.frequencies(rotary, kept + 1)
+        same = torch.allclose(inv_freq, rotary.inv_freq(), rtol=1e-12, atol=0)
+        if not same or not math.isclose(attention_factor, rotary.attention_factor, rel_tol=1e-12):
+            return kept
+        return self.constant_until(rotary, kept + 1)
+
+    def cautions(self, rotary: Rotary) -> tuple[str, ...]:
+        """What is unusual about the method on this rotary embedding, a sentence each."""
+        return ()
+
     def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding
         """Raise MethodError where the parameters do not fit a rotary embedding."""
 

@@ -42,7 +42,7 @@ class DynamicNTK(RopeMethod):
     `sticky` keeps the largest k of "even" ever met by the module until it is reset: an explicit choice against purity.
     """
 
-    guidance = Guidance("fair", 4.0, "the same", decode=ROTATED_AGAIN)
+    guidance = Guidance(decode=ROTATED_AGAIN)
 
     growth: Growth = "paper"
     factor: float | None = None
@@ -123,7 +123,7 @@ class DynamicNTK(RopeMethod):
 class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
-    guidance = Guidance("fair", 8.0, "the same", purposes=(SHORT_INPUTS,), decode=ROTATED_AGAIN)
+    guidance = Guidance(purposes=(SHORT_INPUTS,), decode=ROTATED_AGAIN)
 
     @property
     def length_dependent(self) -> bool:
@@ -145,7 +145,7 @@ class LongRoPE(RopeMethod):
     length. C is the context length of what is underneath; for a plain model the trained length L0.
     """
 
-    guidance = Guidance("as good as the lists", math.inf, "by its lists", purposes=(SEARCHED,))
+    guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its lists")
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]

@@ -176,6 +176,21 @@ class RemappingMethod(RopeMethod):
     def extended_length(self, rotary: Rotary) -> int | None:
         return None
 
+    def unchanged_length(self, rotary: Rotary) -> int:
+        if not super().unchanged_length(rotary):  # a frequency method underneath
+            return 0
+        formula = TEMPERATURES[self.temperature or "none"]
+        if formula is None:
+            return self.exact_length
+        assert self.max_distance is not None
+        sharper = formula(torch.arange(self.max_distance + 1, dtype=torch.float32), self.max_distance) != 1
+        return min(self.exact_length, int(sharper.to(torch.int8).argmax()))
+
+    @property
+    def exact_length(self) -> int:
+        """The longest input, in tokens, whose scores are known to stay as they are, but for the temperature."""
+        return 0
+
     def to_dict(self) -> dict[str, Any]:
         saved = super().to_dict()
         return saved if self.frequency is None else saved | {"frequency": self.frequency.to_dict()}
@@ -262,6 +277,10 @@ class _WindowedRemapping(RemappingMethod):
         return (m - n >= self.last_zone_start).long()
 
     @property
+    def exact_length(self) -> int:
+        return self.last_zone_start + 1  # a key at the distance w itself is seen at w
+
+    @property
     def last_zone_start(self) -> int:
         assert self.window is not None
         return self.window
@@ -281,11 +300,8 @@ class ReRoPE(_WindowedRemapping):
     """
 
     guidance = Guidance(
-        "best",
-        math.inf,
-        "the same, within its window",
         purposes=(PYTHON,),
-        when="the length is open-ended, or far beyond 8 times; the order of distant keys is lost",
+        when="the length is open-ended; the order of distant keys is lost",
         decode=ZONES,
     )
 
@@ -309,13 +325,7 @@ class LeakyReRoPE(_WindowedRemapping):
     `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
     """
 
-    guidance = Guidance(
-        "best",
-        math.inf,
-        "the same, within its window",
-        when="the extended length is known and the exact order of distant keys matters",
-        decode=ZONES,
-    )
+    guidance = Guidance(when="the extended length is known and the exact order of distant keys matters", decode=ZONES)
 
     k: float | None = None
 
@@ -367,9 +377,6 @@ class SelfExtend(_WindowedRemapping):
     """
 
     guidance = Guidance(
-        "best",
-        math.inf,
-        "the same, within its window",
         purposes=(PYTHON,),
         when="the extended length is known; positions stay whole numbers, as in training",
         decode=ZONES,
@@ -423,9 +430,6 @@ class DualChunk(RemappingMethod):
     """
 
     guidance = Guidance(
-        "best",
-        math.inf,
-        "the same, within its chunk",
         purposes=(PYTHON,),
         when="prompts are long and speed matters: cached keys are never rotated again",
         decode=ZONES,
@@ -447,6 +451,10 @@ class DualChunk(RemappingMethod):
     @property
     def zones(self) -> int:
         return 3
+
+    @property
+    def exact_length(self) -> int:
+        return self.farthest + 1  # keys of the chunk before are where they are until the query reaches the ceiling
 
     @property
     def size(self) -> int:

@@ -52,9 +52,6 @@ class _ScoreBias(RemappingMethod):
     """
 
     guidance = Guidance(
-        "far keys fade, they are not read",
-        math.inf,
-        "the same",
         when="far keys are to fade out, or the model was trained with the bias",
         decode="slower scores beyond the context length",
     )
@@ -98,6 +95,11 @@ class _ScoreBias(RemappingMethod):
     @property
     def note(self) -> str:
         return f"Scores of keys more than {self.start:,} tokens back get a bias; rotations stay as they are."
+
+    @property
+    def exact_length(self) -> int:
+        assert self.start is not None
+        return self.start + 1
 
     @property
     def local_zone_exact(self) -> bool:

@@ -57,7 +57,7 @@ class Default(RopeMethod):
 class Linear(RopeMethod):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
 
-    guidance = Guidance("poor", 1.0, "change", when="the model will be fine-tuned, or was trained under it")
+    guidance = Guidance(when="the model will be fine-tuned, or was trained under it")
 
     factor: float
 
@@ -79,7 +79,7 @@ class Linear(RopeMethod):
 class Theta(RopeMethod):
     """Adjusted base frequency (Code Llama, Roziere et al. 2023, arXiv 2308.12950, sec. 2.4): another base, given."""
 
-    guidance = Guidance("poor", 1.0, "change", when="the model will be fine-tuned for long")
+    guidance = Guidance(when="the model will be fine-tuned for long", unmeasured="as ntk where the base is the same")
 
     theta: float
 
@@ -130,7 +130,7 @@ def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
 class NTK(RopeMethod):
     """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
 
-    guidance = Guidance("fair, up to about a quarter of the factor", 4.0, "change little", share=0.25)
+    guidance = Guidance(when="a factor above the length that is needed can be given")
 
     factor: float
 
@@ -189,6 +189,10 @@ def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tens
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
 
+MANY_CYCLES = 8
+"""Where pairs are dense, the ramp of YaRN (32 to 1 cycles) keeps more than half of such a pair's frequency."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RampedMethod(RopeMethod):
     """Base of by-parts, yarn and dynamic-yarn: which pairs are interpolated.
@@ -216,10 +220,23 @@ class RampedMethod(RopeMethod):
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
         inv_freq = rotary.inv_freq(device)
+        return _interpolate(inv_freq, factor, self._ramp(rotary, inv_freq))
+
+    def _ramp(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
         if self.ramp == "cycles":
-            return _interpolate(inv_freq, factor, _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq))
-        ramp = _ramp_by_dimension(rotary, self.beta_fast, self.beta_slow, self.truncate, inv_freq)
-        return _interpolate(inv_freq, factor, ramp)
+            return _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq)
+        return _ramp_by_dimension(rotary, self.beta_fast, self.beta_slow, self.truncate, inv_freq)
+
+    def cautions(self, rotary: Rotary) -> tuple[str, ...]:
+        inv_freq = rotary.inv_freq()
+        cycles = rotary.context_length * inv_freq / TWO_PI
+        slowed = (self._ramp(rotary, inv_freq) >= 0.5) & (cycles >= MANY_CYCLES)
+        if not slowed.any():
+            return ()
+        return (
+            f"At least half of the interpolation falls on {int(slowed.sum())} of {len(cycles)} pairs that complete "
+            f"{MANY_CYCLES} cycles or more within the context length; beta_fast={MANY_CYCLES} leaves them as they are.",
+        )
 
 
 @register_method("by-parts")
@@ -227,7 +244,7 @@ class RampedMethod(RopeMethod):
 class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
-    guidance = Guidance("fair, up to the factor", 8.0, "change", when="yarn is wanted without its attention factor")
+    guidance = Guidance(when="yarn is wanted without its attention factor")
 
     factor: float
 
@@ -251,11 +268,7 @@ class Yarn(RampedMethod):
     """
 
     guidance = Guidance(
-        "fair, up to the factor",
-        8.0,
-        "change",
-        purposes=(SERVING, FINE_TUNING),
-        when="the model must load in other software, or will be fine-tuned",
+        purposes=(SERVING, FINE_TUNING), when="the model must load in other software, or will be fine-tuned"
     )
 
     factor: float
@@ -322,12 +335,7 @@ def _llama3_parameters(rotary: Rotary, factor: float, low: float, high: float) -
 class Llama3(RopeMethod):
     """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
 
-    guidance = Guidance(
-        "fair, up to the factor",
-        8.0,
-        "change",
-        when="the model belongs to a family that was trained with it",
-    )
+    guidance = Guidance(when="the model belongs to a family that was trained with it")
 
     factor: float
     low_freq_factor: float = 1.0
@@ -371,7 +379,7 @@ def check_attention_factor(name: str, attention_factor: float | None) -> None:
 class Factors(RopeMethod):
     """Any static scaling, spelled out: the inverse frequency of pair i divided by factors[i]."""
 
-    guidance = Guidance("as good as the list", math.inf, "by its list", purposes=(SEARCHED,))
+    guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its list")
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
@@ -397,12 +405,7 @@ class Learnable(RopeMethod):
     none: all at 0, where nothing changes.
     """
 
-    guidance = Guidance(
-        "no change",
-        1.0,
-        "the same until trained",
-        when="the frequencies themselves are to be trained",
-    )
+    guidance = Guidance(when="the frequencies themselves are to be trained", unmeasured="no change until it is trained")
 
     trainable = "log_scales"
     log_scales: tuple[float, ...] = ()

@@ -15,8 +15,18 @@ from torch import nn
 
 from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.errors import MethodError, ServingError, one_line
-from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
+from rope_ext_hf.methods.guidance import FINE_TUNING, NOTHING, PURPOSES, SERVING, Guidance
+from rope_ext_hf.methods.measurements import (
+    Rise,
+    cost_notes,
+    factor_for,
+    measured_models,
+    measured_reach,
+    rises_at,
+    rises_for_short_inputs,
+    worth_trying,
+)
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
@@ -32,7 +42,10 @@ __all__ = ["Advice", "advise"]
 _OWN_PROCESS = "transformers"
 """The engine that is this package's own process: it says nothing about a server."""
 _SHORT_COMMAND = 400
-"""Characters; of a longer command line the text says where it comes from."""
+"""Characters; a longer command line is left out of the text: `serve-config`, which stands before it, prints it."""
+_WIDTH = 100
+_MEASURED_SPANS = 8
+"""Of every length, in the commands that measure: enough to compare methods, and no whole corpus."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,11 @@ class MethodAdvice:
     Attributes:
         method: its name.
         kind: "static", "length-dependent", "remapping" or "trained".
-        fits: whether it is worth trying at this length without training.
+        fits: whether it is worth trying at this length without training, by what was measured.
         why: why it fits or does not, in words.
-        untrained, short_inputs, decode, when: see `Guidance`.
+        measured: how much the loss rose at this length, by the model that it was measured on, in bits per byte.
+        short_inputs: what it does to inputs within the context length, in words.
+        decode, when: see `Guidance`.
         purposes: what it is the first choice for; names of `PURPOSES`.
         engines: how each engine serves it, by the engine's name; None: it refuses.
         refusals: why, by the engine's name.
@@ -54,7 +69,7 @@ class MethodAdvice:
     kind: str
     fits: bool
     why: str
-    untrained: str
+    measured: dict[str, float]
     short_inputs: str
     decode: str
     when: str
@@ -115,37 +130,71 @@ class Advice:
         if self.choices:
             lines += ["", *_columns([("for", "take"), *((key, ", ".join(v)) for key, v in self.choices.items())])]
         if self.methods:
-            fit = ("method", "kind", "without training", "short inputs", "at this length")
-            lines += ["", *_columns([fit, *map(_method_row, self.methods)])]
-            cost = ("method", "a generated token costs", "take it when")
-            lines += ["", *_columns([cost, *((each.method, each.decode, each.when) for each in self.methods)])]
+            lines += ["", *self._measured_table()]
             engines = [name for name in list_engines() if any(name in each.engines for each in self.methods)]
-            fitting = [each for each in self.methods if each.engines and each.fits]
-            rows = [(each.method, *(_form(each.engines[name]) for name in engines)) for each in fitting]
-            lines += ["", *_columns([("served by", *engines), *rows])]
+            rows = [
+                (m.method, *(_form(m.engines[name]) for name in engines)) for m in self.methods if m.fits and m.engines
+            ]
+            if rows:
+                lines += ["", *_columns([("served by", *engines), *rows])]
             lines += [f"  {names}: {reason}" for names, reason in self._refusals()]
         lines += ["", *_memory_table(self.memory)]
         for purpose, commands in self.commands.items():
-            lines += ["", f"# {purpose}", *(_shown(each) for each in commands)]
+            lines += ["", f"# {purpose}", *(_wrapped(each) for each in commands if len(each) <= _SHORT_COMMAND)]
         return "\n".join(lines)
+
+    def _measured_table(self) -> list[str]:
+        """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
+        fitting = [each for each in self.methods if each.fits]
+        lines = ["Without training, measured on:", *(f"  the {model}" for model in measured_models())]
+        lines.append("A rise is in bits per byte, over the loss of the model as loaded at its context length.")
+        lines.append("Small models rank methods; they do not predict a large one. Measure yours.")
+        if fitting:
+            head = ("worth trying", "kind", "inputs within the context length", "rise at this length")
+            rows = ((m.method, m.kind, m.short_inputs, " / ".join(_signed(m.measured.values()))) for m in fitting)
+            lines += ["", *_columns([head, *rows]), ""]
+            lines += ["take", *(f"  {each.method} when {each.when}" for each in fitting if each.when)]
+            costs = _grouped((each.decode, each.method) for each in fitting if each.decode != NOTHING)
+            lines += ["time of a generated token", *(f"  {', '.join(names)}: {cost}" for cost, names in costs.items())]
+        others = _grouped((each.why, each.method) for each in self.methods if not each.fits)
+        if others:
+            lines += [
+                "",
+                "not advised at this length",
+                *(f"  {', '.join(names)}: {why}" for why, names in others.items()),
+            ]
+        return lines
 
     def _refusals(self) -> list[tuple[str, str]]:
         """Why engines refuse the method that was chosen first, and which."""
         chosen = next((name for name in self.served.values() if name), None)
         each = next((m for m in self.methods if m.method == chosen), None)
-        grouped: dict[str, list[str]] = {}
-        for name, reason in each.refusals.items() if each else ():
-            if name not in self.served:
-                grouped.setdefault(reason[max(0, reason.find("cannot")) :], []).append(name)
+        refused = [(reason, name) for name, reason in each.refusals.items() if name not in self.served] if each else []
+        grouped = _grouped((reason[max(0, reason.find("cannot")) :], name) for reason, name in refused)
         return [(", ".join(names), reason) for reason, names in grouped.items()]
 
 
-def _shown(command: str) -> str:
-    return command if len(command) <= _SHORT_COMMAND else f"# {command.split()[0]}: the long line that this prints"
+def _wrapped(command: str) -> str:
+    """A command line, its options on further lines where it is long."""
+    lines = [""]
+    for part in command.replace(" --", "\n--").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(part) > _WIDTH - 3:
+            lines.append("  " + part)
+        else:
+            lines[-1] += (" " if lines[-1] else "") + part
+    return " \\\n".join(lines)
 
 
-def _method_row(each: MethodAdvice) -> tuple[str, ...]:
-    return each.method, each.kind, each.untrained, each.short_inputs, each.why
+def _signed(values: Iterable[float]) -> list[str]:
+    return [f"{value:+.2f}" for value in values]
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The second of each pair, by the first."""
+    groups: dict[str, list[str]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def _form(form: str | None) -> str:
@@ -215,6 +264,10 @@ def advise(
     methods = run.methods() if needed else []
     choices = _choices(methods)
     served, configs = run.served(methods) if needed else run.as_it_is()
+    larger: tuple[str, ...] = ()
+    if specs and 2 * target_length <= reached:
+        times = f"{reached / target_length:.3g} times what is asked for"
+        larger = (f"The patch is for {reached:,} tokens, {times}.", *cost_notes(specs[-1].method, specs[-1].rotary))
     note, _ = sliding_note(opened.config, _sliding_rope(opened), target_length)
     lengths = sorted({min(reached, target_length), target_length})
     return Advice(
@@ -231,7 +284,7 @@ def advise(
         served=served,
         memory=cache_memory(opened.config, lengths, list(batches)),
         commands=run.commands(served, configs, choices, reached),
-        notes=tuple(text for text in (note, opened.described.note, run.refusal) if text),
+        notes=(*(text for text in (note, opened.described.note, run.refusal) if text), *larger),
     )
 
 
@@ -242,16 +295,24 @@ def _sliding_rope(opened: Model) -> Any:
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """The methods that are first choices at this length, by purpose; what they are served by is asked for serving."""
+    """The methods to take at this length, by purpose: the candidates that fit, by what was measured.
+
+    Where no candidate for serving fits: the fitting method with the lowest loss that an engine serves. Fine-tuning
+    needs no fit.
+    """
+
+    def served(each: MethodAdvice) -> bool:
+        return any(form for name, form in each.engines.items() if name != _OWN_PROCESS)
 
     def takes(each: MethodAdvice, purpose: str) -> bool:
         ready = each.kind != "" and (each.fits or purpose == FINE_TUNING)
-        served = any(form for name, form in each.engines.items() if name != _OWN_PROCESS)
-        return purpose in each.purposes and ready and (served or purpose != SERVING)
+        return purpose in each.purposes and ready and (served(each) or purpose != SERVING)
 
     chosen = {purpose: tuple(m.method for m in methods if takes(m, purpose)) for purpose in PURPOSES}
-    if methods and not chosen[SERVING]:
-        chosen[SERVING] = tuple(m.method for m in methods if m.fits and any(m.engines.values()))[:1]
+    if not chosen[SERVING]:
+        fitting = [each for each in methods if each.fits and served(each)]
+        lowest = sorted(fitting, key=lambda each: sum(each.measured.values()))
+        chosen[SERVING] = tuple(each.method for each in lowest[:1])
     return {purpose: names for purpose, names in chosen.items() if names}
 
 
@@ -274,16 +335,18 @@ class _Planner:
         engines: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         factor = self.target_length / self.rotary.context_length
-        kind, fits = "", False
+        rises = rises_at(name, factor)
+        kind, fits, short = "", False, ""
         try:
             method = resolve_method(name, self.rotary, target_length=self.target_length)
             method = bind_to(method, self.rotary, self.opened.config.model_type, self.target_length)
         except MethodError as error:
-            why = one_line(error)
+            why = guidance.unmeasured or one_line(error)
         else:
             kind = _kind(method)
-            fits = factor <= guidance.reach and factor * guidance.share > 1
-            why = self._why(guidance, factor)
+            fits = worth_trying(rises)
+            why = self._why(name, guidance, rises)
+            short = self._short_inputs(method, factor)
         if kind == "static":
             engines, refusals = self._engines(name)
         return MethodAdvice(
@@ -291,8 +354,8 @@ class _Planner:
             kind=kind,
             fits=fits,
             why=why,
-            untrained=guidance.untrained,
-            short_inputs=guidance.short_inputs,
+            measured={rise.model.name: rise.increase for rise in rises},
+            short_inputs=short,
             decode=guidance.decode,
             when=guidance.when,
             purposes=guidance.purposes,
@@ -300,13 +363,30 @@ class _Planner:
             refusals=refusals,
         )
 
-    def _why(self, guidance: Guidance, factor: float) -> str:
-        if factor > guidance.reach:
-            return "after training" + ("" if guidance.reach <= 1 else f"; untrained up to {guidance.reach_text}")
-        if guidance.share < 1:
-            works = round(guidance.share * self.target_length)
-            return f"works to about {works:,} tokens with this factor"
-        return f"worth trying (up to {guidance.reach_text})"
+    def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
+        factor = self.target_length / self.rotary.context_length
+        reach, longest = measured_reach(name)
+        if longest == 1:
+            return guidance.unmeasured or "not measured"
+        if not rises:
+            return f"not measured beyond {longest:g} times the context length; worth trying up to {reach:g} times"
+        if worth_trying(rises):
+            return f"worth trying (up to {reach:g} times the context length)"
+        larger = factor_for(name, factor)
+        if larger is not None:
+            return f"worth trying with a larger factor, {larger:g} and not {factor:.3g}"
+        return f"the loss rose too much: {' / '.join(_signed(rise.increase for rise in rises))}"
+
+    def _short_inputs(self, method: RopeMethod, factor: float) -> str:
+        kept = method.unchanged_length(self.rotary)
+        if kept >= min(self.target_length, UNBOUNDED):
+            return "the same"
+        if kept:
+            return f"the same up to {kept:,} tokens"
+        rises = rises_for_short_inputs(method.name, factor)
+        if not rises:
+            return "change"
+        return f"rise by {' / '.join(_signed(rise.increase for rise in rises))}"
 
     def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
         forms: dict[str, str | None] = {}
@@ -370,8 +450,9 @@ class _Planner:
         result: dict[str, tuple[str, ...]] = {}
         if compared:
             asked = f"--method {','.join(compared)} --target-length {target}{self.options} --lengths {lengths}"
-            result["measure on your own text: bits per byte, then retrieval"] = (
-                f"rope-ext ppl {quoted} {asked} --data 'texts/*.txt'",
+            tokens = _MEASURED_SPANS * (len(compared) + 1) * sum(map(int, lengths.split(",")))
+            result[f"measure on your own text: bits per byte ({tokens:,} tokens are read), then retrieval"] = (
+                f"rope-ext ppl {quoted} {asked} --max-spans {_MEASURED_SPANS} --data 'texts/*.txt'",
                 f"rope-ext passkey {quoted} {asked}",
             )
         if first is not None:
@@ -381,9 +462,12 @@ class _Planner:
                 f"rope-ext describe {quoted} {asked}",
                 f"rope-ext patch {quoted} {asked} --out {out}",
             )
+        programs: set[str] = set()
         for engine, name in served.items():
-            if engine == _OWN_PROCESS:
+            program = next((word for word in configs[engine].command if word not in ("python", "-m")), engine)
+            if engine == _OWN_PROCESS or program in programs:  # a second way to run the same program
                 continue
+            programs.add(program)
             asked = f" --method {name}" + ("" if name == Default.name else f" --target-length {target}") if name else ""
             result[f"serve with {engine}"] = tuple(_serve(quoted, asked + self.options, engine, configs[engine]))
         return result
@@ -402,8 +486,6 @@ def _serve(model: str, asked: str, engine: str, config: ServingConfig) -> Iterab
     yield f"rope-ext serve-config {model}{asked} --engine {engine}"
     if config.gguf_keys:
         yield f"rope-ext gguf IN.gguf OUT.gguf --model {model}{asked}"
-    if config.gguf_keys or (config.config_keys and config.overrides is None):
-        yield from (f"# {note}" for note in config.notes)
     complete = config.command and (config.overrides is not None or not config.config_keys)
     if complete:
         variables = "".join(f"{key}={shlex.quote(value)} " for key, value in config.environment.items())

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn
+from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
-from rope_ext_hf.methods.remapping import ReRoPE, SelfExtend
+from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE, SelfExtend
 from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
+from rope_ext_hf.patches.geometry import bind, patch_geometry
 from tests.support.contracts import MethodContract
 from tests.support.method_checks import GEOMETRY, LLAMA2, assert_native, assert_same, with_factor
 from tests.support.method_examples import example_method, example_methods
+from tests.support.models import TRAINED, build
 from tests.support.oracles import (
     plain,
 )
@@ -170,3 +173,63 @@ def test_ntk_needs_four_dims(name: str) -> None:
 def test_an_object_with_lists_of_another_geometry_is_refused() -> None:
     with pytest.raises(MethodError, match=r"64.*32"):
         frequencies(Factors(factors=(1.0,) * 32), LLAMA2)
+
+
+# --- inputs that stay as they are ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+WITH_TEMPERATURE = [
+    (name, temperature)
+    for name, cls in list_methods().items()
+    for temperature in (None, "none", "log-n")
+    if temperature is None or issubclass(cls, RemappingMethod)
+]
+
+
+@pytest.mark.parametrize(("name", "temperature"), WITH_TEMPERATURE)
+def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
+    llama: Any, name: str, temperature: str | None
+) -> None:
+    rotary = patch_geometry(llama)
+    given = {} if temperature is None else {"temperature": temperature}
+    method = bind(llama, example_method(list_methods()[name], rotary, **given), 16 * TRAINED)
+    longest = method.unchanged_length(rotary)
+    ids = torch.randint(3, 60, (1, 2 * TRAINED), generator=torch.Generator().manual_seed(0))
+
+    def change(length: int) -> float:
+        with torch.no_grad():
+            before = llama(ids[:, :length]).logits
+            with rope.patched(llama, method):
+                return float((llama(ids[:, :length]).logits - before).abs().max())
+
+    if longest:
+        assert change(min(longest, 2 * TRAINED)) < 1e-4
+    if longest < 2 * TRAINED:
+        assert change(max(2, longest + 1)) > 1e-3
+
+
+def test_windows_state_how_far_short_inputs_stay() -> None:
+    rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
+    kept = {
+        name: cls().bind(rotary, 65536).unchanged_length(rotary)
+        for name, cls in list_methods().items()
+        if issubclass(cls, RemappingMethod)
+    }
+    # the last query of dca's 4,096 tokens gets the temperature
+    assert kept["rerope"] == kept["leaky-rerope"] == 2049
+    assert (kept["self-extend"], kept["dca"], kept["alibi"]) == (1025, 4095, 4097)
+    assert ReRoPE(frequency=Yarn(factor=4.0)).bind(rotary, None).unchanged_length(rotary) == 0
+
+
+def test_over_two_lists_inputs_up_to_the_original_length_stay() -> None:
+    ones, twos = (1.0,) * 64, (2.0,) * 64
+    phi = Rotary(dim=128, theta=10000.0, trained_length=4096).scaled(
+        LongRoPE(short_factor=ones, long_factor=twos, factor=32.0), context_length=131072
+    )
+    assert Yarn(factor=2.0).unchanged_length(phi) == 4096
+    assert DynamicYarn().unchanged_length(phi) == 131072

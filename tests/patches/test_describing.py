@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import rope_ext_hf as rope
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.static import Yarn
 from tests.support.model_checks import LONG, every_family, state
 from tests.support.models import (
     THETA,
@@ -19,6 +22,9 @@ from tests.support.models import (
     logits,
     tokens,
 )
+
+ROOT = Path(__file__).parent.parent.parent
+
 
 # --- notes on sliding layers --------------------------------------------------------------------------------------
 
@@ -113,3 +119,36 @@ def test_describe_does_not_touch_the_model() -> None:
     rope.describe(model)
     assert state(model) == before
     assert torch.equal(logits(model, tokens(LONG)), out)
+
+
+def test_what_a_patch_costs_short_inputs_is_stated() -> None:
+    lines = [json.loads(line) for line in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()]
+    last = {line["model"]: line for line in lines if line["benchmark"] == "factors"}
+    model = build("llama")  # for 64 tokens
+    text, nearest = rope.describe(rope.patch(model, "yarn", factor=3)).short_inputs
+    for line in last.values():  # the next larger factor that was measured
+        (row,) = [
+            row
+            for row in line["rows"]
+            if (row["method"], row["factor"], row["length"]) == ("yarn", 4, line["context_length"])
+        ]
+        assert f"{row['increase']:+.2f}" in text
+    assert "with a factor of 4" in text
+    assert nearest == (
+        "Few pairs of dims rotate here: of the models measured, the docstring model, of 16 rotated dims, is nearest to "
+        f"this one, of {model.config.head_dim}."
+    )
+    assert text in str(rope.describe(model))
+    assert rope.describe(rope.patch(model, "rerope")).short_inputs == (
+        "Inputs of up to 33 tokens give the output of the model without rerope.",
+    )
+    assert rope.describe(rope.unpatch(model)).short_inputs == ()
+
+
+def test_a_ramp_over_fast_pairs_is_stated() -> None:
+    """Heads of 8 trained at 512 tokens: the second of four pairs completes 8 cycles and is slowed by half."""
+    rotary = Rotary(dim=8, theta=10000.0, trained_length=512)
+    (text,) = Yarn(factor=4.0).cautions(rotary)
+    assert "on 1 of 4 pairs" in text
+    assert Yarn(factor=4.0, beta_fast=8.0).cautions(rotary) == ()
+    assert Yarn(factor=4.0).cautions(Rotary(dim=128, theta=10000.0, trained_length=4096)) == ()

@@ -1,0 +1,165 @@
+"""What methods cost and gain without training, on every model they were measured on; and the file that advice reads."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from .registry import ROOT, Row, figure, lines_of, markdown_table, stamp
+
+if TYPE_CHECKING:
+    from rope_ext_hf.methods.base import RopeMethod, Rotary
+
+__all__ = ["MEASURED", "measured_file", "unchanged_share"]
+
+MEASURED = ROOT / "rope_ext_hf" / "methods" / "measured.json"
+NAMES = {"reference": "bundled model", "docstring-model": "docstring model"}
+"""The models of benchmarks/factors.py, in the order of their tables."""
+COMMANDS = {
+    "reference": "benchmarks/factors.py",
+    "docstring-model": "benchmarks/factors.py --model build/bench/docstring-model",
+}
+
+
+def _lines() -> dict[str, Row]:
+    """The last measurement of every model."""
+    last = {line["model"]: line for line in lines_of("factors")}
+    return {model: last[model] for model in NAMES if model in last}
+
+
+def measured_file() -> str:
+    """The text of measured.json: a row is method, factor, length in context lengths, increase, low, high."""
+    models = []
+    for model, line in _lines().items():
+        rows = [
+            [
+                row["method"],
+                row["factor"],
+                row["length"] / line["context_length"],
+                row["increase"],
+                row["low"],
+                row["high"],
+            ]
+            for row in line["rows"]
+        ]
+        models.append(
+            {key: line[key] for key in ("rotated_dims", "theta", "context_length", "parameters")}
+            | {"name": NAMES[model], "rises": rows}
+        )
+    parts = []
+    for each in models:
+        head = json.dumps({key: value for key, value in each.items() if key != "rises"})[:-1]
+        parts.append(head + ', "rises": [\n' + ",\n".join(map(json.dumps, each["rises"])) + "\n]}")
+    return "[\n" + ",\n".join(parts) + "\n]\n"
+
+
+def _rows(line: Row) -> dict[tuple[str, float | None, int], Row]:
+    """The rows of a measurement by method, factor and length in context lengths."""
+    return {(row["method"], row["factor"], row["length"] // line["context_length"]): row for row in line["rows"]}
+
+
+def _by_model(key: tuple[str, float | None, int]) -> str:
+    """The rise on every model, with its interval."""
+    rows = [_rows(line).get(key) for line in _lines().values()]
+    return " / ".join("–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows)
+
+
+def _note() -> str:
+    stamps = [stamp(line, COMMANDS[model]) for model, line in _lines().items()]
+    tokens = ", ".join(f"{line['scored_bytes']:,} bytes of the {NAMES[model]}" for model, line in _lines().items())
+    return f"In brackets 95% intervals over the documents; scored at every length: {tokens}.\n" + "\n".join(stamps)
+
+
+@figure
+def measured_models() -> str:
+    from rope_ext_hf.methods.measurements import measured_models
+
+    return " and ".join(f"the {model}" for model in measured_models())
+
+
+@figure
+def recovered() -> str:
+    from rope_ext_hf.methods.measurements import RECOVERED
+
+    return f"{RECOVERED:.0%}"
+
+
+@figure
+def short_inputs() -> str:
+    """The rise at the context length, of methods with a factor."""
+    keys = {(method, factor) for line in _lines().values() for method, factor, _ in _rows(line) if factor}
+    factors = sorted({factor for _, factor in keys})
+    names = dict.fromkeys(row["method"] for line in _lines().values() for row in line["rows"] if row["factor"])
+    rows = ([f"`{name}`", *(_by_model((name, factor, 1)) for factor in factors)] for name in names)
+    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows, _note())
+
+
+@figure
+def without_training() -> str:
+    """The rise at each length, of every method fitted to it."""
+    lines = _lines().values()
+    scales = sorted({scale for line in lines for _, _, scale in _rows(line) if scale > 1})
+    names = dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"])
+    rows = (
+        [
+            name if name == "as loaded" else f"`{name}`",
+            *(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales),
+        ]
+        for name, by_factor in names
+    )
+    return markdown_table(["rise at", *(f"{scale}x" for scale in scales)], rows, _note())
+
+
+@figure
+def yarn_cost() -> str:
+    """The rise at the context length with a factor of 4."""
+    rises = [f"{_rows(line)['yarn', 4, 1]['increase']:+.2f}" for line in _lines().values()]
+    return f"x4 costs {' / '.join(rises)} bits per byte (two models)"
+
+
+@figure
+def yarn_short_inputs() -> str:
+    return _cost_of("yarn")
+
+
+@figure
+def ntk_short_inputs() -> str:
+    return _cost_of("ntk")
+
+
+def _cost_of(method: str) -> str:
+    """The rise at the context length with the smallest and the largest factor, in words."""
+    parts = []
+    for model, line in _lines().items():
+        costs = {
+            factor: row["increase"]
+            for (name, factor, scale), row in _rows(line).items()
+            if (name, scale) == (method, 1) and factor
+        }
+        few, many = min(costs), max(costs)
+        parts.append(f"{costs[few]:+.2f} (x{few:g}) to {costs[many]:+.2f} (x{many:g}) on the {NAMES[model]}")
+    return " and ".join(parts)
+
+
+def unchanged_share(method: RopeMethod, rotary: Rotary) -> str:
+    """Up to which share of the context length a method leaves the output as it is; "" for none."""
+    share = Fraction(method.unchanged_length(rotary), rotary.context_length).limit_denominator(8)
+    words = {Fraction(1, 4): "a quarter", Fraction(1, 2): "half", Fraction(3, 4): "three quarters", Fraction(1): "all"}
+    return "" if not share else words.get(share, str(share))
+
+
+@figure
+def unchanged_lengths() -> str:
+    """Up to which share of the context length the remapping methods leave the output as it is, as bound by default."""
+    from rope_ext_hf import Rotary, list_methods
+    from rope_ext_hf.methods.guidance import PYTHON
+    from rope_ext_hf.methods.remapping import RemappingMethod
+
+    rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
+    named = [
+        f"{unchanged_share(cls().bind(rotary, None), rotary)} (`{name}`)"
+        for name, cls in list_methods().items()
+        if issubclass(cls, RemappingMethod) and cls.guidance and PYTHON in cls.guidance.purposes
+    ]
+    return f"{', '.join(named)} of the context length"

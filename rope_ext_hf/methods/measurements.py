@@ -1,0 +1,171 @@
+"""What was measured of every method without training: how much the loss rises, by model, factor and length.
+
+    >>> [f"{rise.model.name}: {rise.increase:+.2f}" for rise in rises_at("yarn", 4)]  # doctest: +SKIP
+    ['bundled model: +0.13', 'docstring model: +0.25']
+
+A rise is in bits per byte, over the loss of the model as loaded at its context length, on the same tokens. The numbers
+are those of benchmarks/factors.py: `make figures` writes them into measured.json. Lengths are counted in context
+lengths, and what was not measured is answered by the next larger factor or length that was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import takewhile
+from typing import NamedTuple
+
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
+
+__all__ = [
+    "RECOVERED",
+    "MeasuredModel",
+    "Rise",
+    "cost_notes",
+    "factor_for",
+    "measured_models",
+    "measured_reach",
+    "rises_at",
+    "rises_for_short_inputs",
+    "worth_trying",
+]
+
+AS_LOADED = "as loaded"
+RECOVERED = 2 / 3
+"""A method is worth trying where it takes away this share of what the model as loaded loses at the length."""
+
+FEW_DIMS = 32
+"""Up to so many rotated dims, pairs are far apart in wavelength, and a ramp moves many of them at once."""
+
+
+class Rise(NamedTuple):
+    """How much the loss of a model rises under a method.
+
+    Attributes:
+        model: the model.
+        factor: the factor of the method; None: it was fitted to the longest length that was measured.
+        scale: the length, in context lengths.
+        increase, low, high: bits per byte, and the 95% interval over the documents.
+        as_loaded: how much it rises at this length without the method.
+    """
+
+    model: MeasuredModel
+    factor: float | None
+    scale: float
+    increase: float
+    low: float
+    high: float
+    as_loaded: float
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model that methods were measured on.
+
+    Attributes:
+        name: what it is called in tables.
+        rotated_dims, theta, context_length, parameters: its rotary embedding and size.
+    """
+
+    name: str
+    rotated_dims: int
+    theta: float
+    context_length: int
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.parameters / 1e6:.1f} million parameters, {self.rotated_dims} rotated dims, "
+            f"theta {self.theta:,.0f}, trained at {self.context_length})"
+        )
+
+
+@cache
+def _measurements() -> dict[MeasuredModel, dict[str, list[Rise]]]:
+    """The rises of every model, by method."""
+    text = resources.files("rope_ext_hf.methods").joinpath("measured.json").read_text(encoding="utf-8")
+    result = {}
+    for saved in json.loads(text):
+        rows = saved.pop("rises")
+        model = MeasuredModel(**saved)
+        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == AS_LOADED}
+        methods: dict[str, list[Rise]] = {}
+        for method, factor, scale, increase, low, high in rows:
+            rise = Rise(model, factor, scale, increase, low, high, as_loaded[scale])
+            methods.setdefault(method, []).append(rise)
+        result[model] = methods
+    return result
+
+
+def measured_models() -> tuple[MeasuredModel, ...]:
+    """The models, the bundled one first."""
+    return tuple(_measurements())
+
+
+def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
+    """The rise on every model at a length, of the method fitted to it; empty where nothing so long was measured.
+
+    Args:
+        method: its name.
+        scale: the length, in context lengths.
+    """
+    return _smallest(method, lambda rise: rise.scale >= scale and rise.factor in (None, rise.scale))
+
+
+def rises_for_short_inputs(method: str, factor: float) -> tuple[Rise, ...]:
+    """The rise on every model at its context length, with the factor; empty where none so large was measured."""
+    return _smallest(method, lambda rise: rise.scale == 1 and (rise.factor is None or rise.factor >= factor))
+
+
+def _smallest(method: str, fits: Callable[[Rise], bool]) -> tuple[Rise, ...]:
+    """Of every model the fitting rise with the smallest factor and scale; empty where a model has none."""
+    fitting = [[rise for rise in methods.get(method, ()) if fits(rise)] for methods in _measurements().values()]
+    return tuple(min(some, key=lambda rise: (rise.factor or 0, rise.scale)) for some in fitting) if all(fitting) else ()
+
+
+def worth_trying(rises: Sequence[Rise]) -> bool:
+    """Whether, on every model, the method takes away `RECOVERED` of what the model as loaded loses at the length."""
+    return bool(rises) and all(rise.increase <= (1 - RECOVERED) * rise.as_loaded for rise in rises)
+
+
+def factor_for(method: str, scale: float) -> float | None:
+    """The smallest measured factor with which a method is worth trying at a length; None: there is none."""
+    factors = sorted({rise.factor for each in _measurements().values() for rise in each.get(method, ()) if rise.factor})
+    for factor in factors:
+        at_scale = _smallest(method, lambda rise, factor=factor: rise.factor == factor and rise.scale >= scale)  # type: ignore[misc]
+        if worth_trying(at_scale):
+            return factor
+    return None
+
+
+def measured_reach(method: str) -> tuple[float, float]:
+    """Up to how many context lengths a method is worth trying (1: none), and up to how many it was measured."""
+    scales = sorted({rise.scale for each in _measurements().values() for rise in each.get(method, ())})
+    worth = takewhile(lambda scale: scale == 1 or worth_trying(rises_at(method, scale)), scales)
+    return max(worth, default=1.0), max(scales, default=1.0)
+
+
+def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
+    """What a method does to inputs within the context length, and what is unusual about it, a sentence each."""
+    kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)
+    rises = rises_for_short_inputs(method.name, factor) if factor and factor > 1 and not kept else ()
+    notes = []
+    if 0 < kept < UNBOUNDED:
+        notes.append(f"Inputs of up to {kept:,} tokens give the output of the model without {method.name}.")
+    if rises:
+        measured = " and ".join(f"{rise.increase:+.2f} on the {rise.model.name}" for rise in rises)
+        notes.append(
+            f"Inputs within the context length lose as well: with a factor of {rises[0].factor:g}, {measured}, in bits "
+            "per byte. Take the smallest factor that reaches the length you need."
+        )
+        nearest = min(measured_models(), key=lambda model: abs(math.log(model.rotated_dims / rotary.dim)))
+        few = "Few pairs of dims rotate here: of" if rotary.dim <= FEW_DIMS else "Of"
+        notes.append(
+            f"{few} the models measured, the {nearest.name}, of {nearest.rotated_dims} rotated dims, is nearest to "
+            f"this one, of {rotary.dim}."
+        )
+    return (*notes, *method.cautions(rotary))
