@@ -115,7 +115,7 @@ def without_training() -> str:
 def yarn_cost() -> str:
     """The rise at the context length with a factor of 4."""
     rises = [f"{_rows(line)['yarn', 4, 1]['increase']:+.2f}" for line in _lines().values()]
-    return f"x4 costs short inputs {' / '.join(rises)} bits"
+    return f"x4 costs short inputs {' / '.join(rises)} bits per byte"
 
 
 @figure

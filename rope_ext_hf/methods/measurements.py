@@ -22,8 +22,6 @@ from typing import NamedTuple
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 
 __all__ = [
-    "RECOVERED",
-    "MeasuredModel",
     "Rise",
     "cost_notes",
     "factor_for",
