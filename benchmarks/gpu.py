@@ -85,10 +85,12 @@ def run(command: list[str], seconds: float) -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     if done.returncode:
         return result | {"failed": "\n".join([*lines[-20:], *done.stderr.strip().splitlines()[-20:]])}
-    try:
-        return result | {"result": json.loads(lines[-1])}
-    except (IndexError, json.JSONDecodeError):
-        return result | {"output": "\n".join(lines[-40:])}
+    for text in (done.stdout, lines[-1] if lines else ""):  # JSON alone, or after other output
+        try:
+            return result | {"result": json.loads(text)}
+        except json.JSONDecodeError:
+            continue
+    return result | {"output": "\n".join(lines[-40:])}
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
