@@ -29,7 +29,7 @@ MEMORY = 2 * 10**9
 _STALLED = 40.0  # seconds without computing: not a busy machine, but a wait for something, a FIFO say
 _ADDRESSES = 12 * 2**30  # of address space, so that a wild allocation fails instead of stopping the machine
 _MOST_CHARACTERS = 1200  # of a line of an error
-_STDERR_LINE = re.compile(r"(rope-ext: |(warning|needs|reads|read|run|picture) {2,}).*")
+_STDERR_LINE = re.compile(r"(rope-ext: |(warning|needs|reads|read|run|time|picture) {2,}).*")
 _NO_MEMORY = re.compile(r"can't allocate memory|MemoryError|not enough memory|std::bad_alloc|Unable to allocate")
 
 
