@@ -31,7 +31,7 @@ def test_verify_compares_logits_where_there_is_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1_000_000))
     back = rope.convert_checkpoint(tmp_path / "there", tmp_path / "back", "half", verify=True)
     assert "q.k of 3 of 5 layers" in (back.verified or "")
-    assert "logits not compared: that takes 0.0 GB of memory" in (back.verified or "")
+    assert "logits not compared: that takes 18.8 MB of memory" in (back.verified or "")
 
 
 def test_verify_catches_wrong_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,7 @@ def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: 
     assert code == 2
     # keys and values: 2 x 5 layers x 2 heads x 64 dims x 512k tokens x 4 bytes
     assert "spans of 524,288 tokens need" in err
-    assert "2.7 keys and values" in err
+    assert "2.7 GB keys and values" in err
     assert "shorter lengths: up to" in err
     assert "--device-map" not in err  # one device is all there is
 
