@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, one_line, short
+from rope_ext_hf.files import check_regular
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
@@ -116,6 +117,7 @@ def _load_patched(
     path: str | Path, config: Any, record: dict[str, Any] | None, auto_class: str | None, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     check_sizes(config)
+    check_regular(Path(path))
     loader = class_to_load(config, auto_class)
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)

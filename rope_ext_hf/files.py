@@ -38,6 +38,7 @@ __all__ = [
     "atomic_file",
     "atomic_folder",
     "check_destination",
+    "check_regular",
     "copy_files",
     "copy_mode",
     "copy_range",
@@ -204,6 +205,17 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object in the form that transformers gives its configs; not atomic by itself."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def check_regular(folder: Path) -> None:
+    """Check that whatever stands in a folder is a file or a folder, or leads to one; no folder, no check.
+
+    Raises:
+        FileError: a device, which may have no end, or a pipe, which may never begin.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise FileError(f"{str(path)!r} is no regular file but a device or a pipe; remove it")
 
 
 def json_text(value: Any) -> str:

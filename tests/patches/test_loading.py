@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, FileError
 from tests.support.model_checks import LONG, TOLERANCE, difference
 from tests.support.models import THETA, TRAINED, build, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, FREQUENCIES, STATIC, Lookup, load_plainly, saved_config
@@ -280,3 +280,12 @@ def test_weights_are_never_dropped_silently(tmp_path: Path) -> None:
     assert rope.describe(loaded).method == "dynamic-ntk"
     with pytest.raises(CheckpointError, match="'AutoModelFor'"):
         rope.from_pretrained(tmp_path, auto_class="AutoModelFor")
+
+
+def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
+    """It has no end: torch would read from it until memory is full."""
+    build("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "pytorch_model.bin").symlink_to("/dev/zero")
+    with pytest.raises(FileError, match=r"pytorch_model\.bin' is no regular file"):
+        rope.from_pretrained(tmp_path)

@@ -331,6 +331,8 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             RuntimeError: there are several, as on a real device. Scalars on the CPU and, for an index, positions there
                 are taken.
         """
+        if asked is not None:  # a new tensor, of which others give the shape alone
+            return asked
         places = {x.device for x in ours}
         on_cpu = [x for x in tensors if not isinstance(x, CudaTensor) and x.ndim]
         if len(places) > 1 or (on_cpu and name not in TAKES_CPU_INDEX | {"set_", "detach"}):
@@ -338,8 +340,6 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             raise RuntimeError(f"Expected all tensors to be on the same device, but {name} was given {what}")
         if on_cpu:
             self.note("to_device", f"{name} with an index on the CPU")
-        if asked is not None:
-            return asked
         return next(iter(places))
 
     def _copy(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], asked: torch.device | None) -> Any:
