@@ -455,7 +455,8 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
             f"registers it; or, where rope_type is one of transformers' own, delete the {PATCH_KEY!r} key"
         ) from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({error!r}); delete that key") from error
+        reason = str(error) if isinstance(error, MethodError) else repr(error)
+        raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({reason}); delete that key") from error
 
 
 def former_in(record: Mapping[str, Any]) -> set[str]:

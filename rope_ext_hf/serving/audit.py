@@ -26,6 +26,7 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.patches.adapters import find_adapter
+from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
@@ -191,6 +192,12 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         stray = [key for key in ("rope_scaling", "rope_parameters", "rope_theta") if config.get(key) is not None]
         if stray:
             problems.append(f"{', '.join(stray)} beside text_config: engines read those inside text_config alone")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping) and PATCH_KEY in part:
+            try:
+                checked_specs(part[PATCH_KEY], "this config")
+            except CheckpointError as error:
+                problems.append(one_line(error))
     try:
         text = text_settings(config)
         settings = rope_settings(text)

@@ -26,6 +26,7 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.target import make_target
 from tests.support.every_model import tiny
+from tests.support.models import build
 from tests.support.serving_models import SERVED, published_config, served_model, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -293,6 +294,17 @@ def test_audit_of_a_table_in_the_weights_is_refused() -> None:
 def test_audit_of_settings_that_are_no_object(value: Any) -> None:
     config = BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": value}
     assert any("rope_parameters must be an object, and is" in problem for problem in audit_config(config).problems)
+
+
+def test_audit_finds_a_damaged_record_of_a_patch(tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), "yarn", factor=4)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert not any("record" in problem for problem in audit_config(config).problems)
+    config["rope_ext_hf"]["target_length"] = "long"
+    [problem] = audit_config(config).problems
+    assert "record of this config is damaged" in problem
+    assert "Error(" not in problem
 
 
 def test_audit_finds_problems_of_the_file() -> None:
