@@ -472,7 +472,7 @@ def _add(draw: random.Random, folder: Path, elsewhere: Path) -> str:
     path = folder / name
     kind = draw.randrange(5)
     if path.exists() or kind == 4:
-        path = folder / "sub"
+        path = next(path for path in (folder / f"sub{number}" for number in range(100)) if not path.exists())
         shutil.copytree(folder, path, symlinks=True, ignore=_heavy_or_special)
         return "a copy of itself inside"
     if kind == 0:
