@@ -121,7 +121,7 @@ def read(model: Any, ids: torch.Tensor) -> Callable[[], None]:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    for part in ids.split(CHUNK, dim=1):
+    for part in torch.split(ids, CHUNK, dim=1):
         model(part, past_key_values=cache, logits_to_keep=1)
 
     def step() -> None:

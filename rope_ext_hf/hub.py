@@ -358,11 +358,16 @@ def load_tokenizer(
     return tokenizer
 
 
+MAX_ADDED_TOKENS = 1_000_000
+_TOKEN_COUNTS = frozenset({"extra_ids", "offset", "num_madeup_words"})
+"""Settings by which tokenizers of transformers (T5, ByT5, Pegasus, XGLM) make so many tokens when they are loaded."""
+
+
 def _check_token_settings(source: str, options: dict[str, Any]) -> None:
-    """Check the names of the settings of special tokens: tokenizers prints those it does not know, as they stand.
+    """Check the names of the settings of special tokens, which tokenizers prints as they stand, and their number.
 
     Raises:
-        CheckpointError: one with control characters, which would reach the terminal.
+        CheckpointError: a name with control characters, which would reach the terminal; more tokens than any model has.
     """
     from transformers.utils import cached_file
 
@@ -373,11 +378,20 @@ def _check_token_settings(source: str, options: dict[str, Any]) -> None:
             if not key.isprintable():
                 raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
 
+    def check_counts(settings: dict[str, Any], file: str) -> None:
+        for key in sorted(_TOKEN_COUNTS & settings.keys()):
+            if isinstance(settings[key], int) and settings[key] > MAX_ADDED_TOKENS:
+                raise CheckpointError(
+                    f"{file}: {key} asks for {short(str(settings[key]))} tokens; at most {MAX_ADDED_TOKENS:,} are made"
+                )
+
     where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         found = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
         if found is not None:
-            check(read_json(Path(found)), file)
+            settings = read_json(Path(found))
+            check(settings, file)
+            check_counts(settings, file)
 
 
 def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -137,6 +137,14 @@ MEASURED = {
 ALL = {"describe": [], "patch": ["--method", "yarn", "--factor", "2"], **MEASURED}
 
 
+@pytest.mark.parametrize("key", ["extra_ids", "offset", "num_madeup_words"])
+def test_no_tokenizer_makes_any_number_of_tokens(key: str, tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "ByT5Tokenizer", key: 2**53}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {key} asks for 9007199254740992 tokens"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_a_token_setting_that_would_reach_the_terminal(file: str, folder: Path) -> None:
     tokens = {"bos_token": {"content": "<s>", "lstrip": False, "\x1b]0;title\x07": True}}
