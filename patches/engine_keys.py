@@ -142,10 +142,12 @@ def compare_engines(config: Settings) -> EngineAgreement:
     """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in neither list."""
     agreeing: list[str] = []
     disagreeing: list[str] = []
-    with suppress(ServingError, ArithmeticError):
+    try:
         expected = expected_of(Transformers(), config) if config["model_type"] in TRIED_FAMILIES else ()
-        for engine in OTHER_ENGINES if expected else ():
-            with suppress(ServingError, ArithmeticError):
-                same = runs_otherwise(engine, expected, config) is None
-                (agreeing if same else disagreeing).append(engine.label)
+    except (ServingError, ArithmeticError):
+        expected = ()  # transformers itself refuses it: there is nothing to agree with
+    for engine in OTHER_ENGINES if expected else ():
+        with suppress(ServingError, ArithmeticError):
+            same = runs_otherwise(engine, expected, config) is None
+            (agreeing if same else disagreeing).append(engine.label)
     return EngineAgreement(tuple(agreeing), tuple(disagreeing))

@@ -10,16 +10,13 @@ Expected = tuple[tuple[int, Computed], ...]
 """What a reference computes from a config, for inputs of so many tokens: long ones, then short ones."""
 
 
-def expected_of(reference: Engine, config: Config, length: int | None = None) -> Expected:
+def expected_of(reference: Engine, config: Config) -> Expected:
     """What an engine that follows every input computes from a config, to compare others with.
-
-    Args:
-        length: tokens that the others are started for; None: what the reference derives from the config.
 
     Raises:
         ServingError: the reference refuses the config.
     """
-    longest = length or reference.computes(config).length
+    longest = reference.computes(config).length
     assert longest is not None
     return tuple((tokens, reference.computes(config, tokens)) for tokens in (longest, 1))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rope_ext_hf.errors import LengthError
+from rope_ext_hf.errors import LengthError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
@@ -73,13 +73,8 @@ def _settings(origin: KeyOrigin) -> dict[str, Any]:
 
 
 def _words(settings: dict[str, Any], keys: Iterable[str]) -> str:
-    shown = [f"no {key}" if settings.get(key) is None else f"{key}={_short(settings[key])}" for key in keys]
+    shown = [f"no {key}" if settings.get(key) is None else f"{key}={short(str(settings[key]), 60)}" for key in keys]
     return f"{settings['method']} with {', '.join(shown)}" if shown else str(settings["method"])
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True)
