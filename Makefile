@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-exports | test-readers | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-exports | test-other-engines | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
 # docs | figures | pictures | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -6,7 +6,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-exports test-readers test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -18,20 +18,20 @@ test-fast: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow"
 
 # Some minutes: patched folders read by transformers 4 and mlx-lm, each in an environment of its own below build/. The
-# result goes to docs/results/readers.json.
-test-readers: .venv/ready build/readers/transformers/ready build/readers/mlx-lm/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.readers \
-		--transformers build/readers/transformers/bin/python --mlx-lm build/readers/mlx-lm/bin/python
+# result goes to docs/results/other-engines.json.
+test-other-engines: .venv/ready build/other-engines/transformers/ready build/other-engines/mlx-lm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.other_engines \
+		--transformers build/other-engines/transformers/bin/python --mlx-lm build/other-engines/mlx-lm/bin/python
 
-build/readers/transformers/ready: Makefile
-	$(PYTHON) -m venv build/readers/transformers
-	build/readers/transformers/bin/pip install -q torch==2.13.0
-	build/readers/transformers/bin/pip install -q transformers==4.57.6
+build/other-engines/transformers/ready: Makefile
+	$(PYTHON) -m venv build/other-engines/transformers
+	build/other-engines/transformers/bin/pip install -q torch==2.13.0
+	build/other-engines/transformers/bin/pip install -q transformers==4.57.6
 	touch $@
 
-build/readers/mlx-lm/ready: Makefile
-	$(PYTHON) -m venv build/readers/mlx-lm
-	build/readers/mlx-lm/bin/pip install -q 'mlx-lm[cpu]==0.32.2'
+build/other-engines/mlx-lm/ready: Makefile
+	$(PYTHON) -m venv build/other-engines/mlx-lm
+	build/other-engines/mlx-lm/bin/pip install -q 'mlx-lm[cpu]==0.32.2'
 	touch $@
 
 # Models quantised by torchao and ONNX files, both installed below build/ (13 MB), where imports of PEFT do not meet them.
@@ -109,7 +109,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
 	$(RUN)/python benchmarks/angles.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-$(DEVICE).jsonl --out $(RESULTS)
-	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-forms-$(DEVICE).jsonl --forms key-value,assignment,quote,copy --methods as-loaded,rerope,self-extend --lengths 256,2048,8192 --keys 1 --out $(RESULTS)
+	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --cells build/bench/retrieval-tasks-$(DEVICE).jsonl --tasks key-value,assignment,quote,copy --methods as-loaded,rerope,self-extend --lengths 256,2048,8192 --keys 1 --out $(RESULTS)
 	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/attention.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/attention.png)
 	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 200 --methods "self-extend,rerope,rerope window=192" --out $(RESULTS)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rope_ext_hf.eval.retrieval_prompts import FORMS, ask
+from rope_ext_hf.eval.retrieval_prompts import TASKS, ask
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT
 
 __all__ = ["write_card"]
@@ -46,14 +46,14 @@ tables and the modules held out for measurements: {held_out}.
 A retrieval prompt is a piece of that text with 1 to {max_keys} statements at random places (fewer where they do not
 fit), and up to {asked} questions about them at its end, each followed by its answer. Its statements share words, and
 often the same random characters stand before all its numbers. In the loss, a byte of an answer weighs {answer:g}, any
-other byte of statements and questions {statement_or_question:g}, a byte of text {filler:g}. There are {forms} forms,
+other byte of statements and questions {statement_or_question:g}, a byte of text {filler:g}. There are {tasks} tasks,
 one a line: a statement, its question, its answer.
 
 {examples}
 
-The wordings, names and values of measurements are never trained on. Each form has wordings of its own for them, names
+The wordings, names and values of measurements are never trained on. Each task has wordings of its own for them, names
 come from a second list of words, and of numbers and codes one in eight, by a checksum, is held out. The text around
-the statements is then from the held-out modules. Only the form of the task is the same.
+the statements is then from the held-out modules. Only the task is the same.
 
 ## At the end of training
 
@@ -66,7 +66,7 @@ Made by torch {torch} on {device} with {threads} threads, in {minutes:.0f} minut
 
 ## What it cannot do
 
-It writes plausible Python of no use. It answers no questions but those of the forms above, where the answer stands in
+It writes plausible Python of no use. It answers no questions but those of the tasks above, where the answer stands in
 the text word for word; it follows no instructions. Without a RoPE method it reads nothing beyond {trained_length}
 bytes. That a method works on it does not show that the method works as well on a large model.
 
@@ -83,11 +83,11 @@ def _phase_text(phase: dict[str, Any]) -> str:
 
 
 def _examples(seed: int) -> str:
-    """A training prompt of every form that has any, in one line each."""
+    """A training prompt of every task that has any, in one line each."""
     lines = []
-    for name, form in FORMS.items():
-        if form.training:
-            question = ask(form, random.Random(seed), held_out=False, wording=0)
+    for name, task in TASKS.items():
+        if task.training:
+            question = ask(task, random.Random(seed), held_out=False, wording=0)
             texts = (question.statements[0], question.question, question.answer)
             lines.append(f"- {name}: " + ", ".join(f"`{text.strip()}`" for text in texts))
     return "\n".join(lines)
@@ -116,7 +116,7 @@ def write_card(folder: Path) -> None:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         held_out=", ".join(f"`{name}`" for name in HELD_OUT),
-        forms=sum(bool(form.training) for form in FORMS.values()),
+        tasks=sum(bool(task.training) for task in TASKS.values()),
         examples=_examples(record["seed"]),
         minutes=sum(phase["curve"][-1]["seconds"] for phase in phases.values()) / 60,
         held=record["final"]["held_out_bits_per_byte"],

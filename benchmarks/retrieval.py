@@ -1,9 +1,9 @@
 """Retrieval by length and method: the share of questions that the bundled model answers exactly.
 
     python benchmarks/retrieval.py --cells retrieval.jsonl [--lengths 256,512,1024] [--methods as-loaded,self-extend]
-        [--forms key-value,quote] [--keys 1,4] [--device cuda] [--out benchmarks/results.jsonl]
+        [--tasks key-value,quote] [--keys 1,4] [--device cuda] [--out benchmarks/results.jsonl]
 
-One cell is 100 questions, in equal shares of the forms given (with wordings, names and values that the model is not
+One cell is 100 questions, in equal shares of the tasks given (with wordings, names and values that the model is not
 trained on), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25 prompts
 with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the length that
 it extends to, and one that answers nothing at two lengths in a row no further; the model as loaded at every length.
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--target-length", type=int, default=None, help="default: the longest of the lengths")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--forms", default="key-value", help="such as 'key-value,assignment,quote,copy'")
+    parser.add_argument("--tasks", default="key-value", help="such as 'key-value,assignment,quote,copy'")
     parser.add_argument("--keys", default="1,4", help="statements in a prompt")
     arguments = parser.parse_args()
 
@@ -138,7 +138,7 @@ def main() -> None:
     lines = arguments.cells.read_text(encoding="utf-8").splitlines() if arguments.cells.exists() else []
     cells = [json.loads(line) for line in lines]
     known = {(cell["name"], cell["length"], cell["keys"]) for cell in cells}
-    forms = arguments.forms.split(",")
+    tasks = arguments.tasks.split(",")
     todo = [
         (name, length, keys)
         for length in sorted(lengths)
@@ -157,9 +157,9 @@ def main() -> None:
         results = []
         with nullcontext() if chosen is None else rope.patched(model, chosen[0], **settings(chosen[1], target)):
             for seed, depths in enumerate(together):
-                for form, trials in zip(forms, shares(QUESTIONS // len(DEPTHS[keys]), len(forms)), strict=True):
+                for task, trials in zip(tasks, shares(QUESTIONS // len(DEPTHS[keys]), len(tasks)), strict=True):
                     results += passkey(
-                        model, lengths=[length], depths=depths, trials=trials, keys=keys, seed=seed, task=form,
+                        model, lengths=[length], depths=depths, trials=trials, keys=keys, seed=seed, task=task,
                         distractors=3, tokenizer=tokenizer, haystack=haystack,
                     )  # fmt: skip
         trials = sum(result.trials for result in results)
@@ -190,9 +190,9 @@ def main() -> None:
     kept = ("name", "length", "keys", "trials", "exact", "interval", "rank", "exact_by")
     rows = [{key: cell[key] for key in kept} for cell in cells]
     result = {
-        "benchmark": "retrieval" if len(forms) == 1 else "retrieval by form",
+        "benchmark": "retrieval" if len(tasks) == 1 else "retrieval by task",
         "context_length": trained,
-        "forms": forms,
+        "tasks": tasks,
         "rows": rows,
         "threads": torch.get_num_threads(),
     }

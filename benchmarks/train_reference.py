@@ -30,7 +30,7 @@ from torch.nn import functional
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.retrieval_prompts import FORMS, Part, Prompt, training_prompt
+from rope_ext_hf.eval.retrieval_prompts import TASKS, Part, Prompt, training_prompt
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
 
 SEED = 20240517
@@ -63,8 +63,8 @@ PHASES = {
     "retrieval": Phase(steps=1200, text_rows=3, prompt_rows=13, peak_learning_rate=1e-3, warmup_steps=40),
 }
 """One after the other."""
-PROMPT_FORMS = ("key-value", "assignment", "assignment", "quote", "quote", "copy")
-"""What prompts are drawn from; the harder forms twice."""
+PROMPT_TASKS = ("key-value", "assignment", "assignment", "quote", "quote", "copy")
+"""What prompts are drawn from; the harder tasks twice."""
 MAX_KEYS = 12
 """Statements in a training prompt; fewer where so many do not fit."""
 ASKED = (1, 4, 8, 8)
@@ -123,7 +123,7 @@ def training_prompts(text: bytes, rng: random.Random, count: int) -> tuple[Tenso
         rng,
         (
             training_prompt(
-                FORMS[rng.choice(PROMPT_FORMS)],
+                TASKS[rng.choice(PROMPT_TASKS)],
                 rng,
                 length=TRAINED_LENGTH + 1,
                 keys=rng.randint(1, MAX_KEYS),
@@ -135,23 +135,23 @@ def training_prompts(text: bytes, rng: random.Random, count: int) -> tuple[Tenso
 
 
 def held_out_prompts(text: bytes, rng: random.Random, count: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Retrieval prompts with names, values and wordings that training never uses, all forms and wordings in turn.
+    """Retrieval prompts with names, values and wordings that training never uses, all tasks and wordings in turn.
 
     Returns:
         As `training_prompts`.
     """
-    forms = sorted(set(PROMPT_FORMS))
+    tasks = sorted(set(PROMPT_TASKS))
     return _filled(
         text,
         rng,
         (
             training_prompt(
-                FORMS[forms[index % len(forms)]],
+                TASKS[tasks[index % len(tasks)]],
                 rng,
                 length=TRAINED_LENGTH + 1,
                 keys=keys,
                 held_out=True,
-                wording=index // len(forms),
+                wording=index // len(tasks),
             )
             for index in range(count)
         ),

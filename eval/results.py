@@ -255,7 +255,7 @@ class Retrieval:
 
     Attributes:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
-        task: name of the form, a key of `retrieval_prompts.FORMS`.
+        task: a key of `retrieval_prompts.TASKS`.
         keys: statements in every prompt, of which one is asked for.
         length: of prompt and answer together, in tokens.
         depth: share of the haystack that stands before the statement asked for.

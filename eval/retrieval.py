@@ -5,8 +5,8 @@
         print(result.length, result.depth, result.exact_match, result.rank)
 
 Two things are measured: whether greedy decoding gives the right answer, and the rank of the right answer among wrong
-ones by likelihood. The rank shows a signal in models too small to answer. The forms of statements and questions are
-data, `retrieval_prompts.FORMS`.
+ones by likelihood. The rank shows a signal in models too small to answer. The tasks, statements with their
+questions, are data: `retrieval_prompts.TASKS`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
-from rope_ext_hf.eval.retrieval_prompts import FORMS, Form, ask, insert, other_answers
+from rope_ext_hf.eval.retrieval_prompts import TASKS, Task, ask, insert, other_answers
 from rope_ext_hf.eval.runner import Measurement, measure
 from rope_ext_hf.eval.scorer import TokenScorer
 
@@ -93,7 +93,7 @@ class Trial:
 
 
 def make_trials(
-    form: Form,
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
     *,
     trials: int,
@@ -104,7 +104,7 @@ def make_trials(
     seed: int = 0,
     repeated: bool = False,
 ) -> list[Trial]:
-    """Draw names and values, those that training never uses, in the form's held-out wordings, which take turns.
+    """Draw names and values, those that training never uses, in the task's held-out wordings, which take turns.
 
     Distractors have as many tokens as the right answer, so that none is likelier for its length. The answers to the
     other keys are among them, where they have.
@@ -115,16 +115,16 @@ def make_trials(
         repeated: the haystack is one short text again and again; every prompt then starts at its beginning.
 
     Raises:
-        MethodError: a tokenizer without enough answers of one length, or more keys than the form can tell apart.
+        MethodError: a tokenizer without enough answers of one length, or more keys than the task can tell apart.
     """
     return [
-        _trial(form, tokenizer, distractors, keys, asked, depths, index, random.Random(f"{seed} {index}"), repeated)
+        _trial(task, tokenizer, distractors, keys, asked, depths, index, random.Random(f"{seed} {index}"), repeated)
         for index in range(trials)
     ]
 
 
 def _trial(
-    form: Form,
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
     distractors: int,
     keys: int,
@@ -135,7 +135,7 @@ def _trial(
     repeated: bool,
 ) -> Trial:
     try:
-        drawn = ask(form, rng, keys=keys, wording=index).about(asked)
+        drawn = ask(task, rng, keys=keys, wording=index).about(asked)
     except ValueError as error:
         raise MethodError(str(error)) from error
     start = 0.0 if repeated else rng.random()
@@ -145,7 +145,7 @@ def _trial(
     # A tokenizer may merge the end of the question with the answer: what both have in common is the prompt.
     answers = [_encode(tokenizer, drawn.question + drawn.answer)]
     shared = next((i for i, (a, b) in enumerate(zip(question, answers[0], strict=False)) if a != b), len(question))
-    others = other_answers(form, drawn, rng, wording=index)
+    others = other_answers(task, drawn, rng, wording=index)
     texts = {drawn.answer}
     for _ in range(1000 * (distractors + 1)):
         if len(answers) == distractors + 1:
@@ -290,7 +290,7 @@ def plan_passkey(
 
     The model may be on the meta device: no weights are read.
     """
-    form = _known(task)
+    chosen = _known(task)
     _check_whole("lengths", lengths, 1)
     for name, value in (("trials", trials), ("distractors", distractors), ("keys", keys)):
         _check_whole(name, [value], 1, MOST[name])
@@ -300,9 +300,9 @@ def plan_passkey(
     if tokenizer is None:
         tokenizer = own_tokenizer(model, needed=True)
         assert tokenizer is not None
-    repeated = haystack is None and form.filler is not None
+    repeated = haystack is None and chosen.filler is not None
     make = partial(
-        make_trials, form, tokenizer, trials=trials, distractors=distractors, keys=keys, seed=seed, repeated=repeated
+        make_trials, chosen, tokenizer, trials=trials, distractors=distractors, keys=keys, seed=seed, repeated=repeated
     )
     places = sorted({float(depth) for depth in depths})
     shared = keys >= len(places) > 1
@@ -311,7 +311,7 @@ def plan_passkey(
     least = max(trial.wording for trial in made)
     if min(lengths) < least:
         raise MethodError(f"length {min(lengths)} is too short for task {task!r}: its wording alone has {least} tokens")
-    hay = _haystack(form, haystack, tokenizer)
+    hay = _haystack(chosen, haystack, tokenizer)
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
     if (warning := sliding_window_warning(model, max(lengths))) is not None:
@@ -349,7 +349,7 @@ def passkey(
             takes as many times less. All others stand at random depths.
         seed: of names, values and of where in the haystack a prompt's text is taken from.
         haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents; default: the task's own.
-        task: a name of `FORMS`: "passkey" (instructions, repeated filler) and "needle" (a sentence in other text) for
+        task: a name of `TASKS`: "passkey" (instructions, repeated filler) and "needle" (a sentence in other text) for
             models of language; "key-value", "assignment", "quote" and "copy", which the bundled model is trained on.
         distractors: wrong answers, of as many tokens, that the right one is ranked among.
         chunk, offload_cache, out: as `perplexity` takes them.
@@ -405,16 +405,16 @@ def _check_whole(name: str, values: Sequence[int], least: int | None, most: int 
         raise MethodError(f"{name} must be {allowed}, got {', '.join(map(repr, values)) or 'none'}")
 
 
-def _known(task: str) -> Form:
-    if task not in FORMS:
-        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, FORMS)} Known tasks: {', '.join(FORMS)}")
-    return FORMS[task]
+def _known(task: str) -> Task:
+    if task not in TASKS:
+        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, TASKS)} Known tasks: {', '.join(TASKS)}")
+    return TASKS[task]
 
 
-def _haystack(form: Form, haystack: str | Iterable[Document] | None, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def _haystack(task: Task, haystack: str | Iterable[Document] | None, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """(tokens,) int64; documents end to end."""
     if haystack is None:
-        haystack = "stdlib" if form.filler is None else [Document("filler", form.filler)]
+        haystack = "stdlib" if task.filler is None else [Document("filler", task.filler)]
     documents = load(haystack) if isinstance(haystack, str) else haystack
     ids = [document.ids for document in tokenize(documents, tokenizer)]
     if not sum(map(len, ids)):

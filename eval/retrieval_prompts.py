@@ -1,14 +1,14 @@
 """Prompts that ask at their end for what was stated earlier in a long text.
 
-    question = ask(FORMS["key-value"], random.Random(0), keys=2)
+    question = ask(TASKS["key-value"], random.Random(0), keys=2)
     question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
     question.question          # "\\n# quill ="
     question.answer            # " 51893"
 
-A form says what is asked and in which words; all forms are data in `FORMS`, so a new one is a new entry. Each has two
+A task is what is asked and in which words; all tasks are data in `TASKS`, so a new one is a new entry. Each has two
 sets of wordings. The bundled model is trained on one of them; measurements use the other, with names and values that
 training never uses: words come from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held
-out. Only the form of the task is the same.
+out. Only the task is the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from importlib.resources import files
 
-__all__ = ["FORMS", "Form", "Part", "Prompt", "ask", "insert", "other_answers", "training_prompt"]
+__all__ = ["TASKS", "Part", "Prompt", "Task", "ask", "insert", "other_answers", "training_prompt"]
 
 _WORDS = tomllib.loads(files("rope_ext_hf.eval").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
 
@@ -125,12 +125,12 @@ class Wording:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class Task:
     """One kind of retrieval.
 
     Attributes:
         name, value: how they are drawn.
-        training: wordings the bundled model is trained on; empty: this form is not trained.
+        training: wordings the bundled model is trained on; empty: this task is not trained.
         held_out: wordings for measurements, used in turn.
         head: instructions before the filler.
         filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
@@ -145,8 +145,8 @@ class Form:
     filler: str | None = None
 
 
-FORMS: dict[str, Form] = {
-    "key-value": Form(
+TASKS: dict[str, Task] = {
+    "key-value": Task(
         name=identifier,
         value=number,
         training=tuple(
@@ -160,7 +160,7 @@ FORMS: dict[str, Form] = {
             Wording("\n| {name} | {value} |\n", "\n| {name} |"),
         ),
     ),
-    "assignment": Form(
+    "assignment": Task(
         name=identifier,
         value=number,
         training=tuple(
@@ -193,7 +193,7 @@ FORMS: dict[str, Form] = {
             Wording("\n{name} := {value}\n", "\nreturn {name}  # ", "{value}"),
         ),
     ),
-    "quote": Form(
+    "quote": Task(
         name=subject,
         value=predicate,
         training=tuple(
@@ -215,7 +215,7 @@ FORMS: dict[str, Form] = {
             Wording("\n-- {name} {value}!\n", "\n-- {name}"),
         ),
     ),
-    "copy": Form(
+    "copy": Task(
         name=code_prefix,
         value=code,
         training=tuple(
@@ -238,7 +238,7 @@ FORMS: dict[str, Form] = {
             Wording("\nkey={name}{value}\n", "\nkey={name}", "{value}"),
         ),
     ),
-    "needle": Form(
+    "needle": Task(
         name=identifier,
         value=number,
         held_out=(
@@ -248,7 +248,7 @@ FORMS: dict[str, Form] = {
             ),
         ),
     ),
-    "passkey": Form(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
+    "passkey": Task(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
         name=identifier,
         value=number,
         head="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -262,7 +262,7 @@ FORMS: dict[str, Form] = {
         ),
     ),
 }
-"""All forms by name. A form whose wordings have no {name} has one key only."""
+"""All tasks by name. A task whose wordings have no {name} has one key only."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Question:
 
 
 def ask(
-    form: Form,
+    task: Task,
     rng: random.Random,
     *,
     keys: int = 1,
@@ -319,23 +319,23 @@ def ask(
         wording: number of the wording, counted on from 0 after the last; default: a random one.
 
     Raises:
-        ValueError: more keys than the form can tell apart, or a form without wordings to train on.
+        ValueError: more keys than the task can tell apart, or a task without wordings to train on.
     """
-    wordings = form.held_out if held_out else form.training
+    wordings = task.held_out if held_out else task.training
     if not wordings:
-        raise ValueError("this form has no wordings to train on")
+        raise ValueError("this task has no wordings to train on")
     chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
     if keys > 1 and "{name}" not in chosen.question.lower():
-        raise ValueError(f"this form has no names that tell {keys} keys apart; ask for one key or another form")
-    names = _distinct(lambda: form.name(rng, held_out), keys)
-    values = _distinct(lambda: form.value(rng, held_out), keys)
+        raise ValueError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
+    names = _distinct(lambda: task.name(rng, held_out), keys)
+    values = _distinct(lambda: task.value(rng, held_out), keys)
     if not held_out:
         names, values = _share_words(rng, names), _share_words(rng, values)
         if values[0].isdigit() and rng.random() < 0.5:
             chosen = chosen.with_opening(_any_opening(rng))
     pairs = [{"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)]
     return Question(
-        head=form.head,
+        head=task.head,
         statements=tuple(chosen.statement.format(**pair) for pair in pairs),
         questions=tuple(chosen.question.format(**pair) for pair in pairs),
         answers=tuple(chosen.answer.format(**pair) for pair in pairs),
@@ -372,15 +372,15 @@ def _share_words(rng: random.Random, texts: list[str]) -> list[str]:
     return shared if len(set(shared)) == len(texts) else texts
 
 
-def other_answers(form: Form, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
-    """Wrong answers without end: first those to the question's other statements, then random ones of the same form.
+def other_answers(task: Task, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same task.
 
     After many of these, values that training draws: of long held-out ones there are few of one length.
     """
     yield from question.answers[1:]
-    answer = form.held_out[wording % len(form.held_out)].answer
+    answer = task.held_out[wording % len(task.held_out)].answer
     for drawn in itertools.count():
-        yield answer.format(value=form.value(rng, drawn < 1000))
+        yield answer.format(value=task.value(rng, drawn < 1000))
 
 
 def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
@@ -436,7 +436,7 @@ class Prompt:
 
 
 def training_prompt(
-    form: Form,
+    task: Task,
     rng: random.Random,
     *,
     length: int,
@@ -452,7 +452,7 @@ def training_prompt(
         held_out, wording: as `ask` takes them.
     """
     for count in range(keys, 0, -1):
-        question = ask(form, rng, keys=count, held_out=held_out, wording=wording)
+        question = ask(task, rng, keys=count, held_out=held_out, wording=wording)
         pairs = zip(question.questions, question.answers, strict=True)
         tail = tuple((asks.encode(), answer.encode()) for asks, answer in itertools.islice(pairs, asked))
         statements = [(question.head + statement).encode() for statement in question.statements]

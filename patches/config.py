@@ -253,7 +253,7 @@ class ConfigEncoding:
     Attributes:
         parameters: `rope_parameters` of the layers that the method applies to.
         extended_length: the length in tokens that the patched model is for; None: it follows the input.
-        saved_length: max_position_embeddings as readers of this rope type expect it: linear and dynamic multiply it by
+        saved_length: max_position_embeddings as engines expect it for this rope type: linear and dynamic multiply it by
             the factor, the others do not.
         loads_plainly: whether plain transformers loads it; False: it stops there, naming this package.
         exact: whether plain loading computes the same.

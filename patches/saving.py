@@ -45,7 +45,7 @@ class RewritingSave:
     """`save_pretrained` of one patched model, whose config on disk differs from the live one.
 
     On disk the rope settings stand in two spellings, the second for programs that read the former one. The live config
-    holds the extended length, which `generate` reads; a saved linear scaling has the length that readers multiply by
+    holds the extended length, which `generate` reads; a saved linear scaling has the length that engines multiply by
     the factor. And some config classes refuse a rope type of ours (Phi-3): the config is saved as the class accepts it,
     then rewritten, so that plain loading stops rather than runs without the method. A trainable parameter goes into the
     config as well, with the values it has now, and not into the weights.

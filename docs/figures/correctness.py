@@ -1,4 +1,4 @@
-"""Angles, other programs that read a patched folder, detection of the pairing."""
+"""Angles, other engines that read a patched folder, detection of the pairing."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def angles() -> str:
 
 
 @figure
-def readers() -> str:
-    result = read_result("readers")
-    programs = list(dict.fromkeys(row["reader"] for row in result["rows"]))
-    forms = list(dict.fromkeys(row["form"] for row in result["rows"]))
+def other_engines() -> str:
+    result = read_result("other-engines")
+    programs = list(dict.fromkeys(row["engine"] for row in result["rows"]))
+    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
     worst = {
-        (form, program): max(
-            row["difference"] for row in result["rows"] if (row["form"], row["reader"]) == (form, program)
+        (method, program): max(
+            row["difference"] for row in result["rows"] if (row["method"], row["engine"]) == (method, program)
         )
-        for form in forms
+        for method in methods
         for program in programs
     }
     cells = {key: f"{value:.0e}" if value <= result["agree"] else f"**{value:.2f}**" for key, value in worst.items()}
@@ -42,7 +42,7 @@ def readers() -> str:
         f"`{result['command']}` with transformers {result['versions']['transformers']} here.*"
     )
     return markdown_table(
-        ["form", *programs], ([form, *(cells[form, each] for each in programs)] for form in forms), note
+        ["method", *programs], ([name, *(cells[name, each] for each in programs)] for name in methods), note
     )
 
 

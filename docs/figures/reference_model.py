@@ -24,7 +24,7 @@ def reference_short() -> str:
     line = lines_of("reference")[-1]
     trained, longest = line["context_length"], max(row["length"] for row in line["rows"])
     loss = {(_named(row), row["length"]): row["bits_per_byte"] for row in line["rows"]}
-    cells, lengths, _ = _retrieval_cells()
+    cells, lengths, _ = _retrieval_cells("retrieval")
     asked = [length for length in lengths if length in (trained, longest, lengths[-1])]
 
     def share(name: str, length: int) -> str:
@@ -168,16 +168,16 @@ def novels() -> str:
     return markdown_table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
 
 
-def _retrieval_cells(benchmark: str = "retrieval") -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
+def _retrieval_cells(*benchmarks: str) -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
     """The last measurement: its cells by method, keys and length; all lengths; the whole line."""
-    line = lines_of(benchmark)[-1]
+    line = lines_of(*benchmarks)[-1]
     cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
     return cells, sorted({length for _, _, length in cells}), line
 
 
 @figure
 def retrieval() -> str:
-    cells, lengths, line = _retrieval_cells()
+    cells, lengths, line = _retrieval_cells("retrieval")
     rows = (
         [f"`{name}`, {'one key' if keys == 1 else f'one of {keys}'}"]
         + [
@@ -192,18 +192,19 @@ def retrieval() -> str:
 
 
 @figure
-def retrieval_forms() -> str:
-    """By form, of one key."""
-    cells, lengths, line = _retrieval_cells("retrieval by form")
+def retrieval_tasks() -> str:
+    """By task, of one key."""
+    cells, lengths, line = _retrieval_cells("retrieval by task", "retrieval by form")
+    tasks = line.get("tasks") or line["forms"]  # the key of lines before 0.1.0
     rows = (
-        [f"`{name}`", form, *(f"{cell['exact_by']['task'][form]:.0%}" if cell else "–" for cell in of_length)]
+        [f"`{name}`", task, *(f"{cell['exact_by']['task'][task]:.0%}" if cell else "–" for cell in of_length)]
         for name in dict.fromkeys(name for name, _, _ in cells)
-        for form in line["forms"]
+        for task in tasks
         for of_length in [[cells.get((name, 1, length)) for length in lengths]]
     )
-    head = ["one key, by form", "", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
-    questions = line["rows"][0]["trials"] // len(line["forms"])
-    command = f"benchmarks/retrieval.py --forms {','.join(line['forms'])}"
+    head = ["one key, by task", "", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    questions = line["rows"][0]["trials"] // len(tasks)
+    command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
     return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(line, command)}")
 
 

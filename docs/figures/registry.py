@@ -47,9 +47,9 @@ def read_result(name: str) -> Row:
     return result
 
 
-def lines_of(benchmark: str) -> list[Row]:
-    """The lines of a benchmark on a CPU, oldest first."""
-    return [line for line in read_lines() if line["benchmark"] == benchmark and line["device"] in PROCESSORS]
+def lines_of(*benchmarks: str) -> list[Row]:
+    """The lines of a benchmark, under any of its names, on a CPU, oldest first."""
+    return [line for line in read_lines() if line["benchmark"] in benchmarks and line["device"] in PROCESSORS]
 
 
 def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], Row]:

@@ -81,19 +81,19 @@ def engine_classes() -> str:
 
 @figure
 def mlx_lm() -> str:
-    result = read_result("readers")
+    result = read_result("other-engines")
     by_rope_type: dict[str, list[Row]] = {}
     for row in result["served"]:
-        by_rope_type.setdefault(row["form"], []).append(row)
+        by_rope_type.setdefault(row["method"], []).append(row)
 
     def cells(rows: list[Row]) -> tuple[str, str]:
         measured = [row["difference"] for row in rows if "difference" in row]
         ways = ", ".join(dict.fromkeys(row["by"] for row in rows))
         return ways, f"{max(measured):.0e}" if measured else "–"
 
-    reader = next(row["reader"] for row in result["rows"] if row["reader"].startswith("mlx"))
+    engine = next(row["engine"] for row in result["rows"] if row["engine"].startswith("mlx"))
     return markdown_table(
-        ["rope type", "by", f"{reader}, largest difference of a logit"],
+        ["rope type", "by", f"{engine}, largest difference of a logit"],
         ((rope_type, *cells(rows)) for rope_type, rows in by_rope_type.items()),
         f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. Measured by "
         f"`{result['command']}` with transformers {result['versions']['transformers']} here.*",

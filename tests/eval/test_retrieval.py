@@ -19,7 +19,7 @@ from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.results import Retrieval
 from rope_ext_hf.eval.retrieval import make_trials, passkey, plan_passkey, shared_trials
-from rope_ext_hf.eval.retrieval_prompts import FORMS
+from rope_ext_hf.eval.retrieval_prompts import TASKS
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.eval.tables import by_method_and_depth, retrieval_table
 from rope_ext_hf.patches.patching import fixed_length
@@ -50,7 +50,7 @@ def merging_tokenizer(bos: bool = False) -> Any:
     )
     numbers = " ".join(str(n) for n in range(100, 1000))
     tokenizer.train_from_iterator(
-        [TEXT, *(wording.question for form in FORMS.values() for wording in form.held_out), numbers], trainer
+        [TEXT, *(wording.question for task in TASKS.values() for wording in task.held_out), numbers], trainer
     )
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -65,7 +65,7 @@ def asked(results: list[Retrieval]) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("task", FORMS)
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("keys", [1, 3])
 def test_prompt_and_answer_fill_the_context_and_the_statement_stands_at_its_depth(
     name: str, task: str, keys: int
@@ -73,9 +73,9 @@ def test_prompt_and_answer_fill_the_context_and_the_statement_stands_at_its_dept
     if task == "passkey" and keys > 1:
         pytest.skip("has one key")
     tokenizer = TOKENIZERS[name]()
-    form = FORMS[task]
-    hay = torch.tensor(tokenizer(form.filler or TEXT[:400], add_special_tokens=False)["input_ids"])
-    for trial in make_trials(form, tokenizer, trials=4, distractors=4, keys=keys):
+    chosen = TASKS[task]
+    hay = torch.tensor(tokenizer(chosen.filler or TEXT[:400], add_special_tokens=False)["input_ids"])
+    for trial in make_trials(chosen, tokenizer, trials=4, distractors=4, keys=keys):
         answer = tokenizer.decode(trial.answers[0])
         assert len(trial.statements) == keys
         for depth in (0, 0.25, 0.5, 1):
@@ -83,7 +83,7 @@ def test_prompt_and_answer_fill_the_context_and_the_statement_stands_at_its_dept
             prompt = trial.prompt(hay, length, depth)
             assert len(prompt) + len(trial.answers[0]) == length
             text = tokenizer.decode(torch.cat([prompt, trial.answers[0]]))
-            assert text.startswith(form.head)
+            assert text.startswith(chosen.head)
             asked, *others = (tokenizer.decode(statement) for statement in trial.statements)
             assert answer.strip() in asked
             assert text.endswith(tokenizer.decode(torch.cat([trial.question, trial.answers[0]])))
@@ -106,7 +106,7 @@ def test_with_a_key_for_every_depth_prompts_of_a_trial_differ_in_their_question_
     tokenizer, depths, length = byte_tokenizer(), (0.0, 0.5, 1.0), 700
     hay = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
     by_depth = shared_trials(
-        lambda **given: make_trials(FORMS[task], tokenizer, trials=4, distractors=4, keys=keys, **given), depths
+        lambda **given: make_trials(TASKS[task], tokenizer, trials=4, distractors=4, keys=keys, **given), depths
     )
     for same in zip(*by_depth, strict=True):
         prompts = [trial.prompt(hay, length, depth) for trial, depth in zip(same, depths, strict=True)]
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompt
 def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     sizes = set()
-    for trial in make_trials(FORMS["assignment"], tokenizer, trials=12, distractors=9):
+    for trial in make_trials(TASKS["assignment"], tokenizer, trials=12, distractors=9):
         numbers = [int(tokenizer.decode(ids)) for ids in trial.answers]
         assert trial.answers.shape[0] == len(set(numbers)) == 10
         assert all(10_000 <= number < 100_000 for number in numbers)
@@ -156,23 +156,23 @@ def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
     assert sizes == {5} if name == "bytes" else len(sizes) > 1  # the merges do make numbers of different lengths
 
 
-@pytest.mark.parametrize("task", [name for name in FORMS if FORMS[name].training])
-def test_every_form_has_as_many_distractors_as_a_default_run_asks_for(task: str) -> None:
-    for trial in make_trials(FORMS[task], byte_tokenizer(), trials=20, distractors=19):
+@pytest.mark.parametrize("task", [name for name in TASKS if TASKS[name].training])
+def test_every_task_has_as_many_distractors_as_a_default_run_asks_for(task: str) -> None:
+    for trial in make_trials(TASKS[task], byte_tokenizer(), trials=20, distractors=19):
         assert len({tuple(ids) for ids in trial.answers.tolist()}) == 20
 
 
 def test_answers_to_the_other_keys_are_among_the_distractors() -> None:
     tokenizer = byte_tokenizer()
-    for trial in make_trials(FORMS["key-value"], tokenizer, trials=6, distractors=5, keys=4):
+    for trial in make_trials(TASKS["key-value"], tokenizer, trials=6, distractors=5, keys=4):
         others = [tokenizer.decode(statement) for statement in trial.statements[1:]]
         for ids, statement in zip(trial.answers[1:4], others, strict=True):
             assert tokenizer.decode(ids) in statement
 
 
 def test_a_tokenizer_that_begins_with_bos_is_given_one() -> None:
-    (with_bos,) = make_trials(FORMS["passkey"], merging_tokenizer(bos=True), trials=1, distractors=2)
-    (without,) = make_trials(FORMS["passkey"], merging_tokenizer(), trials=1, distractors=2)
+    (with_bos,) = make_trials(TASKS["passkey"], merging_tokenizer(bos=True), trials=1, distractors=2)
+    (without,) = make_trials(TASKS["passkey"], merging_tokenizer(), trials=1, distractors=2)
     assert with_bos.head.tolist() == [0, *without.head.tolist()]
     assert (with_bos.statements[0] == 0).sum() == (with_bos.question == 0).sum() == 0
 
@@ -180,10 +180,10 @@ def test_a_tokenizer_that_begins_with_bos_is_given_one() -> None:
 @pytest.mark.slow
 def test_trials_depend_on_the_seed_alone() -> None:
     tokenizer = byte_tokenizer()
-    form = FORMS["key-value"]
-    five = make_trials(form, tokenizer, trials=5, distractors=3, seed=1)
-    two = make_trials(form, tokenizer, trials=2, distractors=3, seed=1)
-    other = make_trials(form, tokenizer, trials=2, distractors=3, seed=2)
+    task = TASKS["key-value"]
+    five = make_trials(task, tokenizer, trials=5, distractors=3, seed=1)
+    two = make_trials(task, tokenizer, trials=2, distractors=3, seed=1)
+    other = make_trials(task, tokenizer, trials=2, distractors=3, seed=2)
     assert all(torch.equal(a.answers, b.answers) and a.start == b.start for a, b in zip(five, two, strict=False))
     assert not torch.equal(two[0].answers, other[0].answers)
     assert len({str(trial.answers[0]) for trial in five}) == len({trial.start for trial in five}) == 5
@@ -291,7 +291,7 @@ def test_a_model_that_tells_nothing_apart_has_the_middle_rank(value: float) -> N
 def test_refusals() -> None:
     model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
     given: dict[str, Any] = {"lengths": [100], "tokenizer": tokenizer, "task": "key-value", "trials": 2}
-    least = max(trial.wording for trial in make_trials(FORMS["key-value"], tokenizer, trials=2, distractors=1))
+    least = max(trial.wording for trial in make_trials(TASKS["key-value"], tokenizer, trials=2, distractors=1))
     with pytest.raises(MethodError, match=rf"length {least - 1} is too short.* {least} tokens"):
         passkey(model, **given | {"lengths": [100, least - 1]}, haystack=HAY)
     assert len(passkey(model, **given | {"lengths": [least]}, haystack=HAY, depths=[0])) == 1

@@ -8,13 +8,13 @@ import re
 import pytest
 
 from rope_ext_hf.eval.retrieval_prompts import (
-    FORMS,
     HELD_OUT_VERBS,
     HELD_OUT_WORDS,
+    TASKS,
     TRAINING_VERBS,
     TRAINING_WORDS,
-    Form,
     Part,
+    Task,
     Wording,
     ask,
     insert,
@@ -23,37 +23,37 @@ from rope_ext_hf.eval.retrieval_prompts import (
 )
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
 
-TRAINED = {name: form for name, form in FORMS.items() if form.training}
+TRAINED = {name: task for name, task in TASKS.items() if task.training}
 FILLER = b"\0" * 1000  # occurs in no statement
 
 
-def named(form: Form) -> bool:
-    return all("{name}" in wording.question.lower() for wording in form.held_out)
+def named(task: Task) -> bool:
+    return all("{name}" in wording.question.lower() for wording in task.held_out)
 
 
-def drawn(form: Form, count: int, held_out: bool) -> tuple[set[str], set[str]]:
-    """Many names and values of a form."""
+def drawn(task: Task, count: int, held_out: bool) -> tuple[set[str], set[str]]:
+    """Many names and values of a task."""
     rng = random.Random(0)
-    return {form.name(rng, held_out) for _ in range(count)}, {form.value(rng, held_out) for _ in range(count)}
+    return {task.name(rng, held_out) for _ in range(count)}, {task.value(rng, held_out) for _ in range(count)}
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_names_values_and_wordings_of_measurements_are_never_trained_on(name: str) -> None:
-    form = FORMS[name]
-    trained_names, trained_values = drawn(form, 3000, held_out=False)
-    names, values = drawn(form, 3000, held_out=True)
+    task = TASKS[name]
+    trained_names, trained_values = drawn(task, 3000, held_out=False)
+    names, values = drawn(task, 3000, held_out=True)
     assert min(map(len, (trained_names, names, trained_values, values))) > 300
     assert not trained_names & names
     assert not trained_values & values
     for part in ("statement", "question"):
-        assert not {getattr(w, part) for w in form.training} & {getattr(w, part) for w in form.held_out}
+        assert not {getattr(w, part) for w in task.training} & {getattr(w, part) for w in task.held_out}
 
 
 def test_word_lists_are_disjoint_and_without_repeats() -> None:
     for trained, held_out in ((TRAINING_WORDS, HELD_OUT_WORDS), (TRAINING_VERBS, HELD_OUT_VERBS)):
         assert len({*trained, *held_out}) == len(trained) + len(held_out)
     # made-up names may happen to be words, but not those of measurements: the parts of all names of training are here
-    trained_names, _ = drawn(FORMS["key-value"], 20_000, held_out=False)
+    trained_names, _ = drawn(TASKS["key-value"], 20_000, held_out=False)
     assert not {part for name in trained_names for part in name.split("_")} & set(HELD_OUT_WORDS)
 
 
@@ -72,9 +72,9 @@ def test_filler_of_measurements_is_no_training_text() -> None:
 
 @pytest.mark.parametrize(("name", "keys"), [*itertools.product(TRAINED, (1, 2, 4)), ("needle", 3), ("passkey", 1)])
 def test_questions_have_one_answer(name: str, keys: int) -> None:
-    form = FORMS[name]
+    task = TASKS[name]
     for index in range(20):
-        question = ask(form, random.Random(index), keys=keys, wording=index)
+        question = ask(task, random.Random(index), keys=keys, wording=index)
         assert len(question.statements) == len(question.questions) == len(question.answers) == keys
         assert len(set(question.statements)) == len(set(question.questions)) == len(set(question.answers)) == keys
         value = question.answer.strip()
@@ -82,25 +82,25 @@ def test_questions_have_one_answer(name: str, keys: int) -> None:
         assert not any(value in statement for statement in question.statements[1:])
         assert value not in question.question
         # the same again from the same seed, and another from another
-        assert ask(form, random.Random(index), keys=keys, wording=index) == question
-        assert ask(form, random.Random(index + 1), keys=keys, wording=index) != question
+        assert ask(task, random.Random(index), keys=keys, wording=index) == question
+        assert ask(task, random.Random(index + 1), keys=keys, wording=index) != question
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TASKS)
 def test_wordings_take_turns_and_answers_follow_from_statements(name: str) -> None:
-    form = FORMS[name]
-    for wordings, held_out in ((form.training, False), (form.held_out, True)):
+    task = TASKS[name]
+    for wordings, held_out in ((task.training, False), (task.held_out, True)):
         for index, wording in enumerate(wordings):
-            question = ask(form, random.Random(1), held_out=held_out, wording=index + len(wordings))
+            question = ask(task, random.Random(1), held_out=held_out, wording=index + len(wordings))
             pattern = re.escape(wording.statement)
             pattern = re.sub(r"\\{(name|NAME|value)\\}", "(.+)", pattern)
             assert re.fullmatch(pattern, question.statements[0])
 
 
 def test_other_answers_begin_with_those_of_the_other_keys() -> None:
-    form = FORMS["assignment"]
-    question = ask(form, random.Random(0), keys=3, wording=0)
-    others = list(itertools.islice(other_answers(form, question, random.Random(1), wording=0), 10))
+    task = TASKS["assignment"]
+    question = ask(task, random.Random(0), keys=3, wording=0)
+    others = list(itertools.islice(other_answers(task, question, random.Random(1), wording=0), 10))
     assert others[:2] == list(question.answers[1:])
     assert all(len(other) == 5 and other.isdigit() for other in others)
 
@@ -118,7 +118,7 @@ def test_training_prompts_have_their_length_and_their_answers_at_the_end(
 ) -> None:
     for seed in range(10):
         prompt = training_prompt(
-            FORMS[name], random.Random(seed), length=257, keys=keys, asked=asked, held_out=held_out
+            TASKS[name], random.Random(seed), length=257, keys=keys, asked=asked, held_out=held_out
         )
         text, parts = prompt.fill(FILLER)
         assert len(text) == len(parts) == 257
@@ -141,7 +141,7 @@ def test_training_prompts_have_their_length_and_their_answers_at_the_end(
 def test_statements_stand_at_all_depths() -> None:
     shares = []
     for seed in range(200):
-        prompt = training_prompt(FORMS["key-value"], random.Random(seed), length=257, keys=1)
+        prompt = training_prompt(TASKS["key-value"], random.Random(seed), length=257, keys=1)
         ((before, _),) = prompt.statements
         shares.append(before / prompt.filler_length)
     assert min(shares) < 0.02
@@ -150,20 +150,20 @@ def test_statements_stand_at_all_depths() -> None:
 
 
 def test_statements_that_do_not_fit_are_left_out() -> None:
-    prompt = training_prompt(FORMS["quote"], random.Random(0), length=150, keys=4)
+    prompt = training_prompt(TASKS["quote"], random.Random(0), length=150, keys=4)
     assert 1 <= len(prompt.statements) < 4
     with pytest.raises(ValueError, match="too few"):
-        training_prompt(FORMS["quote"], random.Random(0), length=30, keys=4)
+        training_prompt(TASKS["quote"], random.Random(0), length=30, keys=4)
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no names that tell 2 keys apart"):
-        ask(FORMS["passkey"], random.Random(0), keys=2)
+        ask(TASKS["passkey"], random.Random(0), keys=2)
     with pytest.raises(ValueError, match="no wordings to train on"):
-        ask(FORMS["needle"], random.Random(0), held_out=False)
-    few = Form(
+        ask(TASKS["needle"], random.Random(0), held_out=False)
+    few = Task(
         name=lambda rng, held_out: rng.choice("ab"),
-        value=FORMS["copy"].value,
+        value=TASKS["copy"].value,
         held_out=(Wording("{name} {value}", "{name}"),),
     )
     with pytest.raises(ValueError, match="only 2 different names"):
@@ -173,9 +173,9 @@ def test_refusals() -> None:
 def test_prompts_are_those_of_earlier_measurements() -> None:
     """Another word, wording or order of draws changes this digest, and with it every published figure of retrieval."""
     digest = hashlib.sha256()
-    for name, form in FORMS.items():
+    for name, task in TASKS.items():
         for seed, held_out in itertools.product(range(300), (True, False)):
-            if held_out or form.training:
+            if held_out or task.training:
                 keys = 1 if name == "passkey" else 1 + seed % 4
-                digest.update(repr(ask(form, random.Random(seed), keys=keys, held_out=held_out)).encode())
+                digest.update(repr(ask(task, random.Random(seed), keys=keys, held_out=held_out)).encode())
     assert digest.hexdigest() == "c5287ce40767e1bd6b097bd0d8ce7e1ce221bca25e4b9f558770878c935c8f12"

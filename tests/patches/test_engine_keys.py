@@ -269,8 +269,8 @@ def test_of_other_families_only_transformers_is_known(tmp_path: Path) -> None:
 
 
 def test_what_is_said_was_measured() -> None:
-    measured = json.loads((ROOT / "docs" / "results" / "readers.json").read_text(encoding="utf-8"))
-    programs = {row["reader"] for row in measured["rows"]}
+    measured = json.loads((ROOT / "docs" / "results" / "other-engines.json").read_text(encoding="utf-8"))
+    programs = {row["engine"] for row in measured["rows"]}
     assert {next(each.label for each in OTHER_ENGINES if name.startswith(each.label)) for name in programs} == {
         "transformers 4.57",
         "mlx-lm 0.32.2",
@@ -278,19 +278,19 @@ def test_what_is_said_was_measured() -> None:
     assert {row["model"] for row in measured["rows"]} == {"reference", *TRIED_FAMILIES}
     for row in measured["rows"]:
         assert row["without"] > 100 * measured["agree"], row  # a program that passes over the method would show
-        if row["form"] in ("linear", "ntk", "yarn", "by-parts", "llama3"):  # see test_forms_that_all_of_them_read
+        if row["method"] in ("linear", "ntk", "yarn", "by-parts", "llama3"):  # see test_forms_that_all_of_them_read
             assert row["difference"] <= measured["agree"], row
 
 
 def test_mlx_lm_ran_what_serving_config_prints() -> None:
-    result = json.loads((ROOT / "docs" / "results" / "readers.json").read_text(encoding="utf-8"))
+    result = json.loads((ROOT / "docs" / "results" / "other-engines.json").read_text(encoding="utf-8"))
     for row in result["served"]:
         assert row["by"] == "refused" or row["difference"] <= result["agree"], row
-    served = {row["form"] for row in result["served"] if row["by"] != "refused"}
-    assert served == {row["form"] for row in result["rows"]} - {"longrope, two lists"}
+    served = {row["method"] for row in result["served"] if row["by"] != "refused"}
+    assert served == {row["method"] for row in result["rows"]} - {"longrope, two lists"}
 
 
-def test_keys_for_other_readers_are_no_settings_of_a_family(saved: Lookup, tmp_path: Path) -> None:
+def test_keys_for_other_engines_are_no_settings_of_a_family(saved: Lookup, tmp_path: Path) -> None:
     """A new patch of a plainly loaded model, its record deleted, leaves none of them behind."""
     config = saved_config(saved("static", "llama", "factors").folder)
     del config["rope_ext_hf"]

@@ -1,13 +1,13 @@
 """Do transformers 4 and mlx-lm run a patched folder as it was measured?
 
-    make test-readers
-    python -m tests.readers --transformers ENV/bin/python --mlx-lm ENV/bin/python
+    make test-other-engines
+    python -m tests.other_engines --transformers ENV/bin/python --mlx-lm ENV/bin/python
 
-Saves the bundled model, and small random models of the families in patches/engine_keys.py, under every form; has both
+Saves the bundled model, and small random models of the families in patches/engine_keys.py, under every method; has both
 programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
 and compares them with ours. mlx-lm also runs the unpatched folders with the keys that serving_config prints for it. The
-result goes to docs/results/readers.json; the exit status is 1 where patches/engine_keys.py, or serving_config, says
-otherwise than what was measured.
+result goes to docs/results/other-engines.json; the exit status is 1 where patches/engine_keys.py, or serving_config,
+states otherwise than what was measured.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rope_ext_hf.reference import path as reference_folder
 from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent
-WORK = ROOT / "build" / "readers"
+WORK = ROOT / "build" / "other-engines"
 LENGTHS = {"short": 100, "long": 600}  # tokens; the original lengths are 256 and 128
 AGREE = 1e-3
 """The largest difference of two logits that counts as the same model, in standard deviations of the logits."""
 
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
     "ntk": ("ntk", {}),
     "yarn": ("yarn", {}),
@@ -54,8 +54,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def patched(model: Any, form: str, factor: float) -> Any:
-    method, params = FORMS[form]
+def patched(model: Any, variant: str, factor: float) -> Any:
+    method, params = METHODS[variant]
     if "lists" in params:
         rotary = patch_geometry(model)
         plain, scaled = (
@@ -82,7 +82,7 @@ def models() -> Iterator[tuple[str, Any, float]]:
 
 
 def save_all() -> dict[str, dict[str, Any]]:
-    """Every model under every form, and what is expected of each, by the name of its folder."""
+    """Every model under every method, and what is expected of each, by the name of its folder."""
     for part in ("models", "plain", "served"):  # beside the environments of both programs
         shutil.rmtree(WORK / part, ignore_errors=True)
         (WORK / part).mkdir(parents=True)
@@ -95,9 +95,9 @@ def save_all() -> dict[str, dict[str, Any]]:
     for name, model, factor in models():
         plain = all_logits(model, inputs)
         model.save_pretrained(WORK / "plain" / name)
-        for form in FORMS:
-            patched(model, form, factor)
-            ours, folder = all_logits(model, inputs), WORK / "models" / f"{name}, {form}"
+        for variant in METHODS:
+            patched(model, variant, factor)
+            ours, folder = all_logits(model, inputs), WORK / "models" / f"{name}, {variant}"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 model.save_pretrained(folder)
@@ -105,7 +105,7 @@ def save_all() -> dict[str, dict[str, Any]]:
             spread = float(ours.std())
             saved[folder.name] = {
                 "model": name,
-                "form": form,
+                "method": variant,
                 "ours": ours,
                 "spread": spread,
                 "plain": float(np.abs(ours - plain).max()) / spread,
@@ -121,7 +121,7 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
     """Write a copy of an unpatched folder with the keys that serving_config prints for a patched model.
 
     Returns:
-        The form, or "refused".
+        The encoding, or "refused".
     """
     try:
         config = rope.serving_config(model, "mlx")
@@ -136,19 +136,19 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """One row for every folder, and what patches/engine_keys.py has otherwise."""
     package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
-    reader = next(each.label for each in OTHER_ENGINES if each.label.startswith(package))
+    engine = next(each.label for each in OTHER_ENGINES if each.label.startswith(package))
     rows, contradictions = [], []
     for folder, expected in saved.items():
         file = WORK / "models" / f"{folder}.{program}.npy"
-        row = {"reader": reader, "model": expected["model"], "form": expected["form"], "without": expected["plain"]}
+        row = {"engine": engine, "model": expected["model"], "method": expected["method"], "without": expected["plain"]}
         if file.exists():
             row["difference"] = float(np.abs(np.load(file) - expected["ours"]).max()) / expected["spread"]
             stated = {True: "right", False: "wrong"}[row["difference"] <= AGREE]
         else:
             row["error"] = file.with_suffix(".txt").read_text(encoding="utf-8")
             stated = "refused"
-        if stated == "refused" or reader not in expected[stated]:
-            contradictions.append(f"{reader}: {folder} is {stated}: {row}")
+        if stated == "refused" or engine not in expected[stated]:
+            contradictions.append(f"{engine}: {folder} is {stated}: {row}")
         rows.append(row)
     return rows, contradictions
 
@@ -157,7 +157,7 @@ def served_rows(saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]],
     """One row for every folder with the keys of serving_config, and those that mlx-lm runs otherwise."""
     rows, contradictions = [], []
     for folder, expected in saved.items():
-        row = {"model": expected["model"], "form": expected["form"], "by": expected["served"]}
+        row = {"model": expected["model"], "method": expected["method"], "by": expected["served"]}
         file = WORK / "served" / f"{folder}.mlx_lm.npy"
         if expected["served"] != "refused":
             there = np.load(file) if file.exists() else np.full_like(expected["ours"], np.inf)
@@ -179,23 +179,23 @@ def main() -> None:
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
     rows, contradictions = [], []
     for program, python in (("transformers", given.transformers), ("mlx_lm", given.mlx_lm)):
-        worker = [python, str(ROOT / "tests" / "reader_logits.py"), program, str(WORK / "models")]
+        worker = [python, str(ROOT / "tests" / "engine_logits.py"), program, str(WORK / "models")]
         done = subprocess.run(worker, capture_output=True, text=True, check=True)
         name = f"{program.replace('_', '-')} {done.stdout.split()[-1]}"
         more_rows, more = compare(program, saved)
-        if not name.startswith(more_rows[0]["reader"]):
+        if not name.startswith(more_rows[0]["engine"]):
             more.append(f"{name} was run; patches/engine_keys.py names {more_rows[0]['reader']}")
-        rows += [row | {"reader": name} for row in more_rows]
+        rows += [row | {"engine": name} for row in more_rows]
         contradictions += more
     subprocess.run([given.mlx_lm, worker[1], "mlx_lm", str(WORK / "served")], capture_output=True, check=True)
     served, more = served_rows(saved)
     contradictions += more
-    command = "make test-readers"
+    command = "make test-other-engines"
     result = {"command": command, "versions": versions, "lengths": LENGTHS, "agree": AGREE, "rows": [], "served": []}
     text = json.dumps(result, indent=1)
     for key, lines in (("rows", rows), ("served", served)):
         text = text.replace(f'"{key}": []', f'"{key}": [\n  ' + ",\n  ".join(map(json.dumps, lines)) + "\n ]")
-    (ROOT / "docs" / "results" / "readers.json").write_text(text + "\n", encoding="utf-8")
+    (ROOT / "docs" / "results" / "other-engines.json").write_text(text + "\n", encoding="utf-8")
     print("\n".join(contradictions) or f"{len(rows)} folders read as patches/engine_keys.py says")
     sys.exit(bool(contradictions))
 
