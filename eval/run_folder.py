@@ -73,7 +73,7 @@ KINDS: dict[str, RunKind] = {
 
 
 _OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
-"""What methods extend, in words, by `over`."""
+"""What methods extend, as a phrase, by `over`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Run(Generic[R_co]):
 
     @property
     def meant_for(self) -> str:
-        """`context_length` in words, with what it is the length of: the model without its own scaling, for example."""
+        """`context_length` as a phrase, with whose length it is: of the model without its own scaling, for example."""
         return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
 
     def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:

@@ -70,7 +70,7 @@ def loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
 
 
 def scored_text(result: Result) -> str:
-    """What was scored, in words."""
+    """What was scored, as a phrase."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
     protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
@@ -127,7 +127,7 @@ def perplexity_table(
         increases: by label, how much higher the loss is at that length than as loaded, in nats per token, and its 95%
             interval, paired by document: a column more.
         detailed: with a second line in each cell, the interval, or the documents whose loss is not finite.
-        meant_for: `context_length` in words.
+        meant_for: `context_length` as a phrase.
     """
     lengths = sorted({result.length for result in results})
     best = best_of_lengths(results)
@@ -181,7 +181,7 @@ def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
 
 
 def task_text(result: Retrieval) -> str:
-    """The task in words."""
+    """The task as a phrase."""
     keys = f", one of {result.keys} keys" if result.keys > 1 else ""
     return f"task {short(printable(result.task))}{keys}"
 

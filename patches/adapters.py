@@ -46,7 +46,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
 
-_STEP_KEYS = ("method", "rotary", "target_length", "native", "below")
+_SPEC_KEYS = ("method", "rotary", "target_length", "native", "below")
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # What a task of PEFT is loaded with where the architectures of the base model do not have it.
@@ -78,7 +78,7 @@ def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
         record: the record in the config of the patched base model.
     """
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
-    return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _STEP_KEYS if key in record}}
+    return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _SPEC_KEYS if key in record}}
 
 
 def _is_record(key: str) -> bool:
@@ -169,7 +169,7 @@ class Adapter:
             The peft.PeftModel around the base model; its `name_or_path` is the adapter's.
 
         Raises:
-            CheckpointError: PEFT is missing or does not know this adapter, or the pairing is not the base model's.
+            CheckpointError: PEFT is missing or has no such adapter, or the pairing is not the base model's.
         """
         runs = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
         if self.pairing is not None and runs not in (None, self.pairing):
@@ -233,7 +233,7 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
     hub = {key: hub[key] for key in _HUB_ARGUMENTS if key in hub}
     try:
         file = find_adapter_config_file(name, subfolder=subfolder, **hub)
-    except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config says so
+    except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config reports it
         return None
     if file is None or (Path(name).is_dir() and _holds_a_model(Path(file).parent)):
         return None
@@ -258,7 +258,7 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
 
 @contextmanager
 def finding_base(adapter: Adapter) -> Iterator[None]:
-    """Inside, a CheckpointError says that it is about the base model of this adapter."""
+    """Inside, a CheckpointError names the base model of this adapter."""
     try:
         yield
     except CheckpointError as error:

@@ -1,8 +1,8 @@
 """Remapping methods in a live model: its attention modules run our function, which is given each forward's context.
 
-transformers' attention interface is used as it is: its two tables get a name of ours, and the model's own configs say
+transformers' attention interface is used as it is: its two tables get a name of ours, and the model's own configs name
 that name. What a layer does with its rotary embedding (which dims of a head rotate, how they are paired, whether at
-all) is found out by running a few tokens through the model (attention_probe.py), not by class names.
+all) is probed by running a few tokens through the model (attention_probe.py), not by class names.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def register() -> None:
 
 
 def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:
-    """Give each attention module what `probe_layers` found out about it."""
+    """Give each attention module what `probe_layers` measured of it."""
     for index, (module, layer) in enumerate(layers):
         module.__dict__[LAYER_ATTRIBUTE] = replace(layer, index=index)
 

@@ -129,7 +129,7 @@ def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMetho
 
     Raises:
         UnsupportedModelError: sharded by FSDP2, which gathers weights for a whole forward alone; or a method that needs
-            to know which head is which.
+            to match the heads.
     """
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if sharding is None or not any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):

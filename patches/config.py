@@ -67,7 +67,7 @@ _METHOD_KEYS = frozenset(
 )
 """The rope settings that describe a method; a family may keep others beside them."""
 _GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
-"""The rope settings that say which dims rotate, and by which axis of the positions."""
+"""The rope settings that state which dims rotate, and by which axis of the positions."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 """Every config key that a patch may change."""
 
@@ -88,8 +88,8 @@ class ConfigRope:
         plain: the rotary embedding without its scaling; `trained_length` is the original length.
         method: the scaling; `default` where there is none.
         context_length: the length in tokens that the model is for.
-        rule: which reading of the config gave `context_length`, in words.
-        note: what the model's class does differently from its config, in words; empty: nothing.
+        rule: which reading of the config gave `context_length`.
+        note: what the model's class does differently from its config; empty: nothing.
     """
 
     plain: Rotary
@@ -442,7 +442,7 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
     """`saved_specs` for a record that others may have written.
 
     Args:
-        owner: what holds the record, in words.
+        owner: what holds the record, for error messages.
 
     Raises:
         CheckpointError: a damaged record, or a method that is not registered.

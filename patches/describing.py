@@ -61,9 +61,9 @@ class Description:
         attention_factor: what cos and sin are multiplied by.
         save_route: how `save_pretrained` would write it.
         patched: whether the method was put in by `patch`.
-        notes: what a patch does not reach, in words.
+        notes: what a patch does not reach.
         short_inputs: what the patch does to inputs within the context length, by what was measured, and what is unusual
-            about it on this rotary embedding, in words.
+            about it on this rotary embedding.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""What a config says about its rotary embedding, its pairing and its sizes, under the keys of its family."""
+"""What a config states about its rotary embedding, its pairing and its sizes, under the keys of its family."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class BaseRope:
 
     Attributes:
         rotary: the rotary embedding, scalings included.
-        rule: which reading of the config gave its context length, in words.
+        rule: which reading of the config gave its context length.
         live: the live patches that stay underneath, bottom first.
         saved: the patches that stay underneath, bottom first: live ones, or those of a saved folder.
     """
@@ -71,7 +71,7 @@ def base_rope(
         slots: the slots of the model.
         config: its text config before any patch; `undo_saved_patch` gives it.
         over: see `Over`.
-        context_length: overrides what the config says the model is for, in tokens.
+        context_length: overrides the context length that the config states, in tokens.
 
     Raises:
         MethodError: an unknown `over`, a `context_length` below 1, or over="patched" on a model that is not patched.
@@ -96,7 +96,7 @@ def base_rope_of_config(described: ConfigRope, over: str = "own", context_length
 
     Args:
         over: "own" or "original", see `Over`.
-        context_length: overrides what the config says the model is for, in tokens.
+        context_length: overrides the context length that the config states, in tokens.
 
     Raises:
         MethodError: an unknown `over`, "patched", or a `context_length` below 1.

@@ -146,7 +146,7 @@ def class_to_load(config: Any, auto_class: str | None = None) -> Any:
     """The class of transformers that a config is loaded with.
 
     It is the one that its `architectures` name, else the Auto class for causal language models, for models of text and
-    images, or for bare models that knows its model type.
+    images, or for bare models that has its model type.
 
     Args:
         auto_class: the name of a class to take instead.
@@ -190,7 +190,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
 
 
 def restore_patch(model: M, record: Mapping[str, Any]) -> M:
-    """Patch a model as the record in its config, or with its adapter, says; stacked patches included.
+    """Patch a model as the record in its config, or with its adapter, states; stacked patches included.
 
     Raises:
         CheckpointError: a record of a patch of another model.

@@ -1,4 +1,4 @@
-"""What a patch does not reach, in words."""
+"""Sentences about what a patch does not reach, for `describe` and warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["sliding_note", "sliding_notes"]
 
 
 def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
-    """What a patch does to sliding-window layers, in words, and whether every layer is one."""
+    """What a patch does to sliding-window layers, as a sentence, and whether every layer is one."""
     chosen = [name for name in slot.scaled_layers if name in SLIDING]
     apart = next((rope for name, rope in slot.as_loaded.items() if name in SLIDING), None)
     note, every_layer = sliding_note(slot.config, apart, extended_length)

@@ -48,8 +48,8 @@ class PatchState:
     Attributes:
         spec: the patch.
         encoding: how a config states it.
-        rule: which reading of the config gave the context length underneath, in words.
-        notes: what a reader of `describe` must know, in words.
+        rule: which reading of the config gave the context length of the model under the patch.
+        notes: what `describe` prints of the model's class and config.
         warning: the note that `patch` warns of; None: none.
         configs: the model's config objects.
         below: the live patches underneath, bottom first; `unpatch` goes back to the last of them.

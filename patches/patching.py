@@ -96,7 +96,7 @@ def patch(
 
 
 def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
-    """Patch a model as saved or earlier patches say, bottom first; the last one is on top.
+    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top.
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
@@ -106,7 +106,7 @@ def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
 
 
 def apply_plan(plan: PatchPlan) -> None:
-    """Change a model as its plan says: the only place where a patch changes anything.
+    """Change a model as planned: the only place where a patch changes anything.
 
     A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made.
     """
@@ -244,4 +244,4 @@ def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """The method `patch` put into a model, None if it runs as loaded."""
-    return next((step.method for step in reversed(present_specs(model))), None)
+    return next((spec.method for spec in reversed(present_specs(model))), None)

@@ -91,7 +91,7 @@ def plan_patch(
 
 
 def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
-    """Work out what patching a model as saved or earlier patches say would change.
+    """Work out what patching a model as saved or earlier specs ask would change.
 
     Args:
         specs: bottom first; the last one is on top.
@@ -112,7 +112,7 @@ def _plan(
     context_length: int | None = None,
     below: tuple[PatchSpec, ...] = (),
 ) -> PatchPlan:
-    """A plan for a patch that is known once the rotary embedding underneath it is known."""
+    """A plan for a patch whose parameters follow from the rotary embedding it extends."""
     # 1. where, and on top of what
     check_pairing(model)
     slots = find_slots(model, layers)

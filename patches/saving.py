@@ -224,12 +224,12 @@ def _record(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _card(model: PreTrainedModel, name: str, base: str | None) -> str:
-    step = _record(model)
-    method = ", ".join(f"{key}={value}" for key, value in step["method"].items() if not isinstance(value, list))
+    record = _record(model)
+    method = ", ".join(f"{key}={value}" for key, value in record["method"].items() if not isinstance(value, list))
     library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
     return (
         f"---\nlibrary_name: {library}\ntags: [rope, long-context]\n---\n\n"
         f"# {name}, patched\n\nThe weights of `{name}` with another RoPE method: {method}; extended "
-        f"length: {step['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the "
+        f"length: {record['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the "
         "original describes the weights.\n"
     )

@@ -1,4 +1,4 @@
-"""Where a model's rotary modules are, and how each wants its angles: found by looking, not by class names.
+"""Where a model's rotary modules are, and the layout of angles that each returns: by structure, not by class names.
 
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
 text config. Its layout is what its own forward does with a few made-up frequencies. A family that keeps a table of
@@ -113,9 +113,9 @@ class PatchedSlot(nn.Module):
 
     Args:
         slot: the slot; its module is kept as a child, so that `.to` reaches it and unpatching is exact.
-        method: what the scaled layers get; the others keep what their config says.
+        method: what the scaled layers get; the others keep what their config states.
         rotary: the geometry the method works on.
-        state: what unpatching and describing need to know, shared by all slots of a model; None while a model is
+        state: what `unpatch` and `describe` read, shared by all slots of a model; None while a model is
             probed.
     """
 
@@ -138,7 +138,7 @@ class PatchedSlot(nn.Module):
         # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
-        self.hooks: list[RemovableHandle] = []  # that tell a method what it must know of each forward
+        self.hooks: list[RemovableHandle] = []  # that hand a method the lengths of each forward
         if slot.log_multiplier is not None:
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]
@@ -171,9 +171,9 @@ class PatchedSlot(nn.Module):
 
     def table(self, name: str) -> RotaryEmbedding:
         """The table of a layer type, or of "all" layers."""
-        found = self.tables[name]
-        assert isinstance(found, RotaryEmbedding)
-        return found
+        table = self.tables[name]
+        assert isinstance(table, RotaryEmbedding)
+        return table
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         return self.tables[layer_type or "all"](x, position_ids)
@@ -297,7 +297,7 @@ def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
     """The buffer whose exponential multiplies the frequencies of a module, by the family table.
 
     Raises:
-        UnsupportedModelError: the module holds something else for each pair, of which the table says nothing.
+        UnsupportedModelError: the module holds something else for each pair, which the family table does not name.
     """
     named = family(config.model_type).log_multiplier
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
@@ -423,9 +423,9 @@ def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool,
         size = (cos.square() + sin.square()).sqrt()  # (1 or 2, 1, pairs): the attention factor of a scaling of its own
         angles = positions.flatten()[:, None] * known  # (axes, pairs)
         differences = (angles.cos() - cos / size).abs() + (angles.sin() - sin / size).abs()
-        found = differences.amax(0)  # over the columns of a pair
-        axis = found.argmin(0)
-        exact = bool((found.gather(0, axis[None]) < 1e-5).all())
+        errors = differences.amax(0)  # over the columns of a pair
+        axis = errors.argmin(0)
+        exact = bool((errors.gather(0, axis[None]) < 1e-5).all())
         return True, tuple(axis.tolist()) if exact else None
     return False, None
 

@@ -174,7 +174,7 @@ def _is_intact(blob: Path) -> bool:
 
 @contextmanager
 def _hub_errors(name: str, revision: str) -> Iterator[None]:
-    """Inside, an error of the Hub is one line that says what to do."""
+    """Inside, an error of the Hub is one line with what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

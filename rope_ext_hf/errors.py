@@ -39,7 +39,7 @@ __all__ = [
 
 
 class RopeExtError(Exception):
-    """Base of all errors of this package; its message says what was given, what is allowed and what to do."""
+    """Base of all errors of this package; its message states what was given, what is allowed and what to do."""
 
 
 class MethodError(RopeExtError, ValueError):
@@ -55,7 +55,7 @@ class UnsupportedModelError(RopeExtError):
 
 
 class LengthError(RopeExtError, ValueError):
-    """A length-dependent method cannot know how long each row is, or at which length a cache was filled."""
+    """A length-dependent method cannot determine how long each row is, or at which length a cache was filled."""
 
 
 class CheckpointError(RopeExtError, ValueError):

@@ -8,7 +8,7 @@
         copy_files(source, list_files(source), staging)          # refuses links that lead out of the folder
         write_json(staging / "config.json", config)
 
-Every failure is a FileError of one line. Nothing here knows about models.
+Every failure is a FileError of one line. Nothing here depends on models.
 """
 
 from __future__ import annotations

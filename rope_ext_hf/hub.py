@@ -387,9 +387,9 @@ def _check_token_settings(source: str, options: dict[str, Any]) -> None:
 
     where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        found = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            settings = read_json(Path(found))
+        cached = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
+        if cached is not None:
+            settings = read_json(Path(cached))
             check(settings, file)
             check_counts(settings, file)
 

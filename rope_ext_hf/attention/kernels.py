@@ -62,7 +62,7 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bo
 def _torch_choice(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> int:
     """The kernel that scaled_dot_product_attention would run, a value of `SDPBackend`; MATH: none.
 
-    torch knows the device, its build and what the user has allowed by `torch.nn.attention.sdpa_kernel`.
+    torch answers for the device, its build and what the user has allowed by `torch.nn.attention.sdpa_kernel`.
     """
     return torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1])
 

@@ -59,7 +59,7 @@ def convert_checkpoint(
         progress: called with bytes written and bytes in all.
 
     Returns:
-        What was written. A warning tells if transformers does not run the new pairing of this family.
+        What was written. A warning is given if transformers does not run the new pairing of this family.
 
     Raises:
         CheckpointError: something in the source is missing, contradictory or unknown (before anything is written), the

@@ -36,7 +36,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
         source_pairing: pairing of the weights now; default: the config's `rope_pairing`, else what the class runs.
 
     Returns:
-        The same model. A warning tells if its class does not run the new pairing: then it is for saving only.
+        The same model. A warning is given if its class does not run the new pairing: then it is for saving only.
 
     Raises:
         CheckpointError: weights that are in that pairing already, or for which no reordering of rows is exact.

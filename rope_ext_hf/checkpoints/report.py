@@ -23,7 +23,7 @@ class ConversionReport:
         skipped_files: files of the source that hold weights in another format, which were not copied.
         loads_natively: whether the family's transformers class runs the new pairing.
         verified: what `verify` compared; None: nothing.
-        notes: what the reader of the new folder has to know beside that.
+        notes: further remarks for whoever uses the new folder.
     """
 
     path: str

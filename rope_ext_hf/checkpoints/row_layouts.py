@@ -302,8 +302,8 @@ class RotaryTensors:
 
 
 def _layer_number(match: re.Match[str]) -> int | None:
-    found = re.search(r"\.(\d+)", match["layer"] or "")
-    return None if found is None else int(found[1])
+    number = re.search(r"\.(\d+)", match["layer"] or "")
+    return None if number is None else int(number[1])
 
 
 def _match_attention(name: str) -> re.Match[str] | None:

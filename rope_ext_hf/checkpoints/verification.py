@@ -40,7 +40,7 @@ _SCALES = re.compile("scale|magnitude|SCB")
 
 
 def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorView, before: str, after: str) -> str:
-    """Compare attention scores, or every tensor if the pairing is the same; return what was compared, in words.
+    """Compare attention scores, or every tensor if the pairing is the same; return a sentence about what was compared.
 
     Raises:
         CheckpointError: a difference.
@@ -54,7 +54,7 @@ def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorVie
 
 
 def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorView, to: str) -> str:
-    """Compare the attention scores of a few modules; return what was compared, in words.
+    """Compare the attention scores of a few modules; return a sentence about what was compared.
 
     Args:
         tensors: what rotates.

@@ -66,7 +66,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a file says about one tensor.
+    """What the header of a file states about one tensor.
 
     Attributes:
         dtype: a name of `DTYPE_BITS`.

@@ -88,8 +88,8 @@ def demo(
     show = not as_json
     loss = _measure(model, methods(read[-1]), PerplexityMeasurement(plan), "stdlib", out, show=show)
     _stop_if_not_finite(loss)
-    found = _measure(model, methods(asked[-1]), questions, haystack_name("key-value", None), out, show=show)
-    overview = Overview(loss.results, found.results, trained)
+    retrieval = _measure(model, methods(asked[-1]), questions, haystack_name("key-value", None), out, show=show)
+    overview = Overview(loss.results, retrieval.results, trained)
     picture = out / "demo.png"
     try:
         overview.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
@@ -98,7 +98,7 @@ def demo(
     else:
         note = str(picture)
     if as_json:
-        whole = {"perplexity": loss.to_dict(), "passkey": found.to_dict(), "conclusions": overview.conclusions()}
+        whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict(), "conclusions": overview.conclusions()}
         print_text(json_text(whole))
     else:
         print_text("\n".join(["", *overview.conclusions(), "", f"picture  {note}"]))

@@ -203,11 +203,11 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
         ids = source.tokenizer(name)(document.text[:8000], add_special_tokens=False).input_ids
         ids = ids[: min(512, patch_geometry(loaded).context_length)]
         try:
-            found = spectra(loaded, torch.tensor(ids))
+            kept = spectra(loaded, torch.tensor(ids))
         except UnsupportedModelError as error:
             print_note("warning", f"scores of trained queries and keys are left out: {error}")
             return None, f"Those of this model are left out: {error}."
-    return found, (
+    return kept, (
         f"On the right: every query and key of {len(ids)} tokens of {document.name}, put at each distance in turn, "
         "wherever they stood."
     )

@@ -63,7 +63,7 @@ class Computed:
         length: tokens that the engine serves by default; None: it leaves that to the user.
         table: positions that the engine has angles for; None: as many as asked for.
         softmax_scale: what the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim, squared).
-        notes: what the engine passes over in this config, in words.
+        notes: what the engine passes over in this config.
     """
 
     inv_freq: tuple[float, ...]
@@ -74,7 +74,7 @@ class Computed:
     notes: tuple[str, ...] = ()
 
     def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
-        """What differs from these frequencies and magnitudes, in words; None where all agree to 1e-6."""
+        """What differs from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
         if len(inv_freq) != len(self.inv_freq):
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
         pairs = zip(self.inv_freq, inv_freq, strict=True)
@@ -101,7 +101,7 @@ class Target:
         inv_freq, attention_factor, softmax_scale: what was measured.
         theta, original: the base, and the length in tokens without any scaling.
         length: tokens to serve.
-        method: the method in words.
+        method: the method, for messages.
     """
 
     model: str
@@ -163,7 +163,7 @@ class ServingConfig:
     Attributes:
         engine, version: the engine, and the version whose source its rules were taken from.
         encoding: "native" where the engine's own name of the method does it, else how the frequencies are written.
-        method: the method in words.
+        method: the method, for messages.
         length: tokens served.
         command: the command line, one argument each.
         environment: variables to set for it.
@@ -173,7 +173,7 @@ class ServingConfig:
         gguf_tensors: float32 tensors to write into it, by name.
         gguf_removed: tensors to leave out of it.
         computed: what the engine computes then.
-        notes: what else there is to know, in words.
+        notes: further remarks.
     """
 
     engine: str
@@ -201,9 +201,9 @@ class Trap:
     """Something an engine does silently with a key.
 
     Attributes:
-        versions: the versions it was read in, in words.
+        versions: the versions it was read in.
         key: the key or flag.
-        effect: what happens, in words.
+        effect: what happens.
         source: file, issue or pull request.
     """
 
@@ -249,7 +249,7 @@ class Engine(ABC):
         """How to have this engine serve what was measured.
 
         Raises:
-            ServingError: no encoding of the method that the engine reads computes the same; the message says why.
+            ServingError: no encoding that the engine reads computes the same; the message gives the reason.
         """
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
@@ -320,7 +320,7 @@ class ConfigEngine(Engine):
             if reason is None:
                 served = self.served(target, encoding, computed)
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"
-                named = target.method.startswith("longrope")  # else the engine knows no such method by name
+                named = target.method.startswith("longrope")  # else the engine has no such method by name
                 return replace(served, encoding="longrope") if lists and not named else served
             reasons.append(f"{encoding.name}: {reason}")
         raise ServingError(

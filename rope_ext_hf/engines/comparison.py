@@ -22,7 +22,7 @@ def expected_of(reference: Engine, config: Config) -> Expected:
 
 
 def runs_otherwise(engine: Engine, expected: Expected, config: Config) -> str | None:
-    """How an engine runs short or long inputs otherwise than expected, in words; None where both agree to 1e-6.
+    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6.
 
     Raises:
         ServingError: the engine refuses the config.

@@ -165,6 +165,6 @@ class FormerTransformers(Transformers):
         if scaling.get("rope_type", scaling.get("type")) in (
             "longrope",
             "su",
-        ):  # its class knows the config's key alone
+        ):  # its class reads the config's key alone
             scaling.pop("original_max_position_embeddings", None)
         return super().computes({**text, "rope_scaling": scaling, "rope_parameters": None}, length)

@@ -1,4 +1,4 @@
-"""Which angles: every RoPE method, as pure formulas that know no model.
+"""Which angles: every RoPE method, as pure formulas, independent of any model.
 
     >>> from rope_ext_hf.methods import Rotary, frequencies
     >>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]

@@ -76,7 +76,7 @@ class TrainedScaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a model says about its rotary embedding.
+    """What a model states about its rotary embedding.
 
     Attributes:
         dim: rotated dims per head (head_dim x partial rotary factor); even.
@@ -180,7 +180,7 @@ def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
     """The frequencies and the attention factor of the scaling underneath, for long inputs."""
     assert rotary.own is not None
     length = rotary.own.context_length
-    if rotary.length_dependent:  # past the length at which its second list begins, whatever the context length says
+    if rotary.length_dependent:  # past the length at which its second list begins, whatever the context length is
         length = max(length, rotary.trained_length + 1)
     inv_freq, attention_factor = rotary.own.method.frequencies(rotary.own.rotary, length)
     return tuple(inv_freq.tolist()), attention_factor
@@ -200,7 +200,7 @@ def _are_numbers(value: object) -> bool:
     return isinstance(value, tuple) and all(map(is_number, value))
 
 
-# Annotation of a parameter -> what its value must be, in words and as a test.
+# Annotation of a parameter -> what its value must be, for the error message, and the test for it.
 _PARAMETER_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", is_number),
     "float | None": ("a number", is_number),
@@ -373,7 +373,7 @@ class RopeMethod(ABC):
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         """`rope_parameters` with which plain transformers computes the same, or None.
 
-        longrope's divisors per dim can write any static frequencies, so every static method has such a form.
+        longrope's divisors per dim can write any static frequencies, so every static method can be saved natively.
         """
         if rotary.rotated_pairs is not None or self.length_dependent:
             return None
@@ -420,7 +420,7 @@ class RopeMethod(ABC):
         return None
 
     def extended_length(self, rotary: Rotary) -> int | None:
-        """The length in tokens that the method is meant for, where its parameters say; None: it follows the input."""
+        """The length in tokens that the method is meant for, by its parameters; None: it follows the input."""
         factor = getattr(self, "factor", None)
         return round(rotary.context_length * factor) if factor else None
 

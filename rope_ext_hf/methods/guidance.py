@@ -27,7 +27,7 @@ SHORT_INPUTS = "most inputs are short, and their output must not change"
 FINE_TUNING = "to fine-tune it at the longer length"
 SEARCHED = "divisors from a search or from training exist"
 PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, SEARCHED)
-"""What people want, in the order in which it is advised on."""
+"""Goals of users, in the order in which they are advised on."""
 
 NOTHING = "nothing"
 ROTATED_AGAIN = "keys are rotated again when frequencies change"
@@ -40,9 +40,9 @@ class Guidance:
 
     Attributes:
         purposes: what it is a candidate for; names of `PURPOSES`.
-        when: when to take it and not its neighbours, in words; empty: nothing sets it apart.
-        decode: what it adds to the time of a generated token, in words.
-        unmeasured: why no measurement shows how a model reads with it, in words; empty: one does, or none was made.
+        when: when to take it and not its neighbours; empty: nothing sets it apart.
+        decode: what it adds to the time of a generated token.
+        unmeasured: why no measurement shows how a model reads with it; empty: one does, or none was made.
     """
 
     purposes: tuple[str, ...] = ()

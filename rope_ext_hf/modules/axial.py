@@ -137,7 +137,7 @@ class AxialRotaryEmbedding(nn.Module):
         """Angles for the positions of one call.
 
         Args:
-            x: any tensor of the dtype and on the device the angles are wanted in.
+            x: any tensor of the dtype and on the device the angles are returned in.
             position_ids: (axes, batch, length) integers; (batch, length) where all axes have the same, as text has.
 
         Returns:

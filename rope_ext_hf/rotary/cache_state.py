@@ -51,7 +51,7 @@ class KeyOrigin:
         return cls(tuple((table.method, table.rotary, table.fixed_length) for table in tables))
 
     def differences(self, other: KeyOrigin) -> tuple[str, str]:
-        """The two origins in words, each with what the other has not."""
+        """Both origins as text, each with the parameters in which it differs from the other."""
         mine, others = [_settings(self)], [_settings(other)]
         if len(self.tables) == len(other.tables):
             mine, others = ([_settings(KeyOrigin((one,))) for one in each.tables] for each in (self, other))

@@ -28,14 +28,15 @@ from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 __all__ = ["Layout", "RotaryEmbedding", "arrange", "override_angles", "segment_lengths"]
 
 Layout = Literal["half", "interleaved", "bare", "complex"]
-"""How a model wants its angles: each twice, side by side ("half": cos has dim columns, i and i + dim/2 alike) or next
-to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor ("complex")."""
+"""How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
+alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor
+("complex")."""
 
 
 def arrange(
     angle: Tensor, attention_factor: Tensor | float, layout: Layout, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """cos and sin of angles as a model wants them.
+    """cos and sin of angles, arranged as a model reads them.
 
     Args:
         angle: (batch, length, pairs), radians in float32 or float64.
@@ -268,7 +269,7 @@ class RotaryEmbedding(nn.Module):
         """Angles for the positions of one call.
 
         Args:
-            x: any tensor of the dtype and on the device the angles are wanted in.
+            x: any tensor of the dtype and on the device the angles are returned in.
             position_ids: (batch, length) integers; with `axis_of_pair` also (axes, batch, length).
 
         Returns:

@@ -35,7 +35,7 @@ def can_fuse(x: Tensor) -> bool:
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether Triton can build the kernel here, which takes a C compiler and a device that it knows."""
+    """Whether Triton can build the kernel here, which takes a C compiler and a supported device."""
     x, angle = torch.zeros(1, 1, 1, 2, device=device), torch.zeros(1, 1, 1, 1, device=device)
     try:
         rotate_fused(x, angle, angle, start=0, half=True)

@@ -40,7 +40,7 @@ from rope_ext_hf.serving.target import Model, describe_config, make_target, open
 __all__ = ["Advice", "advise"]
 
 _OWN_PROCESS = "transformers"
-"""The engine that is this package's own process: it says nothing about a server."""
+"""The engine that is this package's own process: it is no evidence about a server."""
 _SHORT_COMMAND = 400
 """Characters; a longer command line is left out of the text: `serve-config`, which stands before it, prints it."""
 _WIDTH = 100
@@ -56,9 +56,9 @@ class MethodAdvice:
         method: its name.
         kind: "static", "length-dependent", "remapping" or "trained".
         fits: whether it is worth trying at this length without training, by what was measured.
-        why: why it fits or does not, in words.
+        why: why it fits or does not.
         measured: how much the loss rose at this length, by the model that it was measured on, in bits per byte.
-        short_inputs: what it does to inputs within the context length, in words.
+        short_inputs: what it does to inputs within the context length.
         decode, when: see `Guidance`.
         purposes: what it is the first choice for; names of `PURPOSES`.
         engines: how each engine serves it, by the engine's name; None: it refuses.
@@ -87,14 +87,14 @@ class Advice:
         target_length: the length asked for, in tokens.
         original_length: the length that RoPE without any scaling is for.
         context_length, context_rule: the length that the model is for, and how that is known.
-        extended_by: the scalings and patches that it has already, in words, the last one first.
+        extended_by: the scalings and patches that it has already, the last one first.
         factor: the target length over the context length.
         methods: every method, the fitting ones first; empty where no method is needed.
         choices: the methods to take first, by purpose.
         served: the method that is advised for each engine; "": the model as it is.
         memory: of keys and values, at the context length and at the target length.
         commands: what to run next, by what for.
-        notes: what else there is to know, in words.
+        notes: further remarks.
     """
 
     model: str
@@ -133,7 +133,7 @@ class Advice:
             lines += ["", *self._measured_table()]
             engines = [name for name in list_engines() if any(name in each.engines for each in self.methods)]
             rows = [
-                (m.method, *(_form(m.engines[name]) for name in engines)) for m in self.methods if m.fits and m.engines
+                (m.method, *(_brief(m.engines[name]) for name in engines)) for m in self.methods if m.fits and m.engines
             ]
             if rows:
                 lines += ["", *_columns([("served by", *engines), *rows])]
@@ -197,9 +197,9 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return groups
 
 
-def _form(form: str | None) -> str:
+def _brief(encoding: str | None) -> str:
     """How a method is written for an engine, in one word or two; a dash where the engine refuses it."""
-    return "-" if form is None else form.partition(" in ")[0].removesuffix(" with equal lists")
+    return "-" if encoding is None else encoding.partition(" in ")[0].removesuffix(" with equal lists")
 
 
 def _size(number: int) -> str:
@@ -302,7 +302,7 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
     """
 
     def served(each: MethodAdvice) -> bool:
-        return any(form for name, form in each.engines.items() if name != _OWN_PROCESS)
+        return any(encoding for name, encoding in each.engines.items() if name != _OWN_PROCESS)
 
     def takes(each: MethodAdvice, purpose: str) -> bool:
         ready = each.kind != "" and (each.fits or purpose == FINE_TUNING)
@@ -389,21 +389,21 @@ class _Planner:
         return f"rise by {' / '.join(_signed(rise.increase for rise in rises))}"
 
     def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
-        forms: dict[str, str | None] = {}
+        encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
             target = make_target(self.opened, name, target_length=self.target_length, **self.underneath)
         except (MethodError, ServingError) as error:
-            return forms, dict.fromkeys(list_engines(), one_line(error))
+            return encodings, dict.fromkeys(list_engines(), one_line(error))
         for engine, cls in list_engines().items():
             try:
                 config = cls().config_for(target)
             except ServingError as error:
-                forms[engine], refusals[engine] = None, one_line(error)
+                encodings[engine], refusals[engine] = None, one_line(error)
             else:
-                forms[engine] = config.encoding
+                encodings[engine] = config.encoding
                 self.configs[engine, name] = config
-        return forms, refusals
+        return encodings, refusals
 
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
         """The fitting method that each engine serves: the first choice for serving, else the first of the others."""

@@ -45,7 +45,7 @@ class EngineReport:
         engine, version: the engine, and the version whose source its rules were taken from.
         computed: None where the engine refuses the file, or its rules for this family are unknown.
         differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
-        unknown: why nothing can be said; None: something can.
+        unknown: why nothing can be stated; None: something can.
     """
 
     engine: str
@@ -69,7 +69,7 @@ class Audit:
     Attributes:
         path: the file.
         engines: one report each.
-        problems: what is wrong with the file itself, in words.
+        problems: what is wrong with the file itself.
     """
 
     path: str

@@ -52,7 +52,7 @@ def serving_config(
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
-        ServingError: the engine cannot compute the same; the message says why.
+        ServingError: the engine cannot compute the same; the message gives the reason.
         MethodError: an unknown engine or method, or impossible parameters.
         CheckpointError: no such model.
     """
