@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,20 +63,23 @@ def model_digest(model: nn.Module) -> str:
     digest = _Digest()
     with torch.no_grad():
         _add_configs(digest, model)
-        for name, module in _modules(model, "", set()):
+        for name, module in _modules(model):
             _add_module(digest, name, module)
     return digest.hexdigest()
 
 
-def _modules(module: nn.Module, name: str, seen: set[int]) -> list[tuple[str, nn.Module]]:
-    """Every module with its name, those in the slots as they were before a patch."""
-    if isinstance(module, PatchedSlot):
-        module = module.replaced
-    if id(module) in seen:
-        return []
-    seen.add(id(module))
-    below = [_modules(child, f"{name}.{attribute}", seen) for attribute, child in module.named_children()]
-    return [(name, module), *(pair for pairs in below for pair in pairs)]
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module with its name, parents first, those in the slots as they were before a patch."""
+    modules: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if isinstance(module, PatchedSlot):
+            module = module.replaced
+        if id(module) not in modules:
+            modules[id(module)] = name, module
+            waiting += [(f"{name}.{attribute}", child) for attribute, child in module.named_children()][::-1]
+    return list(modules.values())
 
 
 def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
@@ -84,13 +89,12 @@ def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
     """
     follows_the_input = any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
     kind = type(module)
-    digest.add(f"module {name}", f"{kind.__module__}.{kind.__qualname__}")
+    digest.add({f"module {name}": f"{kind.__module__}.{kind.__qualname__}"})
     with _on_device(module):
         tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
         settings = {k: v for k, v in vars(module).items() if k not in _OF_TORCH and k not in _NOT_IN_MODULES}
-        for key, value in sorted((tensors | settings).items()):
-            if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
-                digest.add(key, value)
+        values = sorted((tensors | settings).items())
+        digest.add({k: v for k, v in values if not (follows_the_input and _LEFT_BEHIND.fullmatch(k))})
 
 
 @contextmanager
@@ -140,7 +144,7 @@ def _add_configs(digest: _Digest, model: nn.Module) -> None:
     for config in configs.values():
         if (values := settings(config)) not in written:
             written.append(values)
-            digest.add("config", values)
+            digest.add({"config": values})
 
 
 class _Digest:
@@ -160,45 +164,41 @@ class _Digest:
     def hexdigest(self) -> str:
         return self._sha.hexdigest()
 
-    def add(self, name: str, value: Any) -> None:
-        """Add a value; objects other than tensors, numbers, texts and collections of these are passed over."""
-        match value:
-            case Tensor():
-                if value not in self._of_tensor:  # tied weights are read once
-                    self._of_tensor[value] = self._tensor(value)
-                self._write(name, self._of_tensor[value])
-            case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
-                self._write(name, repr(value))
-            case Mapping():
-                self._write(name, "{")
-                for key, inner in sorted(value.items(), key=lambda item: repr(item[0])):
-                    self.add(repr(key), inner)
-                self._write(name, "}")
-            case list() | tuple():
-                self._write(name, "[")
-                for inner in value:
-                    self.add("", inner)
-                self._write(name, "]")
-            case set() | frozenset():
-                self._write(name, repr(sorted(map(repr, value))))
-
-    def _write(self, name: str, text: str) -> None:
-        for part in (name, text):
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add named values; objects other than tensors, numbers, texts and collections of these are passed over."""
+        for part in self._parts(values.items()):
             data = part.encode("utf-8", "surrogatepass")
             self._sha.update(f"{len(data)}:".encode() + data)
+
+    def _parts(self, values: Iterable[tuple[str, Any]]) -> list[str]:
+        """Names and values as texts, in turn; a collection stands between brackets that carry its name."""
+        parts: list[str] = []
+        for name, value in values:
+            match value:
+                case Tensor():
+                    if value not in self._of_tensor:  # tied weights are read once
+                        self._of_tensor[value] = self._tensor(value)
+                    parts += name, self._of_tensor[value]
+                case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
+                    parts += name, repr(value)
+                case Mapping():
+                    inner = sorted(zip(map(repr, value), value.values(), strict=True), key=itemgetter(0))
+                    parts += name, "{", *self._parts(inner), name, "}"
+                case list() | tuple():
+                    parts += name, "[", *self._parts(zip(repeat(""), value)), name, "]"
+                case set() | frozenset():
+                    parts += name, repr(sorted(map(repr, value)))
+        return parts
 
     def _tensor(self, tensor: Tensor) -> str:
         inner = _Digest()
         inner._multipliers = self._multipliers
-        inner.add("shape", [str(tensor.dtype), *tensor.shape])
-        for name, value in vars(tensor).items():  # what a quantised parameter carries beside its codes
-            if name == "quant_state":
-                inner.add(name, vars(value))
+        inner.add({"shape": [str(tensor.dtype), *tensor.shape]})
+        if "quant_state" in vars(tensor):  # what a quantised parameter carries beside its codes
+            inner.add({"quant_state": vars(tensor.quant_state)})  # type: ignore[attr-defined]
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
-            inner.add("context", context)
-            for name in names:
-                inner.add(name, getattr(tensor, name))
+            inner.add({"context": context} | {name: getattr(tensor, name) for name in names})
         elif tensor.numel() and tensor.device.type != "meta":
             inner._add_bits(tensor.detach())
         return inner.hexdigest()
