@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rope_ext_hf.attention.rules import AttentionRule, LocalAttention, Rotation, RotationTable
 from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
-from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
+from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import (
     PROBE_NAME,
@@ -104,12 +104,14 @@ def probe_layers(
     assert method.max_distance is not None
     _check_sharding(model, decoder, method)
     plain = method.frequency or Default()
+    # Keys at position 0 differ from those at any other, which not every method's own places for cached keys do.
+    at_zero = ReRoPE(window=1, max_distance=method.max_distance, temperature="none", frequency=method.frequency)
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
     with _probing(model):
         at_near = _run(model, decoder, slots, plain, rotary, near)
         at_far = _run(model, decoder, slots, plain, rotary, far)
-        at_stored = _run(model, decoder, slots, method, rotary, far)
+        at_stored = _run(model, decoder, slots, at_zero, rotary, far)
     own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [
@@ -158,7 +160,7 @@ def _layer(
     far: Tensor,
     own_temperature: bool,
 ) -> Layer:
-    """How a layer is to attend, from its queries and keys at near positions, at far ones, and at `key_position`."""
+    """How a layer is to attend, from its queries and keys at near positions, at far ones, and at 0."""
     name = type(at_near.module).__name__
     if at_near.refused:
         raise UnsupportedModelError(f"{name} has {at_near.refused}, which remapping methods do not support")
@@ -173,7 +175,7 @@ def _layer(
             f"{name} has {at_near.key.shape[-2]} keys for {at_near.query.shape[-2]} tokens (it compresses them), so "
             "that a key has no position of its own that a remapping method could move"
         )
-    if method.zones == 1:  # no position changes, so that it does not matter how the layer rotates
+    if not method.moves_keys:  # so that it does not matter how the layer rotates
         if at_near.window is not None:
             return Layer(LocalAttention(at_near.window, method), None)
         if (bias := method.score_bias(at_near.query.shape[1], UNBOUNDED)) is not None:
@@ -183,7 +185,7 @@ def _layer(
         return Layer(LocalAttention(at_near.window), None)  # no rotation, or one by a rotary module of its own
     device = at_near.key.device
     moved = table.between(RemappedPosition(near), RemappedPosition(far), device)
-    stored = table.between(RemappedPosition(near), method.key_position(far), device)
+    stored = table.between(RemappedPosition(near), RemappedPosition(), device)
     for layout in candidate_key_layouts(at_near.key.shape[-1], rotary.dim):
         if all(
             nearly_equal(rotation.apply(at_near.key, layout), later.key)

@@ -29,10 +29,10 @@ from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.protocols import PROTOCOLS, ProtocolOptions, Span, protocol_help, register_protocol
 from rope_ext_hf.eval.results import label
 from rope_ext_hf.methods import registry
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies, register_method, resolve_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
-from rope_ext_hf.methods.tiles import Tile, local_window_tiles
+from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.patches import families
 from tests.support import oracles
 from tests.support.contracts import MethodContract, assert_close, attend_and_definition
@@ -44,7 +44,7 @@ from tests.support.models import TRAINED, build, logits, tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stairs(RopeMethod):
+class Terraces(RopeMethod):
     """Position Interpolation in whole steps of the longest input met, by at most `factor` where there is one."""
 
     factor: float | None = None
@@ -63,7 +63,7 @@ class Stairs(RopeMethod):
         return rotary.inv_freq(device=length.device) / scale, 1.0
 
 
-def stairs(rotary: Rotary, length: int, factor: float = math.inf, step: float = 1.0) -> list[float]:
+def terraces(rotary: Rotary, length: int, factor: float = math.inf, step: float = 1.0) -> list[float]:
     scale = min(max(1.0, math.ceil(length / rotary.trained_length / step) * step), factor)
     return [value / scale for value in oracles.plain(rotary)]
 
@@ -78,23 +78,26 @@ class Thirds(RemappingMethod):
         return replace(self, window=self.window or limit // 4)
 
     @property
-    def last_zone_start(self) -> int:
+    def near(self) -> int:
         assert self.window is not None
         return self.window
+
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        return (0, self.near), (self.near, UNBOUNDED)
 
     def key_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(n, 3.0)
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
-        return (RemappedPosition(m, 3.0, self.last_zone_start * 2 / 3 + 1),)
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        return RemappedPosition(m, 3.0, self.near * 2 / 3 + 1)
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        return (m - n >= self.last_zone_start).long()
+        return (m - n >= self.near).long()
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield from local_window_tiles(self.last_zone_start, first, last)
-        if last > self.last_zone_start:
-            yield Tile(1, (first, last), (0, last - self.last_zone_start), self.last_zone_start)
+        yield from band_tiles(0, 0, self.near, first, last)
+        if last > self.near:
+            yield Tile(1, (first, last), (0, last - self.near), self.near)
 
 
 def last_token(count: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
@@ -122,7 +125,7 @@ like = "llama"
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything above in its registry, and out of it after the test."""
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    register_method("stairs")(Stairs)
+    register_method("terraces")(Terraces)
     register_method("thirds")(Thirds)
     monkeypatch.setitem(oracles.STORED_POSITIONS, "thirds", lambda saved, n: n / 3)
     monkeypatch.setitem(
@@ -147,7 +150,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-METHODS = [Stairs(), Stairs(factor=4.0), Stairs(step=2.0), Thirds(window=32, max_distance=512)]
+METHODS = [Terraces(), Terraces(factor=4.0), Terraces(step=2.0), Thirds(window=32, max_distance=512)]
 
 
 # --- methods ------------------------------------------------------------------------------------------------------
@@ -160,17 +163,17 @@ class TestContract(MethodContract):
 
 def test_a_method_is_its_formula() -> None:
     for length in (1, 512, 513, 1025, 5000):
-        assert_same(frequencies("stairs", GEOMETRY, length=length).inv_freq, stairs(GEOMETRY, length))
-        assert_same(frequencies("stairs", GEOMETRY, length=length, factor=3).inv_freq, stairs(GEOMETRY, length, 3))
-    assert resolve_method("stairs", GEOMETRY, target_length=1536) == Stairs(factor=3.0)
+        assert_same(frequencies("terraces", GEOMETRY, length=length).inv_freq, terraces(GEOMETRY, length))
+        assert_same(frequencies("terraces", GEOMETRY, length=length, factor=3).inv_freq, terraces(GEOMETRY, length, 3))
+    assert resolve_method("terraces", GEOMETRY, target_length=1536) == Terraces(factor=3.0)
     with pytest.raises(MethodError, match="Did you mean 'step'"):
-        resolve_method("stairs", GEOMETRY, stpe=2)
-    with pytest.raises(MethodError, match="Did you mean 'stairs'"):
-        resolve_method("stair", GEOMETRY)
+        resolve_method("terraces", GEOMETRY, stpe=2)
+    with pytest.raises(MethodError, match="Did you mean 'terraces'"):
+        resolve_method("terrace", GEOMETRY)
 
 
 def test_a_method_with_memory_in_a_model() -> None:
-    model, short, long = rope.patch(build("llama"), "stairs"), tokens(TRAINED), tokens(LONG)
+    model, short, long = rope.patch(build("llama"), "terraces"), tokens(TRAINED), tokens(LONG)
     plain = logits(build("llama"), short)
     assert difference(logits(model, short), plain) <= TOLERANCE
     linear = rope.patch(build("llama"), "linear", factor=LONG / TRAINED)
@@ -208,7 +211,7 @@ def test_a_remapping_method_in_a_model() -> None:
 
 @pytest.mark.parametrize(
     ("method", "params"),
-    [("stairs", {}), ("stairs", {"factor": 4.0}), ("stairs", {"step": 2.0}), ("thirds", {"window": 20})],
+    [("terraces", {}), ("terraces", {"factor": 4.0}), ("terraces", {"step": 2.0}), ("thirds", {"window": 20})],
     ids=str,
 )
 def test_methods_are_described_saved_restored_and_undone(method: str, params: dict[str, Any], tmp_path: Path) -> None:
@@ -233,30 +236,30 @@ def test_a_sweep_takes_one_factor_after_the_other(tmp_path: Path) -> None:
     draws = torch.Generator().manual_seed(0)
     corpus = [Tokens("a", torch.randint(3, 90, (300,), generator=draws), tuple(range(1, 301)))]
     asked: dict[str, Any] = {"lengths": [64, 128], "bos": False}
-    done = sweep(build("llama"), corpus, methods=["stairs", "thirds"], factors=[2.0, 4.0], out=tmp_path, **asked)
+    done = sweep(build("llama"), corpus, methods=["terraces", "thirds"], factors=[2.0, 4.0], out=tmp_path, **asked)
     names = list(dict.fromkeys(label(result.method) for result in done.results))
-    assert names[:3] == ["as loaded", "stairs x2", "stairs x4"]
+    assert names[:3] == ["as loaded", "terraces x2", "terraces x4"]
     assert names[3].startswith("thirds")
-    alone = perplexity(rope.patch(build("llama"), "stairs", factor=4), corpus, **asked)
-    together = [result.loss for result in done.results if label(result.method) == "stairs x4"]
+    alone = perplexity(rope.patch(build("llama"), "terraces", factor=4), corpus, **asked)
+    together = [result.loss for result in done.results if label(result.method) == "terraces x4"]
     assert together == pytest.approx([result.loss for result in alone], abs=1e-5)
 
 
 @pytest.mark.slow
 def test_methods_on_the_command_line(tmp_path: Path) -> None:
     listed = {entry["method"]: entry for entry in json.loads(run("methods", "--json"))}
-    assert listed["stairs"]["parameters"] == {"factor": None, "step": 1.0}
+    assert listed["terraces"]["parameters"] == {"factor": None, "step": 1.0}
     assert listed["thirds"]["summary"].startswith("Beyond the window")
-    arguments = ["reference", "--method", "stairs", "--factor", "2", "--step", "0.5"]
+    arguments = ["reference", "--method", "terraces", "--factor", "2", "--step", "0.5"]
     described = json.loads(run("describe", *arguments, "--json"))
-    assert (described["method"], described["params"]) == ("stairs", {"factor": 2.0, "step": 0.5})
+    assert (described["method"], described["params"]) == ("terraces", {"factor": 2.0, "step": 0.5})
     run("patch", *arguments, "--out", str(tmp_path / "patched"))
     assert json.loads(run("describe", str(tmp_path / "patched"), "--json"))["params"] == described["params"]
     measured = run(
-        "sweep", "reference", "--method", "stairs,thirds", "--factor", "2,4", "--lengths", "128,512",
+        "sweep", "reference", "--method", "terraces,thirds", "--factor", "2,4", "--lengths", "128,512",
         "--max-spans", "1", "--protocol", "last-token", "--out", str(tmp_path / "runs"),
     )  # fmt: skip
-    for name in ("stairs x2", "stairs x4", "thirds"):
+    for name in ("terraces x2", "terraces x4", "thirds"):
         assert name in measured
 
 

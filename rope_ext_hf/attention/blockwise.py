@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class _Attention:
 
     def _zone_rotation(self, m: Callable[[], Tensor], zone: int, name: Hashable) -> KeyRotation | None:
         """The rotation of queries to their position in a zone beyond the nearest."""
-        return self._cached_rotation(m, lambda at: self.rule.query_positions(at)[zone - 1], (zone, name))
+        return self._cached_rotation(m, lambda at: self.rule.query_position(at, zone), (zone, name))
 
     def _cached_rotation(
         self, positions: Callable[[], Tensor], target: Callable[[Tensor], RemappedPosition], name: Hashable
@@ -117,7 +117,9 @@ class _Attention:
         entry = (self.rule, table, self.device, name)
         if entry not in rotations:
             at = positions()
-            rotations[entry] = table.between(self.rule.key_position(at), target(at), self.device)
+            before, after = self.rule.key_position(at), target(at)
+            stays = before.positions is after.positions and before[1:] == after[1:]
+            rotations[entry] = None if stays else table.between(before, after, self.device)
         return rotations[entry]
 
     def _place_query(
@@ -192,7 +194,7 @@ class _Attention:
         """
         rule, device = self.rule, query.device
         stop = start + query.shape[-2]
-        first_local = max(first_key, start - rule.last_zone_start + 1)
+        first_local = max(first_key, start - rule.zone_distances(stop)[0][1] + 1)
         queries, near = ("positions", start, stop), ("positions", first_local, stop)
 
         def m() -> Tensor:
@@ -246,14 +248,14 @@ class _Attention:
     def _eager_block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
         """The newest queries from `block.start` to `block.stop`."""
         rule, tokens, count, device = self.rule, int(query.shape[-2]), int(key.shape[-2]), query.device
-        evicted, last_zone = self._total - count, rule.zones - 1
-        # Of the keys here, those before `first_visible` are seen by no query of the block, those before `zone_start`
-        # in the last zone only, those from `end` on by later queries only.
-        first_visible, zone_start, end = 0, 0, count
+        evicted = self._total - count
+        first_visible, end, first_query = 0, count, None
         if self.positions.left_padding is not None and self.modifiers.mask is None:  # positions are in order
-            zone_start = max(0, count - tokens + block.start - rule.last_zone_start + 1)
-            first_visible = 0 if last_zone else zone_start
-            end = count - tokens + block.stop
+            first_query = count - tokens + block.start  # where the first query is among the keys
+            # The block sees no key beyond its farthest zone, and none after its last query.
+            farthest = max(bound for _, bound in rule.zone_distances(self._total))
+            first_visible, end = max(0, first_query - farthest + 1), count - tokens + block.stop
+            first_query -= first_visible
         visible_keys = slice(first_visible, end)
         # Layers may be spread over devices.
         m = self.positions.query_positions[:, block].to(device)
@@ -264,9 +266,9 @@ class _Attention:
             key,
             m,
             n,
-            zone_start - first_visible,
+            first_query,
             ("queries", block.start, block.stop),
-            ("keys", evicted + zone_start, evicted + end),
+            evicted + first_visible,
         )
         scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
         weights = self._softmax_with_sinks(scores)
@@ -277,32 +279,48 @@ class _Attention:
         return (folded @ value).reshape(rows, heads, queries, -1)
 
     def _zone_scores(
-        self, query: Tensor, key: Tensor, m: Tensor, n: Tensor, skip: int, m_name: Hashable, n_name: Hashable
+        self, query: Tensor, key: Tensor, m: Tensor, n: Tensor, first_query: int | None, m_name: Hashable, offset: int
     ) -> Tensor:
         """Scores (rows, heads, queries, keys), each pair of query and key in its zone.
 
         Args:
-            skip: the keys before this one are in the last zone for every query.
-            m_name, n_name: identify `m`, and `n` from `skip` on, among the positions of the forward.
+            first_query: the key that the first query stands at; None: positions are not in order.
+            m_name: identifies `m` among the positions of the forward.
+            offset: the first of these keys among all keys of the forward.
         """
-        rule, last_zone = self.rule, self.rule.zones - 1
-        local_keys = self._rotate(self._local_rotation(lambda: n[:, skip:], n_name), key[:, :, skip:])
-
-        def scores_in(zone: int, keys: Tensor) -> Tensor:
-            rotation = self._zone_rotation(lambda: m, zone, m_name) if zone else self._local_rotation(lambda: m, m_name)
-            return _scores(self._rotate(rotation, query), keys, self.scale)
-
-        if not last_zone and self.modifiers.pair_scales is not None:
+        rule, queries, keys = self.rule, query.shape[-2], int(key.shape[-2])
+        # Keys that may be in each zone: between the farthest one of the first query and the nearest one of the last.
+        if first_query is None:
+            ranges = [(0, keys)] * len(rule.zone_distances(self.positions.reach))
+        else:
+            ranges = [
+                (max(0, first_query - bound + 1), min(keys, first_query + queries - smallest))
+                for smallest, bound in rule.zone_distances(self._total)
+            ]
+        begin, end = ranges[0]
+        local = self._local_rotation(lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
+        local_keys = self._rotate(local, key[:, :, begin:end])
+        if len(ranges) == 1 and self.modifiers.pair_scales is not None:
             rotated = self._rotate(self._local_rotation(lambda: m, m_name), query)
-            return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, skip:], self.scale)
-        if not last_zone:
-            return scores_in(0, local_keys)
-        scores = scores_in(last_zone, key)
-        zones = rule.zone(m[:, :, None], n[:, None, skip:])[:, None]
-        near = scores[..., skip:]
-        for zone in range(last_zone):
-            near = torch.where(zones == zone, scores_in(zone, key[:, :, skip:] if zone else local_keys), near)
-        return torch.cat([scores[..., :skip], near], dim=-1)
+            return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, begin:], self.scale)
+
+        def scores_in(zone: int, start: int, stop: int) -> Tensor:
+            rotation = self._zone_rotation(lambda: m, zone, m_name) if zone else self._local_rotation(lambda: m, m_name)
+            part = key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
+            return _scores(self._rotate(rotation, query), part, self.scale)
+
+        pieces = []
+        # Between two of these edges the same zones may occur; with one query there is a single one.
+        edges = {0, keys, *(edge for low, high in ranges if low < high for edge in (low, high))}
+        for start, stop in pairwise(sorted(edges)):
+            present = [zone for zone, (low, high) in enumerate(ranges) if low <= start and stop <= high]
+            scores = scores_in(present[0], start, stop)
+            if present[1:]:
+                zones = rule.zone(m[:, :, None], n[:, None, start:stop])[:, None]
+                for zone in present[1:]:
+                    scores = torch.where(zones == zone, scores_in(zone, start, stop), scores)
+            pieces.append(scores)
+        return torch.cat(pieces, dim=-1) if pieces[1:] else pieces[0]
 
     def _mask_scores(
         self, scores: Tensor, m: Tensor, n: Tensor, block: slice, keys: slice, tokens: int, count: int

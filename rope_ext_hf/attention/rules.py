@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
-from rope_ext_hf.methods.tiles import Tile, local_window_tiles
+from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number
 
@@ -33,12 +35,9 @@ class AttentionRule(Protocol):
     def local_zone_exact(self) -> bool: ...
     @property
     def window_size(self) -> int | None: ...
-    @property
-    def last_zone_start(self) -> int: ...
-    @property
-    def zones(self) -> int: ...
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]: ...
     def key_position(self, n: Tensor) -> RemappedPosition: ...
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]: ...
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition: ...
     def query_scale(self, m: Tensor) -> Tensor | None: ...
     def score_bias(self, heads: int, length: int) -> ScoreBias | None: ...
     def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
@@ -62,19 +61,14 @@ class LocalAttention:
     def local_zone_exact(self) -> bool:
         return True
 
-    @property
-    def last_zone_start(self) -> int:
-        return self.window_size or 2**40
-
-    @property
-    def zones(self) -> int:
-        return 1
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        return ((0, self.window_size or UNBOUNDED),)
 
     def key_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(n) if self.method is None else self.method.key_position(n)
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
-        return ()
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        return self.key_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
         return None
@@ -87,7 +81,7 @@ class LocalAttention:
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
         if self.window_size is not None:
-            yield from local_window_tiles(self.window_size, first, last)
+            yield from band_tiles(0, 0, self.window_size, first, last)
         else:
             yield Tile(0, (first, last), (0, last))
 
@@ -113,6 +107,8 @@ class RotationTable:
 
     def between(self, before: RemappedPosition, after: RemappedPosition, device: torch.device) -> KeyRotation:
         """The rotation of queries or keys from one position to another; positions (rows or 1, tokens)."""
+        if before.positions is after.positions and before.divisor == after.divisor:  # one angle for all of them
+            return KeyRotation.from_phase(self.phase_of_distance(after.offset - before.offset, device)[None, None])
         return KeyRotation.from_phase(self.phase_at(after, device) - self.phase_at(before, device))
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
@@ -139,8 +135,13 @@ class TokenPositions:
     key_positions: Tensor
     left_padding: tuple[int, ...] | None
     key_mask: Tensor | None
-    rotations: dict[Hashable, KeyRotation] = field(default_factory=dict)
+    rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)
     query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def reach(self) -> int:
+        """One more than the largest position, where positions are not in order; the host waits for it."""
+        return int(self.key_positions.max()) + 1
 
 
 class Rotation(NamedTuple):

@@ -7,7 +7,7 @@
 Importing this package registers every method.
 """
 
-from rope_ext_hf.methods import dynamic, remapping, score_biases, static
+from rope_ext_hf.methods import dynamic, remapping, score_biases, stairs, static
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import (
     frequencies,
@@ -29,5 +29,6 @@ __all__ = [
     "remapping",
     "resolve_method",
     "score_biases",
+    "stairs",
     "static",
 ]

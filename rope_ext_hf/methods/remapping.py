@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, did_you_mean
-from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
 from rope_ext_hf.methods.registry import method_from_dict, register_method
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.methods.tiles import Tile, local_window_tiles
+from rope_ext_hf.methods.tiles import Tile, band_tiles
 
 __all__ = [
     "DualChunk",
@@ -210,8 +210,8 @@ class RemappingMethod(RopeMethod):
         """Where keys stand in the cache."""
 
     @abstractmethod
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
-        """Where queries stand in each zone but the nearest, where they stand as its keys do."""
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        """Where queries stand in a zone from 1 on; in the nearest, 0, they stand as its keys do."""
 
     @property
     def note(self) -> str:
@@ -249,18 +249,21 @@ class RemappingMethod(RopeMethod):
         key = self.key_position(n).tokens()
         near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
         zones = self.zone(m, n)
-        for zone, place in enumerate(self.query_positions(m), start=1):
-            near = torch.where(zones == zone, place.tokens() - key, near)
+        for zone in range(1, len(self.zone_distances(int((m - n).max()) + 1))):
+            near = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, near)
         return near
 
     @property
-    def zones(self) -> int:
-        return 2
+    def moves_keys(self) -> bool:
+        """Whether any key is seen at another relative position than its own."""
+        return True
 
-    @property
     @abstractmethod
-    def last_zone_start(self) -> int:
-        """Keys at this distance and beyond are in the last zone."""
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        """The zones of an input of `length` tokens, nearest first: the smallest distance in each, and a bound above.
+
+        Zones may overlap; a pair of a query and a key is at a distance of its `zone`.
+        """
 
     @abstractmethod
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
@@ -274,21 +277,25 @@ class _WindowedRemapping(RemappingMethod):
     window: int | None = None
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        return (m - n >= self.last_zone_start).long()
+        return (m - n >= self.exact_window).long()
 
     @property
-    def exact_length(self) -> int:
-        return self.last_zone_start + 1  # a key at the distance w itself is seen at w
-
-    @property
-    def last_zone_start(self) -> int:
+    def exact_window(self) -> int:
+        """`window`, which `bind` has filled in."""
         assert self.window is not None
         return self.window
 
+    @property
+    def exact_length(self) -> int:
+        return self.exact_window + 1  # a key at the distance w itself is seen at w
+
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        return (0, self.exact_window), (self.exact_window, UNBOUNDED)
+
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield from local_window_tiles(self.last_zone_start, first, last)
-        if last > self.last_zone_start:
-            yield Tile(1, (first, last), (0, last - self.last_zone_start), self.last_zone_start)
+        yield from band_tiles(0, 0, self.exact_window, first, last)
+        if last > self.exact_window:
+            yield Tile(1, (first, last), (0, last - self.exact_window), self.exact_window)
 
 
 @register_method("rerope")
@@ -307,14 +314,14 @@ class ReRoPE(_WindowedRemapping):
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = replace(self, window=self.window or limit // 2)
-        method.check_reach(limit, "window", method.last_zone_start)
+        method.check_reach(limit, "window", method.exact_window)
         return method
 
     def key_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(torch.zeros_like(n))
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
-        return (RemappedPosition(offset=self.last_zone_start),)
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        return RemappedPosition(offset=self.exact_window)
 
 
 @register_method("leaky-rerope")
@@ -362,9 +369,9 @@ class LeakyReRoPE(_WindowedRemapping):
         assert self.k is not None
         return RemappedPosition(n, self.k)
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         assert self.k is not None
-        return (RemappedPosition(m, self.k, self.last_zone_start - self.last_zone_start / self.k),)
+        return RemappedPosition(m, self.k, self.exact_window - self.exact_window / self.k)
 
 
 @register_method("self-extend")
@@ -413,9 +420,9 @@ class SelfExtend(_WindowedRemapping):
         assert self.group is not None
         return RemappedPosition(n // self.group)
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         assert self.group is not None
-        return (RemappedPosition(m // self.group, offset=self.last_zone_start - self.last_zone_start // self.group),)
+        return RemappedPosition(m // self.group, offset=self.exact_window - self.exact_window // self.group)
 
 
 @register_method("dca")
@@ -449,10 +456,6 @@ class DualChunk(RemappingMethod):
         return False
 
     @property
-    def zones(self) -> int:
-        return 3
-
-    @property
     def exact_length(self) -> int:
         return self.farthest + 1  # keys of the chunk before are where they are until the query reaches the ceiling
 
@@ -469,17 +472,16 @@ class DualChunk(RemappingMethod):
     def key_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(n % self.size)
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
-        return RemappedPosition((m % self.size + self.size).clamp(max=self.farthest)), RemappedPosition(
-            offset=self.farthest
-        )
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        if zone == 1:
+            return RemappedPosition((m % self.size + self.size).clamp(max=self.farthest))
+        return RemappedPosition(offset=self.farthest)
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return (m // self.size - n // self.size).clamp(0, 2)
 
-    @property
-    def last_zone_start(self) -> int:
-        return 2 * self.size
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        return (0, self.size), (1, 2 * self.size), (self.size + 1, UNBOUNDED)
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
         for start in range(first - first % self.size, last, self.size):

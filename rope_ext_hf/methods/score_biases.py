@@ -106,18 +106,17 @@ class _ScoreBias(RemappingMethod):
         return False  # keys stay where they are stored, which is where they stand
 
     @property
-    def zones(self) -> int:
-        return 1
+    def moves_keys(self) -> bool:
+        return False
 
-    @property
-    def last_zone_start(self) -> int:
-        return UNBOUNDED
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        return ((0, UNBOUNDED),)
 
     def key_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(n)
 
-    def query_positions(self, m: Tensor) -> tuple[RemappedPosition, ...]:
-        return ()
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        return RemappedPosition(m)
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return torch.zeros_like(m - n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Tile", "TileRectangle", "local_window_tiles"]
+__all__ = ["Tile", "TileRectangle", "band_tiles"]
 
 
 class TileRectangle(NamedTuple):
@@ -55,13 +55,13 @@ class Tile(NamedTuple):
         yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])
 
 
-def local_window_tiles(window: int, first: int, last: int) -> Iterator[Tile]:
-    """The keys at distances below `window` of the queries first..last, in blocks of queries."""
-    for start in range(first, last, window):
-        stop = min(start + window, last)
+def band_tiles(zone: int, near: int, far: int, first: int, last: int) -> Iterator[Tile]:
+    """The keys at the distances near..far (exclusive) of the queries first..last, in blocks of queries."""
+    for start in range(max(first, near), last, far - near):
+        stop = min(start + far - near, last)
         if stop - start == 1:
-            yield Tile(0, (start, stop), (max(0, start - window + 1), stop))
+            yield Tile(zone, (start, stop), (max(0, stop - far), stop - near))
             continue
-        yield Tile(0, (start, stop), (start, stop))
-        if start:
-            yield Tile(0, (start, stop), (max(0, start - window + 1), start), window, above_diagonal=True)
+        yield Tile(zone, (start, stop), (start - near, stop - near), near)
+        if start > near:
+            yield Tile(zone, (start, stop), (max(0, start - far + 1), start - near), far, above_diagonal=True)

@@ -75,7 +75,7 @@ class KeyRotation:
     """A rotation of keys by position.
 
     Attributes:
-        cos, sin: times the attention factor, float32 (rows or 1, 1, tokens, dim // 2).
+        cos, sin: times the attention factor, float32 (rows or 1, 1, tokens or 1, dim // 2).
         of_members: by pairing and sign, what the first and the second member of each pair are multiplied by to give
             both; made when first needed.
     """

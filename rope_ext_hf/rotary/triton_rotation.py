@@ -53,13 +53,13 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool)
 
     Args:
         x: (rows, heads, tokens, head_dim), of any strides.
-        cos, sin: float32 (rows or 1, 1, tokens, dim // 2).
+        cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2).
         start: `dim` dims from here on are rotated.
         half: pairs are i and i + dim // 2 of them; False: 2i and 2i + 1.
     """
     rows, heads, tokens, width = x.shape
     out = torch.empty_like(x)
-    cos, sin = cos.expand(rows, 1, -1, -1), sin.expand(rows, 1, -1, -1)
+    cos, sin = (part.expand(rows, 1, tokens, -1) for part in (cos, sin))
     pairs = cos.shape[-1]
     others = width - 2 * pairs
     pairs_block = triton.next_power_of_2(pairs)

@@ -231,7 +231,7 @@ def test_inside_the_window_nothing_changes(name: str, method: str) -> None:
     model = build(name)
     with rope.patched(model, method):
         inside = patched_method(model)
-        length = min(getattr(inside, "chunk", None) or TRAINED, inside.last_zone_start)
+        length = min(getattr(inside, "chunk", None) or TRAINED, inside.zone_distances(TRAINED)[0][1])
     ids = tokens(length, batch=2)
     before = logits(model, ids)
     with rope.patched(model, method):

@@ -235,6 +235,8 @@ STORED_POSITIONS: dict[str, Callable[[Saved, int], float]] = {
     "leaky-rerope": lambda saved, n: n / saved["k"],
     "self-extend": lambda saved, n: float(n // saved["group"]),
     "dca": lambda saved, n: float(n % saved["chunk"]),
+    "stairs": lambda saved, n: float(n),
+    "string": lambda saved, n: float(n),
 }
 """method -> the position with which the key of token n is rotated in the cache."""
 
@@ -242,6 +244,8 @@ FAR_DISTANCES: dict[str, Callable[[Saved, int, int], float]] = {
     "rerope": lambda saved, m, n: float(saved["window"]),
     "leaky-rerope": lambda saved, m, n: saved["window"] + (m - n - saved["window"]) / saved["k"],
     "self-extend": self_extend,
+    "stairs": lambda saved, m, n: float(saved["start"] + (m - n - saved["window"]) % saved["chunk"]),
+    "string": lambda saved, m, n: float(m - n - saved["window"] + saved["start"]),
 }
 """Methods with a window inside which distances stay: the distance beyond it."""
 

@@ -1,0 +1,148 @@
+"""Remapping methods whose far keys stay as they are cached, and are seen by queries that are turned back.
+
+    >>> from rope_ext_hf.methods.stairs import Stairs
+    >>> method = Stairs(window=4, start=2, chunk=3, max_distance=8)
+    >>> method.distance(torch.tensor(9), torch.arange(10)).int().tolist()
+    [4, 3, 2, 4, 3, 2, 3, 2, 1, 0]
+
+A zone of far keys is a band of distances. In it every query is turned by one angle, whatever its position: keys are
+rotated once, to their own positions, as every engine has them in its cache, and are never rotated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import UNBOUNDED, Rotary
+from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
+from rope_ext_hf.methods.registry import register_method
+from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
+from rope_ext_hf.methods.tiles import Tile, band_tiles
+
+__all__ = ["Stairs", "String"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TurnedQueries(RemappingMethod):
+    """Keys at distances below `window` are seen where they are, those beyond from `start` on.
+
+    Attributes:
+        window: S, in tokens.
+        start: W, the distance at which the key at the distance S is seen; at most `window`.
+    """
+
+    window: int | None = None
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start is not None and self.start < 1:
+            raise MethodError(f"{self.name}: start must be at least 1, got {self.start}")
+        if self.start is not None and self.window is not None and self.start > self.window:
+            raise MethodError(f"{self.name}: start must be at most window = {self.window}, got {self.start}")
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """`window` and `start`, which `bind` has filled in."""
+        assert self.window is not None
+        assert self.start is not None
+        return self.window, self.start
+
+    @property
+    def band(self) -> int:
+        """How many distances each zone of far keys spans."""
+        return UNBOUNDED
+
+    @property
+    def local_zone_exact(self) -> bool:
+        return False  # keys are cached at their own positions, which is where they stand in the nearest zone
+
+    @property
+    def exact_length(self) -> int:
+        window, start = self.edges
+        return window + self.band if start == window else window
+
+    def key_position(self, n: Tensor) -> RemappedPosition:
+        return RemappedPosition(n)
+
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        window, start = self.edges
+        return RemappedPosition(m, offset=start - window - (zone - 1) * self.band if zone > 1 else start - window)
+
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        window, _ = self.edges
+        return ((m - n - window) // self.band + 1).clamp(min=0)
+
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        window, _ = self.edges
+        far = range(window, max(window + 1, length), self.band)  # the far zones an input of this length has
+        return (0, window), *((smallest, smallest + self.band) for smallest in far)
+
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
+        for zone, (smallest, bound) in enumerate(self.zone_distances(last)):
+            yield from band_tiles(zone, smallest, min(bound, smallest + last), first, last)
+
+
+@register_method("stairs")
+@dataclass(frozen=True, kw_only=True)
+class Stairs(_TurnedQueries):
+    """Beyond the window distances climb from `start` again and again: W + ((d - S) mod B).
+
+    The zones of dual chunk attention, counted from each query: no boundary moves through the input, and no key is
+    stored twice. `window`: S, default half the limit; `start`: W, default a quarter of the limit; `chunk`: B, default
+    half of it. S, W and B as in STRING, of which this is the form without an end.
+    """
+
+    guidance = Guidance(
+        purposes=(PYTHON,),
+        when="the length is open-ended and cached keys must stay as an engine has them",
+        decode=ZONES,
+    )
+
+    chunk: int | None = None
+
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
+        window = self.window or max(limit // 2, self.start or 0)
+        start = self.start or min(window, limit // 4)
+        chunk = self.chunk or max(1, min(limit // 2, limit - start))
+        self.check_reach(limit, "window", window)
+        self.check_reach(limit, "start and chunk together", start + chunk)
+        return replace(self, window=window, start=start, chunk=chunk)
+
+    @property
+    def band(self) -> int:
+        assert self.chunk is not None
+        return self.chunk
+
+
+@register_method("string")
+@dataclass(frozen=True, kw_only=True)
+class String(_TurnedQueries):
+    """STRING (An et al. 2024, arXiv 2410.18745, sec. 4): beyond the window keys are seen S - W closer: W + (d - S).
+
+    It replaces the largest distances, which training shows rarely, by well-trained ones, and is for inputs up to the
+    trained length: it reaches S - W tokens further and no more. `window`: S, default a third of the limit, as in the
+    paper; `start`: W, default 128, and at most a quarter of the window.
+    """
+
+    guidance = Guidance(
+        when="inputs stay within the trained length, and the keys farthest back are read badly",
+        decode=ZONES,
+    )
+    default_temperature = "none"  # the paper has none
+
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
+        window = self.window or max(limit // 3, self.start or 0)
+        start = self.start or max(1, min(128, window // 4))
+        self.check_reach(limit, "window", window)
+        return replace(self, window=window, start=start)
+
+    def extended_length(self, rotary: Rotary) -> int | None:
+        if self.max_distance is None or self.window is None or self.start is None:
+            return None
+        return self.max_distance + self.window - self.start
