@@ -32,6 +32,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "rerope": ("rerope", {}),
     "leaky-rerope": ("leaky-rerope", {}),
     "self-extend": ("self-extend", {}),
+    "stairs": ("stairs", {}),
     "dca": ("dca", {}),
 }
 FAMILIES = [

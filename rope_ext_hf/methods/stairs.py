@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, Rotary
-from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
+from rope_ext_hf.methods.guidance import ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile, band_tiles
@@ -99,7 +99,6 @@ class Stairs(_TurnedQueries):
     """
 
     guidance = Guidance(
-        purposes=(PYTHON,),
         when="the length is open-ended and cached keys must stay as an engine has them",
         decode=ZONES,
     )

@@ -23,7 +23,7 @@ from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, rope_parameters, tokens
 from tests.support.oracles import distance, rotate_to, temperature_scale
 
-NAMES = ["rerope", "leaky-rerope", "self-extend", "dca"]
+NAMES = ["rerope", "leaky-rerope", "self-extend", "stairs", "string", "dca"]
 each_method = pytest.mark.parametrize("method", NAMES)
 each_family = pytest.mark.parametrize("name", FAMILIES)
 INTERLEAVED = ("glm", "cohere", "llama4", "deepseek_v2")
