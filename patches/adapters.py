@@ -193,13 +193,18 @@ class Adapter:
         return model
 
     def _folder(self) -> Path:
-        folder = Path(self.path)
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
+        """The folder of the weights, of the Hub's cache too.
 
-            inside = f"{self.subfolder}/" if self.subfolder else ""
-            folder = Path(snapshot_download(self.path, allow_patterns=[f"{inside}adapter_*"], **self.hub))
-        return folder / self.subfolder
+        Raises:
+            CheckpointError: there are none.
+        """
+        from transformers.utils import cached_file
+
+        where = {"subfolder": self.subfolder, "_raise_exceptions_for_missing_entries": False, **self.hub}
+        for name in ("adapter_model.safetensors", "adapter_model.bin"):
+            if (file := cached_file(self.path, name, **where)) is not None:
+                return Path(file).parent
+        raise CheckpointError(f"the adapter {short(self.path)!r} has no weights: no adapter_model.safetensors or .bin")
 
 
 def _resize_embeddings(base: PreTrainedModel, folder: Path) -> None:

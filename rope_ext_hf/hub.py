@@ -10,6 +10,7 @@ Every failure a user can cause is a CheckpointError of one line.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.downloads import open_repository
+from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
@@ -107,15 +108,7 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     source = model_source(name)
     if _is_folder(Path(source)):
         return Path(source)
-    from huggingface_hub import snapshot_download
-
-    repository = open_repository(source, revision)
-    if repository is not None:
-        names = repository.others() + repository.weights() if weights else repository.matching(_CONFIG_FILES)
-        return repository.download(names)
-    _check_cached(source, revision)
-    with loading(f"the repository {short(source)!r} in the Hub's cache"):
-        return Path(snapshot_download(source, revision=revision, local_files_only=True))
+    return download(source, revision, weights=True) if weights else download(source, revision, patterns=_CONFIG_FILES)
 
 
 def _hub_options(
@@ -139,16 +132,14 @@ def _hub_options(
         CheckpointError: no such repository, or one that cannot be downloaded; with no Hub to ask, one that is not in
             the cache.
     """
+    from huggingface_hub import constants
 
     def find(source: str, revision: str | None) -> dict[str, Any]:
         if _is_folder(Path(source)):
             return {"revision": revision} if revision else {}
-        repository = open_repository(source, revision)
-        if repository is None:
-            _check_cached(source, revision)
-            return {"local_files_only": True} | ({"revision": revision} if revision else {})
-        repository.download(repository.matching(patterns) + (repository.weights() if weights else []))
-        return {"revision": repository.commit} | ({} if trust_remote_code else {"local_files_only": True})
+        commit = download(source, revision, patterns=patterns, weights=weights).name
+        code_too = trust_remote_code and hub_answers(constants.ENDPOINT)
+        return {"revision": commit} | ({} if code_too else {"local_files_only": True})
 
     options = find(source, revision)
     adapter = find_adapter(source, **options)
@@ -159,41 +150,12 @@ def _hub_options(
     return options | {key: value for key, value in of_base.items() if key != "revision"}
 
 
-def _check_cached(source: str, revision: str | None) -> None:
-    """Check that the Hub's cache has a model.
-
-    Raises:
-        CheckpointError: it has not.
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = any(
-            isinstance(try_to_load_from_cache(source, file, revision=revision), str)
-            for file in ("config.json", ADAPTER_CONFIG)
-        )
-    except HFValidationError:
-        cached = False
-    if not cached:
-        raise CheckpointError(
-            f"{short(source)!r} is neither a folder here nor a model in the Hub's cache, and the Hub cannot be "
-            f"reached or has a fault.{did_you_mean(source, ['reference'])} The bundled model is called 'reference'"
-        )
-
-
 def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # too long for a path, a null byte
-        return False
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises where a name is too long for a path
 
 
 def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+    return os.path.exists(path)  # noqa: PTH110 - as above
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -281,6 +281,17 @@ def test_a_transfer_that_fails_is_one_line_and_leaves_nothing(what: str, hub: Hu
     assert hub.run(*commands["convert"]).code == 0  # nothing wrong was kept
 
 
+def test_a_file_that_was_changed_in_the_cache_is_left_alone(hub: Hub, tmp_path: Path) -> None:
+    """What a user changed there is not what arrived damaged."""
+    hub.server.add("models", "some/edited", content(hub.folders["plain"]))
+    assert hub.run("describe", "some/edited").code == 0
+    config = next(hub.cache.glob("hub/models--some--edited/snapshots/*/config.json"))
+    longer = json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 777})
+    config.resolve().write_text(longer)
+    assert hub.run("ppl", "some/edited", *ONE_SPAN, "--out", str(tmp_path)).code == 0  # its tokenizer arrives
+    assert config.read_text() == longer
+
+
 def assert_last_line(outcome: Outcome, message: str) -> None:
     import re
 
@@ -313,6 +324,16 @@ def test_names_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
 
 
 # --- without a network ----------------------------------------------------------------------------------------------
+
+
+def test_offline_a_config_is_enough_where_no_more_is_read(hub: Hub, tmp_path: Path) -> None:
+    hub.server.add("models", "some/config", content(hub.folders["sharded"]))
+    online = hub.run("describe", "some/config")
+    with client(hub.server.environment(hub.cache, HF_HUB_OFFLINE="1")) as process:
+        assert process.run("describe", "some/config").out == online.out != ""
+        outcome = process.run("convert", "some/config", str(tmp_path / "out"), "--to", "interleaved")
+    assert outcome.code == 2
+    assert_last_line(outcome, "holds no weights; looked for model.safetensors.index.json")
 
 
 @pytest.mark.thorough
