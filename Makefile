@@ -126,6 +126,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/conversion.py --out $(RESULTS)
 	$(RUN)/python benchmarks/detection.py --device $(DEVICE) --folder build/bench/detection --out $(RESULTS)
 	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --folder build/bench/trained-scaling --out $(RESULTS)
+	$(RUN)/python benchmarks/trained_scaling.py --device $(DEVICE) --scaling yarn --folder build/bench/trained-scaling --out $(RESULTS)
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,10 +1,11 @@
 """Extend a model that was trained under a scaling: from where it stands, against counting from the original length.
 
-    python benchmarks/trained_scaling.py --folder trained-yarn [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/trained_scaling.py --folder trained [--scaling yarn] [--device cuda] [--out FILE]
 
-The bundled model, trained at 256 bytes, is trained further at 1,024 bytes under YaRN x4 on the same text; a control
-gets the same steps at 256 bytes without a patch. The trained model is saved, loaded again, and extended by 2 and 4.
-Prints one JSON line with bits per byte at every length.
+The bundled model, trained at 256 bytes, gets a scaling in its config and is trained further under it on the same text:
+Llama 3.1's (llama3, factor 8, a context of 16 times the original length) or YaRN x4. It is saved, loaded as any model,
+and extended by 2 and 4 over its own scaling and over the original model. Every row of a factor scores the same bytes.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,36 +15,55 @@ import math
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from record import record
 from torch.nn import functional
 from train_reference import encode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import perplexity
+from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.corpora import load as load_corpus
 from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.results import difference
 from rope_ext_hf.eval.stdlib_corpus import stdlib_training
-from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
 
 SEED = 20240517
-TRAINED, EXTENDED = 256, 1024
-LENGTHS = [TRAINED, EXTENDED, 2 * EXTENDED, 4 * EXTENDED]
+ORIGINAL = 256
+METHODS = ("yarn", "ntk", "dynamic-ntk")
+FACTORS = (2, 4)
 
 
-def load(folder: str | Path, device: str) -> Any:
-    return rope.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+class Scaling(NamedTuple):
+    """What a config says of the scaling that its model was trained under."""
+
+    parameters: dict[str, Any]
+    context_length: int
 
 
-def train(model: Any, length: int, steps: int, batch: int, peak: float) -> None:
-    """AdamW, a short warm-up and a cosine to zero; batches hold batch x EXTENDED bytes at either length."""
+SCALINGS = {
+    "llama3": Scaling({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 4096),
+    "yarn": Scaling({"rope_type": "yarn", "factor": 4.0}, 1024),
+}
+
+
+def load_under(scaling: Scaling, device: str) -> Any:
+    """The bundled model as transformers builds it from a config with this scaling."""
+    config = AutoConfig.from_pretrained(path())
+    config.max_position_embeddings = scaling.context_length
+    config.rope_parameters |= scaling.parameters | {"original_max_position_embeddings": ORIGINAL}
+    return AutoModelForCausalLM.from_pretrained(path(), config=config, dtype=torch.float32).eval().to(device)
+
+
+def train(model: Any, length: int, steps: int, tokens: int, peak: float) -> None:
+    """AdamW, a short warm-up and a cosine to zero; a batch holds `tokens` bytes in rows of `length`."""
     torch.manual_seed(SEED)
     stream = encode(stdlib_training())
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
-    rows = batch * EXTENDED // length
+    rows = tokens // length
     model.train()
     for step in range(steps):
         warm, left = min(1.0, (step + 1) / 10), 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -68,56 +88,72 @@ def train(model: Any, length: int, steps: int, batch: int, peak: float) -> None:
 
 @cache
 def held_out() -> list[Tokens]:
-    return tokenize(load_corpus("stdlib"), load_tokenizer("reference"))
+    return tokenize(load_corpus("stdlib"), AutoTokenizer.from_pretrained(path()))
 
 
-def measure(model: Any, windows: int, lengths: list[int]) -> dict[int, float]:
-    results = perplexity(model, held_out(), lengths=lengths, targets=128, max_spans=windows, bos=False)
-    return {result.length: round(result.bits_per_byte, 4) for result in results}
+def measure(model: Any, spans: int, lengths: list[int]) -> list[Result]:
+    return perplexity(model, held_out(), lengths=lengths, targets=128, max_spans=spans, bos=False)
+
+
+def bits(results: list[Result]) -> list[float]:
+    return [round(result.bits_per_byte, 4) for result in results]
+
+
+def compare(own: Result, original: Result) -> list[float]:
+    """How much higher the loss over the original model is, and its 95% interval, in bits per byte."""
+    return [round(gap * original.bits_per_byte / original.loss, 4) for gap in difference(original, own)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--folder", type=Path, required=True, help="where the trained model is kept")
+    parser.add_argument("--scaling", choices=SCALINGS, default="llama3")
+    parser.add_argument("--folder", type=Path, required=True, help="keeps the trained model for a second run")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=8, help="rows of 1,024 bytes")
+    parser.add_argument("--tokens", type=int, default=8192, help="bytes in a batch")
     parser.add_argument("--peak", type=float, default=2e-4, help="peak learning rate")
-    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--spans", type=int, default=12, help="spans of 128 scored bytes at each length")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    bits: dict[str, dict[int, float]] = {}
-    control = load(path(), arguments.device)
-    bits["as bundled"] = measure(control, arguments.windows, LENGTHS[:2])
-    with rope.patched(control, "yarn", factor=4):
-        bits["yarn x4, not trained"] = measure(control, arguments.windows, LENGTHS)
-    train(control, TRAINED, arguments.steps, arguments.batch, arguments.peak)
-    bits["control: trained at 256 without a patch"] = measure(control, arguments.windows, LENGTHS[:2])
-    with rope.patched(control, "yarn", factor=4):
-        bits["control under yarn x4"] = measure(control, arguments.windows, LENGTHS)
-
-    model = rope.patch(load(path(), arguments.device), "yarn", factor=4)
-    train(model, EXTENDED, arguments.steps, arguments.batch, arguments.peak)
-    model.save_pretrained(arguments.folder)
-    model = load(arguments.folder, arguments.device)
-    bits["trained under yarn x4"] = measure(model, arguments.windows, LENGTHS)
-    for factor in (2, 4):
-        for method in ("yarn", "ntk"):
-            with rope.patched(model, method, factor=factor, over="patched"):
-                bits[f"{method} x{factor} over the patch"] = measure(model, arguments.windows, LENGTHS)
-        for times in (4 * factor, factor):
-            with rope.patched(model, "yarn", factor=times):
-                bits[f"yarn x{times} from the original length"] = measure(model, arguments.windows, LENGTHS)
-    for name, row in bits.items():
-        print(f"{name:45} " + "  ".join(f"{length:,}: {value:.3f}" for length, value in row.items()))
+    scaling = SCALINGS[arguments.scaling]
+    trained = arguments.folder / arguments.scaling
+    lengths = [ORIGINAL, scaling.context_length, FACTORS[0] * scaling.context_length]
+    not_trained = bits(measure(load_under(scaling, arguments.device), arguments.spans, lengths))
+    if not trained.exists():
+        model = load_under(scaling, arguments.device)
+        train(model, scaling.context_length, arguments.steps, arguments.tokens, arguments.peak)
+        model.save_pretrained(trained)
+    rows = []
+    for factor in FACTORS:
+        lengths = [ORIGINAL, scaling.context_length, factor * scaling.context_length]
+        model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval().to(arguments.device)
+        row: dict[str, Any] = {"factor": factor, "lengths": lengths, "methods": []}
+        row["as loaded"] = bits(measure(model, arguments.spans, lengths))
+        rows.append(row)
+        for method in METHODS:
+            by_base = {}
+            for over in ("own", "original"):
+                with rope.patched(model, method, target_length=lengths[-1], over=over):
+                    by_base[over] = measure(model, arguments.spans, lengths)
+                print(factor, method, over, bits(by_base[over]), flush=True)
+            row["methods"].append(
+                {"method": method}
+                | {over: bits(results) for over, results in by_base.items()}
+                | {"difference": [compare(*pair) for pair in zip(*by_base.values(), strict=True)]}
+            )
+            row["scored_bytes"] = by_base["own"][0].tokens  # a token is a byte
+            row["documents"] = len(by_base["own"][0].documents)
     result = {
         "benchmark": "trained_scaling",
-        "bits_per_byte": bits,
+        "scaling": scaling.parameters | {"original_max_position_embeddings": ORIGINAL},
+        "context_length": scaling.context_length,
+        "not trained": not_trained,
+        "rows": rows,
         "steps": arguments.steps,
-        "batch": arguments.batch,
+        "tokens": arguments.tokens,
         "peak_learning_rate": arguments.peak,
-        "windows": arguments.windows,
+        "spans": arguments.spans,
         "seconds": round(time.perf_counter() - started),
     }
     record(result, arguments.out, arguments.device)

@@ -31,17 +31,23 @@ def reference_short() -> str:
         shares = [cells.get((name, keys, length)) for keys in (1, 4)]
         return " / ".join(f"{each['exact']:.0%}" for each in shares if each) or "–"
 
+    times = longest // trained
+    other = next(line for line in reversed(lines_of("factors")) if line["model"] != "reference")
+    ends = [scale * other["context_length"] for scale in (1, times)]
+    others = {(row["method"], row["factor"] or times, row["length"]): row["bits_per_byte"] for row in other["rows"]}
     rows = []
     for label in dict.fromkeys(name for name, _ in loss):
         name = label if label == "as loaded" else label.split()[0]
         if name in IN_SHORT:
             shown = label if " x" in label else name
             losses = [f"{loss[label, length]:.2f}" for length in (trained, longest)]
-            rows.append([shown, *losses, *(share(name.replace(" ", "-"), length) for length in asked)])
+            shares = [share(name.replace(" ", "-"), length) for length in asked]
+            rows.append([shown, *losses, *shares, *(f"{others[name, times, length]:.2f}" for length in ends)])
     head = [
         "",
         *(f"loss at {length:,}" for length in (trained, longest)),
         *(f"found at {length:,}" for length in asked),
+        *(f"second model: loss at {length:,}" for length in ends),
     ]
     return markdown_table(head, rows)
 
@@ -92,6 +98,15 @@ def reference_setting() -> str:
     return (
         f"{result['parameters'] / 1e6:.1f} million parameters, trained at {result['context_length']} bytes; the same "
         f"{result['scored_tokens']:,} bytes of held-out Python scored at every length"
+    )
+
+
+@figure
+def second_model_setting() -> str:
+    line = next(line for line in reversed(lines_of("factors")) if line["model"] != "reference")
+    return (
+        f"a {line['model_type']} of {line['parameters'] / 1e6:.1f} million parameters, base {line['theta']:,.0f}, "
+        f"trained at {line['context_length']} tokens of a vocabulary of {line['vocabulary']:,}"
     )
 
 
@@ -245,17 +260,37 @@ def linear_attention_text() -> str:
 
 @figure
 def trained_scaling() -> str:
-    lines = lines_of("trained_scaling")
-    if not lines:
-        return "\n\n`benchmarks/trained_scaling.py` compares the two; its figures are not among the results yet.\n\n"
-    measured = lines[-1]["bits_per_byte"]
-    lengths = list(dict.fromkeys(length for row in measured.values() for length in row))
-    rows = (
-        [name, *(f"{row[length]:.3f}" if length in row else "–" for length in lengths)]
-        for name, row in measured.items()
+    """A table for every scaling that a model was trained under: both bases at every length, and their difference."""
+    lines = {line["scaling"]["rope_type"]: line for line in lines_of("trained_scaling")}
+    return "".join(map(_extended, lines.values())) or _missing("trained_scaling.py")
+
+
+def _extended(line: Row) -> str:
+    scaling, context_length = line["scaling"], line["context_length"]
+    rows = []
+    for part in line["rows"]:
+        lengths = ", ".join(f"{length:,}" for length in part["lengths"])
+        rows.append([f"as loaded, at {lengths}", *(f"{bits:.2f}" for bits in part["as loaded"])])
+        for each in part["methods"]:
+            losses = zip(each["own"], each["original"], each["difference"], strict=True)
+            cells = (
+                f"{own:.2f} / {plain:.2f} ({gap:+.2f} [{low:+.2f}, {high:+.2f}])"
+                for own, plain, (gap, low, high) in losses
+            )
+            rows.append([f"`{each['method']}` x{part['factor']}", *cells])
+    note = (
+        f"The bundled model, trained further for {line['steps']} steps at {context_length:,} bytes with "
+        f"`{scaling['rope_type']}` in its config (factor {scaling['factor']:g}, original length "
+        f"{scaling['original_max_position_embeddings']}); before, its loss at these lengths was "
+        f"{' and '.join(f'{bits:.2f}' for bits in line['not trained'][:2])}. Over its own scaling / over the original "
+        "model, and in brackets how much higher the second is, with its 95% interval; "
+        f"{line['rows'][0]['scored_bytes']:,} bytes scored at every length. "
     )
-    head = ["bits per byte at", *(f"{int(length):,}" for length in lengths)]
-    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/trained_scaling.py"))
+    command = "benchmarks/trained_scaling.py" + f" --scaling {scaling['rope_type']}" * (
+        scaling["rope_type"] != "llama3"
+    )
+    head = ["bits per byte", f"at {line['rows'][0]['lengths'][0]}", f"at {context_length:,}", "at the extended length"]
+    return markdown_table(head, rows, note + stamp(line, f"{command} --spans {line['spans']}"))
 
 
 def _missing(script: str) -> str:
