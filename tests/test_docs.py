@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from docs import links, make_figures
 from docs.figures.registry import FIGURE
@@ -42,6 +45,75 @@ def test_the_version_is_the_same_everywhere() -> None:
 
     assert f"\nversion: {__version__}\n" in read("CITATION.cff")
     assert f"\n## {__version__} " in read("CHANGELOG.md")
+
+
+# --- the table of README.md: what a config entry does alone ---------------------------------------------------------
+
+
+def load_with(entry: dict[str, Any], context_length: int = 256) -> Any:
+    """The bundled model, as transformers loads it from a config with this entry."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rope_ext_hf.reference import path
+
+    config = AutoConfig.from_pretrained(path())
+    config.rope_parameters = {"rope_theta": 10_000.0, **entry}
+    config.max_position_embeddings = context_length
+    return AutoModelForCausalLM.from_pretrained(path(), config=config, dtype=torch.float32).eval()
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_an_entry_replaces_the_scaling_that_a_patch_keeps() -> None:
+    """The slowest pair: divided by 8 under llama3, by 2 where a yarn entry takes its place, by 16 under a patch."""
+    import rope_ext_hf as rope
+
+    plain = 10_000.0 ** -(62 / 64)
+    trained = LLAMA3 | {"original_max_position_embeddings": 256}
+    entry = load_with({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}, 8192)
+    model = load_with(trained, 4096)
+    slowest = {
+        "llama3": model.model.rotary_emb.inv_freq[-1].item(),
+        "entry": entry.model.rotary_emb.inv_freq[-1].item(),
+    }
+    description = rope.describe(rope.patch(model, "yarn", factor=2))
+    slowest["patch"] = 2 * math.pi / description.wavelengths[-1]
+    assert slowest == pytest.approx({"llama3": plain / 8, "entry": plain / 2, "patch": plain / 16}, rel=1e-5)
+    assert description.extended_length == 2 * 4096
+
+
+@torch.no_grad()
+def test_a_dynamic_entry_depends_on_earlier_inputs_and_on_the_batch() -> None:
+    import rope_ext_hf as rope
+
+    long = torch.randint(3, 250, (1, 600), generator=torch.Generator().manual_seed(0))
+    short = long[:, :300]
+    batch = torch.cat([long, torch.nn.functional.pad(short, (0, 300))])
+    mask = (torch.arange(600) < torch.tensor([[600], [300]])).long()
+
+    def changes(model: Any) -> list[float]:
+        """How much the logits of the short input change in a batch, and after the long input."""
+        alone = model(short).logits[0]
+        batched = model(batch, attention_mask=mask).logits[1, :300]
+        return [(logits - alone).abs().max().item() for logits in (batched, model(short).logits[0])]
+
+    assert min(changes(load_with({"rope_type": "dynamic", "factor": 4.0}))) > 1
+    assert max(changes(rope.patch(load_with({"rope_type": "default"}), "dynamic", factor=4.0))) < 1e-3
+
+
+def test_an_entry_with_an_impossible_value_loads_and_a_patch_refuses_it() -> None:
+    import rope_ext_hf as rope
+
+    load_with({"rope_type": "yarn", "factor": 0.5})
+    load_with({"rope_type": "yarn", "factor": 4.0, "beta_fsat": 3.0})
+    with pytest.raises(KeyError, match="self-extend"):
+        load_with({"rope_type": "self-extend", "factor": 4.0})
+    model = load_with({"rope_type": "default"})
+    with pytest.raises(rope.MethodError, match="factor"):
+        rope.patch(model, "yarn", factor=0.5)
+    with pytest.raises(rope.MethodError, match="beta_fast"):
+        rope.patch(model, "yarn", factor=4, beta_fsat=3.0)
 
 
 # --- what pages show runs -------------------------------------------------------------------------------------------
