@@ -21,6 +21,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 
@@ -29,7 +30,7 @@ __all__ = ["check_method", "fill_slot", "keeps_angles_in_weights", "restore_tabl
 
 def keeps_angles_in_weights(config: Any) -> bool:
     """Whether the class of a text config has a table of angles instead of a rotary module."""
-    return family(config.model_type).angle_table is not None
+    return angle_table(config.model_type) is not None
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
@@ -133,6 +134,6 @@ def _tables(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for parent in model.modules():
         config: Any = getattr(parent, "config", None)
         if hasattr(config, "model_type"):
-            name = family(config.model_type).angle_table
+            name = angle_table(config.model_type)
             if name is not None and name in dict(parent.named_children()):
                 yield getattr(parent, name), config

@@ -19,6 +19,14 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
 from rope_ext_hf.patches.families import Family, family
+from rope_ext_hf.patches.family_hooks import (
+    LINEAR_EXTENDED,
+    angle_table,
+    linear_is_extended,
+    original_length_of_linear,
+    runs_alpha,
+    runs_short_list,
+)
 from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_spec import PatchSpec
 
@@ -68,6 +76,8 @@ _METHOD_KEYS = frozenset(
 """The rope settings that describe a method; a family may keep others beside them."""
 _GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """The rope settings that state which dims rotate, and by which axis of the positions."""
+_ORIGINAL_KEY = "original_max_position_embeddings"
+"""At the top level of a config it overrides the one in rope_parameters (Phi-3)."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 """Every config key that a patch may change."""
 
@@ -129,7 +139,7 @@ def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
 
 def _implied_settings(config: Config) -> dict[str, Any]:
     """The rope settings of a family whose table of angles its config does not mention."""
-    if family(config.model_type).angle_table is None:
+    if angle_table(config.model_type) is None:
         return {}
     return {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
 
@@ -144,7 +154,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
     Raises:
         UnsupportedModelError: an unknown rope type, or a scaling that the model's class does not run as written.
     """
-    settings, known = rope_dict(config, layer_type), family(config.model_type)
+    settings = rope_dict(config, layer_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
     most = _most_positions(config)
     rotated_pairs = None
@@ -157,7 +167,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
             + ("; load this folder with rope_ext_hf.from_pretrained" if _is_ours(rope_type) else "")
         )
-    if rope_type == "dynamic" and known.static_alpha and settings.get("alpha"):
+    if rope_type == "dynamic" and runs_alpha(config.model_type) and settings.get("alpha"):
         method = resolve_method("ntk", None, factor=float(settings["alpha"]))
         rule = "max_position_embeddings: the dynamic scaling of this family with alpha is a static ntk"
         return ConfigRope(Rotary(dim, theta, most, rotated_pairs), method, most, rule)
@@ -166,8 +176,8 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
         in_config = getattr(config, "original_max_position_embeddings", None)
         original = int(in_config or settings.get("original_max_position_embeddings") or most)
     note = ""
-    if rope_type in ("longrope", "su") and known.short_list_only:
-        settings, note = _short_list_only(config, settings)
+    if rope_type in ("longrope", "su"):
+        settings, note = runs_short_list(config.model_type, settings)
     name, implied = _METHOD_OF_ROPE_TYPE[rope_type]
     accepted = {item.name for item in fields(list_methods()[name])}
     given = {key: value for key, value in settings.items() if key in accepted and value is not None}
@@ -180,7 +190,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
     given = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in given.items()}
     factor = given.get("factor", 1.0)
     if name == "linear":
-        original, context_length, rule = _lengths_of_linear(known, theta, most, factor)
+        original, context_length, rule = _lengths_of_linear(config.model_type, theta, most, factor)
     else:
         context_length, rule = _context_length(rope_type, most, original, factor)
     if getattr(config, GUESSED_LENGTH_KEY, None) == most:
@@ -220,30 +230,12 @@ def _context_length(rope_type: str, most: int, original: int, factor: float) -> 
     return most, "max_position_embeddings" if rope_type == "default" else f"{rope_type}: max_position_embeddings"
 
 
-def _lengths_of_linear(known: Family, theta: float, most: int, factor: float) -> tuple[int, int, str]:
+def _lengths_of_linear(model_type: str, theta: float, most: int, factor: float) -> tuple[int, int, str]:
     """The original length, the context length and the rule: two conventions are in use for max_position_embeddings."""
-    if known.linear_is_extended(theta, most):
-        original = known.original_length or round(most / factor)
-        return original, most, "linear: max_position_embeddings is the extended length in this family"
+    if linear_is_extended(model_type, theta, most):
+        rule = "linear: max_position_embeddings is the extended length in this family"
+        return original_length_of_linear(model_type, most, factor), most, rule
     return most, round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
-
-
-def _short_list_only(config: Config, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The longrope settings as the PhiMoE class of transformers runs them: never with the long list."""
-    short, long = settings.get("short_mscale"), settings.get("long_mscale")
-    if short is None or short != long:
-        raise UnsupportedModelError(
-            f"the {config.model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, "
-            "whichever the longest row of a batch asks for; that cannot be replaced unless both are equal"
-        )
-    changed = {"long_factor": settings["short_factor"], "attention_factor": short}
-    note = ""
-    if settings["long_factor"] != settings["short_factor"]:
-        note = (
-            f"The {config.model_type!r} class of transformers never uses long_factor; the model runs short_factor. A "
-            "longrope patch with both lists uses it beyond the original length and is no identity, even at factor 1."
-        )
-    return settings | changed, note
 
 
 @dataclass(frozen=True)
@@ -306,7 +298,7 @@ def config_encoding(
         plugin = {"rope_type": rope_type, "rope_theta": rotary.theta}
         return ConfigEncoding(plugin, extended, length, loads_plainly=False)
     parameters = dict(parameters)
-    if parameters["rope_type"] == "longrope" and known.original_in_config and static:
+    if parameters["rope_type"] == "longrope" and hasattr(config, _ORIGINAL_KEY) and static:
         # generate() starts over when it crosses the original length; a static method changes nothing there.
         parameters["original_max_position_embeddings"] = length
     if softmax_scale(known, settings) != 1.0:  # the attention reads these when it is built
@@ -317,7 +309,7 @@ def config_encoding(
     saved = length
     if parameters["rope_type"] == "dynamic":
         saved = rotary.context_length
-    elif parameters["rope_type"] == "linear" and not _saved_extended(known, rotary):
+    elif parameters["rope_type"] == "linear" and not _saved_extended(config.model_type, rotary):
         saved = round(length / parameters["factor"])
     return ConfigEncoding(parameters, extended, saved, exact=exact)
 
@@ -347,12 +339,12 @@ def _needs_divisors(
     return kept_original is not None and original != kept_original
 
 
-def _saved_extended(known: Family, rotary: Rotary) -> bool:
+def _saved_extended(model_type: str, rotary: Rotary) -> bool:
     """Whether a linear config of this family, or this model's own one, has max_position_embeddings extended."""
     own = rotary.own
     if own is not None and own.method.name == "linear":
-        return known.linear_is_extended(rotary.theta, own.context_length)
-    return known.linear_lengths == "extended" and known.linear_original is None
+        return linear_is_extended(model_type, rotary.theta, own.context_length)
+    return model_type in LINEAR_EXTENDED
 
 
 def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
@@ -374,8 +366,8 @@ def write_rope(
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     known = family(config.model_type)
-    if encoding.rope_type == "longrope" and known.original_in_config:
-        config.original_max_position_embeddings = encoding.parameters["original_max_position_embeddings"]
+    if encoding.rope_type == "longrope" and hasattr(config, _ORIGINAL_KEY):
+        setattr(config, _ORIGINAL_KEY, encoding.parameters[_ORIGINAL_KEY])
     if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
         config.head_dim = config.hidden_size // config.num_attention_heads
     parameters = dict(getattr(config, "rope_parameters", None) or {})

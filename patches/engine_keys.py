@@ -19,7 +19,8 @@ from rope_ext_hf.engines.mlx import MLX
 from rope_ext_hf.engines.sglang import SGLang
 from rope_ext_hf.engines.vllm import VLLM
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.families import Family, family
+from rope_ext_hf.patches.families import Family
+from rope_ext_hf.patches.family_hooks import angle_table, former_key
 
 __all__ = [
     "KEYS_FOR_OTHER_ENGINES",
@@ -75,8 +76,7 @@ def former_keys(model_type: str, rope_parameters: Settings, layer_types: Sequenc
             return {}
         if other["rope_theta"] != scaled["rope_theta"]:
             former["rope_local_base_freq"] = other["rope_theta"]
-    names = family(model_type).former_keys
-    return {names.get(key, key): value for key, value in former.items()}
+    return {former_key(model_type, key): value for key, value in former.items()}
 
 
 def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict
 
     transformers 5 lets `rope_scaling` win over `rope_parameters`, and some of its classes read it otherwise.
     """
-    if family(config["model_type"]).angle_table is not None:  # every program reads the table, and no setting
+    if angle_table(config["model_type"]) is not None:  # every program reads the table, and no setting
         return {}
     former = former_keys(config["model_type"], config["rope_parameters"], layer_types)
     former = {key: value for key, value in former.items() if key not in config}

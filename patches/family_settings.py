@@ -10,6 +10,7 @@ from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, choose, family, look_up
+from rope_ext_hf.patches.family_hooks import check_architecture
 
 __all__ = [
     "LayerConfig",
@@ -139,11 +140,7 @@ def supported_family(text: Any) -> Family:
         UnsupportedModelError: the config marks another architecture of the same model_type, or rotated values.
     """
     known = family(text.model_type)
-    for key, other in known.reject_if.items():
-        if look_up(text, key) is not None:
-            raise UnsupportedModelError(
-                f"by {key!r} in its config this {text.model_type!r} is {other}; that one is not in the family table"
-            )
+    check_architecture(text)
     if known.rotates_values and look_up(text, known.rotates_values):
         raise UnsupportedModelError(
             f"by {known.rotates_values!r} in its config the values of this {text.model_type!r} come from rows that "

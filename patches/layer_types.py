@@ -7,6 +7,7 @@ from typing import Any
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_hooks import rope_key
 from rope_ext_hf.patches.family_settings import values_of
 
 __all__ = [
@@ -34,12 +35,6 @@ def layer_types(config: Any) -> list[str]:
     """The type of every layer; "full_attention" where the config has none."""
     count = config.num_hidden_layers
     return list(getattr(config, "layer_types", None) or ["full_attention"] * count)[:count]
-
-
-def rope_key(config: Any, layer_type: str) -> str:
-    """The key of `rope_parameters` under which the rotary embedding of a layer type stands."""
-    named = family(config.model_type).rope_labels
-    return next((key for key, types in named.items() if layer_type in types), layer_type)
 
 
 def sliding_layers(config: Any) -> tuple[int | None, int]:
@@ -70,7 +65,7 @@ def _rotates(config: Any, index: int) -> bool:
     if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
         return False
     settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    key = rope_key(config, layer_types(config)[index])
+    key = rope_key(config.model_type, layer_types(config)[index])
     if key in settings and settings[key] is None:
         return False
     return all(not each or bool(each[index]) for each in (uses_rope, thetas))
@@ -91,7 +86,7 @@ def layers_of_types(config: Any, keys: Sequence[LayerType], theta: float | None 
     if list(keys) == [None]:
         thetas = getattr(config, "layer_rope_theta", None) if theta is not None else None
         return {None: tuple(i for i in range(len(types)) if thetas is None or thetas[i] == theta)}
-    used = [rope_key(config, kind) for kind in types]
+    used = [rope_key(config.model_type, kind) for kind in types]
     return {key: tuple(i for i, each in enumerate(used) if each == key) for key in keys}
 
 
@@ -138,7 +133,7 @@ def _indices(config: Any, types: Sequence[str], served: Served, layers: Layers) 
                     f"this {config.model_type!r} model has no {each!r} layers, only {', '.join(sorted(known))}."
                     + did_you_mean(each, known)
                 )
-            chosen |= {i for i, kind in enumerate(types) if each in (kind, rope_key(config, kind))}
+            chosen |= {i for i, kind in enumerate(types) if each in (kind, rope_key(config.model_type, kind))}
         elif isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < len(types):
             raise MethodError(f"layers must be layer types, or numbers from 0 to {len(types) - 1}; got {each!r}")
         else:

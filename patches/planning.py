@@ -26,6 +26,7 @@ from rope_ext_hf.patches.attention_interface import Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_hooks import rotates_back
 from rope_ext_hf.patches.geometry import (
     BaseRope,
     base_rope,
@@ -215,7 +216,7 @@ def _check_method(model: nn.Module, slots: Sequence[Slot], spec: PatchSpec) -> N
             f"{method.name} trains one set of frequencies, and {type(model).__name__} has {sets}, for different layers"
         )
     # An attention factor would multiply the output of attention that rotates its values and rotates them back.
-    if family(model_type).rotates_back:
+    if rotates_back(model_type):
         factor, own = method.frequencies(spec.rotary).attention_factor, spec.rotary.attention_factor
         if not math.isclose(factor, own):
             raise MethodError(

@@ -2,7 +2,7 @@
 
 A slot is a module that holds `inv_freq` (or `<layer type>_inv_freq`), takes `position_ids`, and belongs to the model's
 text config. Its layout is what its own forward does with a few made-up frequencies. A family that keeps a table of
-angles in its weights instead (RoFormer) names that module in families.toml; see `angle_tables`.
+angles in its weights instead (RoFormer) is read otherwise; see `angle_tables`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import ConfigRope, read_rope
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_hooks import angle_table, learned_log_multiplier
 from rope_ext_hf.patches.layer_types import Layers, LayerType, choose_layer_types, layers_of_types
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import PatchState
@@ -269,7 +269,7 @@ def _frequency_names(module: nn.Module) -> list[str]:
 
 
 def _is_table(attribute: str, config: Any) -> bool:
-    return attribute == family(config.model_type).angle_table
+    return attribute == angle_table(config.model_type)
 
 
 def _takes_positions(module: nn.Module) -> bool:
@@ -294,12 +294,12 @@ def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) 
 
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
-    """The buffer whose exponential multiplies the frequencies of a module, by the family table.
+    """The buffer whose exponential multiplies the frequencies of a module, of the families that have one.
 
     Raises:
-        UnsupportedModelError: the module holds something else for each pair, which the family table does not name.
+        UnsupportedModelError: the module holds something else for each pair.
     """
-    named = family(config.model_type).log_multiplier
+    named = learned_log_multiplier(config.model_type)
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
     learned = [name for name, tensor in tensors.items() if not name.endswith("inv_freq") and tensor.numel() == pairs]
     if other := [name for name in learned if name != named]:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.patches.families import KV_HEADS, Family, ModuleRows, choose, family
+from rope_ext_hf.patches.families import KV_HEADS, ModuleRows, choose, family
+from rope_ext_hf.patches.family_hooks import rotates_back, rows_rotate
 from rope_ext_hf.patches.family_settings import LayerConfig, config_number, head_dim, supported_family
 from rope_ext_hf.rotary.pairing import to_pairing
 
@@ -324,7 +325,7 @@ def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
     """
     text = config.get_text_config()
     known = supported_family(text)
-    if known.rotates_back:
+    if rotates_back(text.model_type):
         raise UnsupportedModelError(
             f"the values of {text.model_type!r} are its keys; which columns of the weights after them move with its "
             "rotated rows is not in the family table"
@@ -334,13 +335,13 @@ def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
             f"which tensors of {text.model_type!r} rotate is not in the family table; add it to patches/families.toml"
         )
     layers = range(int(config_number(text, "num_hidden_layers")))
-    layouts = tuple(_layouts(known, LayerConfig(text, layer), rotary_dim) for layer in layers)
-    return RotaryTensors(text.model_type, layouts, known.unrotated, known.renamed, _scale_rows(config))
+    layouts = tuple(_layouts(text.model_type, LayerConfig(text, layer), rotary_dim) for layer in layers)
+    return RotaryTensors(text.model_type, layouts, tuple(known.unrotated), known.renamed, _scale_rows(config))
 
 
-def _layouts(known: Family, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:
+def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:
     """The layouts of the attention module of one layer."""
-    if known.rotating_layers is not None and not getattr(layer, known.rotating_layers):
+    if not rows_rotate(model_type, layer):
         return {}
     rotary_dim = layer.rotary_dim(rotary_dim)
     heads = int(config_number(layer, "num_attention_heads"))
@@ -370,7 +371,7 @@ def _layouts(known: Family, layer: LayerConfig, rotary_dim: int) -> dict[str, Ro
         }
     return {
         module: _row_layout(choose(alternatives, layer), blocks, keys, module)
-        for module, alternatives in known.rotated.items()
+        for module, alternatives in family(model_type).rotated.items()
     }
 
 

@@ -27,7 +27,7 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
@@ -132,7 +132,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
         ServingError: a model whose angles are a table in its weights, which no config describes.
     """
     model_type = str(config.get("model_type"))
-    if family(model_type).angle_table is not None:
+    if angle_table(model_type) is not None:
         raise ServingError(
             f"the angles of {short(model_type)!r} are a table in its weights, which its config does not describe: "
             "there is nothing to audit"

@@ -20,7 +20,7 @@ from rope_ext_hf.patches.engine_keys import (
     compare_engines,
     former_keys,
 )
-from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_hooks import former_key
 from rope_ext_hf.patches.saving import save_patched_folder
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope
@@ -140,7 +140,7 @@ def test_mlx_lm_is_called_right_where_it_is(name: str, which: str, saved: Lookup
 def test_both_spellings_say_the_same(name: str, which: str, saved: Lookup) -> None:
     config = saved_config(saved("static" if (name, which) in STATIC else "dynamic", name, which).folder)
     settings = config["rope_parameters"].get("full_attention", config["rope_parameters"])
-    theta = family(name).former_keys.get("rope_theta", "rope_theta")
+    theta = former_key(name, "rope_theta")
     assert config[theta] == settings["rope_theta"]
     if settings["rope_type"] == "default":
         assert "rope_scaling" not in config
