@@ -92,11 +92,15 @@ def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict
     return former if alone is not None and alone == both else {}
 
 
+_SPELLINGS = ("rope_parameters", "rope_scaling")
+
+
 def _settings_read_from(config: Settings) -> dict[str, Any] | None:
     """The rope settings that the installed transformers reads from a config.json; None: it takes it for an error."""
     from transformers import AutoConfig
 
-    values = _plain(config)
+    values = {key: copy.deepcopy(value) for key, value in config.items() if key not in _SPELLINGS}
+    values |= {key: _plain(config[key]) for key in _SPELLINGS if key in config}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # a class that has `rope_scaling` set from outside
         try:
@@ -106,11 +110,13 @@ def _settings_read_from(config: Settings) -> dict[str, Any] | None:
     return settings
 
 
-def _plain(value: Settings) -> dict[str, Any]:
-    """A copy without what transformers has no name for: such keys are logged, and such rope types refused."""
+def _plain(settings: Any) -> Any:
+    """Rope settings without what transformers has no name for: such keys are logged, and such rope types refused."""
+    if not isinstance(settings, Mapping):
+        return copy.deepcopy(settings)
     kept = {
-        key: _plain(each) if isinstance(each, Mapping) else copy.deepcopy(each)
-        for key, each in value.items()
+        key: _plain(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for key, value in settings.items()
         if key not in KEYS_FOR_OTHER_ENGINES
     }
     if "/" in str(kept.get("rope_type")):

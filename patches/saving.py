@@ -112,26 +112,27 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
         record_patch(module)
 
 
-def engine_agreement(state: PatchState) -> EngineAgreement:
-    """What serving engines make of the config that saving a patched model writes; worked out once per patch."""
+def engine_agreement(state: PatchState, saved: dict[str, Any] | None = None) -> EngineAgreement:
+    """What serving engines make of the config that saving a patched model writes; worked out once per patch.
+
+    Args:
+        saved: that config, where it is at hand.
+    """
     if state.engines is None:
-        config = next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched))
-        state.engines = compare_engines(_as_saved(config.to_dict()))
+        if saved is None:
+            saved = _as_saved(next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched)).to_dict())
+        state.engines = compare_engines(saved)
     return state.engines
 
 
-def _as_saved(config: dict[str, Any], *, former: bool = True) -> dict[str, Any]:
-    """A config with a record of a patch, with the rope settings and the length where every program reads them.
-
-    Args:
-        former: write the former spelling of the rope settings as well.
-    """
+def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with a record of a patch, with the rope settings and the length where every program reads them."""
     record = config[PATCH_KEY]
     settings = {"rope_parameters": record["rope_parameters"]}
     if "max_position_embeddings" in config:  # some families keep it under another name
         settings["max_position_embeddings"] = record["max_position_embeddings"]
     saved = config | settings
-    spelled = former_spelling(saved, record["layer_types"]) if former else {}
+    spelled = former_spelling(saved, record["layer_types"])
     return saved | spelled | {PATCH_KEY: record | {"former": sorted(spelled)}}
 
 
@@ -156,8 +157,14 @@ def rewrite_config(folder: Path, state: PatchState) -> None:
     former = _CHECKPOINT.fullmatch(folder.name) is None
     for part in [config, *config.values()]:
         if isinstance(part, dict) and PATCH_KEY in part:
-            part |= _as_saved(part, former=former)
-            if disagreeing := engine_agreement(state).disagreeing:
+            saved = _as_saved(part)
+            disagreeing = engine_agreement(state, saved).disagreeing
+            if former:
+                part |= saved
+            else:
+                spelled = saved[PATCH_KEY].pop("former")
+                part |= {key: value for key, value in saved.items() if key not in spelled}
+            if disagreeing:
                 warnings.warn(
                     f"{', '.join(disagreeing)} would load {str(folder)!r} without an error and run another model: of "
                     "these rope settings such programs read a part only",
