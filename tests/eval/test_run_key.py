@@ -245,6 +245,22 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
     assert [r.loss for r in new.results] == pytest.approx([r.loss for r in before.results[:2]], abs=1e-5)
 
 
+def test_a_folder_of_before_that_holds_retrieval_is_read_finished_or_not(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED.with_name("passkey-0.1.0"), tmp_path / "run")
+    finished = [
+        *(("as loaded", 256, 0.0, 1.0, 1.0), ("as loaded", 256, 1.0, 1.0, 1.0)),
+        *(("as loaded", 512, 0.0, 0.0, 9.0), ("as loaded", 512, 1.0, 0.0, 6.0)),
+        *(("yarn x4", 256, 0.0, 1.0, 1.0), ("yarn x4", 256, 1.0, 1.0, 1.0)),
+        *(("yarn x4", 512, 0.0, 1.0, 1.0), ("yarn x4", 512, 1.0, 1.0, 1.0)),
+    ]
+    journal = tmp_path / "run" / "records.0.jsonl"
+    for cut, left in ((0, 8), (10, 7), (400, 6)):  # bytes that a stopped process did not write, results it leaves
+        journal.write_bytes(RECORDED.with_name("passkey-0.1.0").joinpath(journal.name).read_bytes()[: -cut or None])
+        run = read_run(tmp_path / "run")
+        assert [(label(r.method), r.length, r.depth, r.exact_match, r.rank) for r in run.results] == finished[:left]
+        assert "yarn x4" in write_files(run).page.read_text(encoding="utf-8")
+
+
 def test_another_path_is_the_same_run_and_a_foreign_run_file_is_refused(tmp_path: Path) -> None:
     settings = json.loads((RECORDED / "run.json").read_text(encoding="utf-8"))
     runner._write_settings(tmp_path, settings)
