@@ -34,8 +34,7 @@ __all__ = [
     "Adapter",
     "find_adapter",
     "finding_base",
-    "has_adapters",
-    "lists_adapters",
+    "modules_with_adapters",
     "record_patch",
     "stop_recording",
     "tokenizer_source",
@@ -86,35 +85,27 @@ def _is_record(key: str) -> bool:
 
 
 def record_patch(model: nn.Module) -> None:
-    """Record the patch of a model with its adapters, whose settings are about to be saved."""
+    """Record the patch of a model with the adapters that it lists, whose settings are about to be saved."""
     configs = [swap.patched for slot in patched_slots(model) for swap in slot.state.configs]
     record = next((vars(config)[PATCH_KEY] for config in configs if PATCH_KEY in vars(config)), None)
     if record is not None:
-        for settings in _settings_of(model):
+        for settings in getattr(model, "peft_config", {}).values():
             settings.__dict__["to_dict"] = RecordingToDict(settings, record)
 
 
-def stop_recording(module: nn.Module) -> None:
-    """Save the adapters that a module lists without a record again."""
-    for settings in _settings_of(module):
-        if isinstance(settings.__dict__.get("to_dict"), RecordingToDict):
-            del settings.__dict__["to_dict"]
+def stop_recording(model: nn.Module) -> None:
+    """Save the adapters of a model without a record again."""
+    for module in modules_with_adapters(model):
+        for settings in module.peft_config.values():
+            if isinstance(settings.__dict__.get("to_dict"), RecordingToDict):
+                del settings.__dict__["to_dict"]
 
 
-def lists_adapters(module: nn.Module) -> bool:
-    """Whether a module lists settings of adapters."""
-    return bool(_settings_of(module))
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has adapters of PEFT."""
-    return "peft" in sys.modules and any(map(lists_adapters, model.modules()))
-
-
-def _settings_of(module: nn.Module) -> list[Any]:
-    """The settings of the adapters that a module of PEFT, or a model inside PEFT, lists by name."""
-    by_name = getattr(module, "peft_config", None)
-    return list(by_name.values()) if isinstance(by_name, dict) else []
+def modules_with_adapters(model: nn.Module) -> list[Any]:
+    """The modules, of PEFT or inside PEFT, that list settings of adapters by name as `peft_config`."""
+    if "peft" not in sys.modules:  # without it nothing can have added an adapter
+        return []
+    return [module for module in model.modules() if isinstance(getattr(module, "peft_config", None), dict)]
 
 
 # --- loading -------------------------------------------------------------------------------------------------------

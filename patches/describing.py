@@ -13,7 +13,7 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.measurements import cost_notes
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.adapters import SAVE_ROUTE, has_adapters
+from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
@@ -176,7 +176,7 @@ def _first_scaled(slots: Sequence[Slot]) -> Slot:
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
     """How `save_pretrained` would write a patched model."""
     encoding = state.encoding
-    if has_adapters(model):
+    if modules_with_adapters(model):
         return SAVE_ROUTE
     if slot.is_table:
         positions = f"{encoding.saved_length:,} positions"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import (
     ADAPTER_CONFIG,
     find_adapter,
-    lists_adapters,
+    modules_with_adapters,
     record_patch,
     stop_recording,
     with_record,
@@ -90,10 +89,11 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     """
     from transformers import PreTrainedModel
 
+    listing = modules_with_adapters(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.__dict__["save_pretrained"] = RewritingSave(module)
-        if isinstance(module, PreTrainedModel) or ("peft" in sys.modules and lists_adapters(module)):
+        if isinstance(module, PreTrainedModel) or module in listing:
             slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]
 
 
@@ -102,12 +102,11 @@ def detach_saving(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("save_pretrained"), RewritingSave):
             del module.__dict__["save_pretrained"]
-        if "peft" in sys.modules:
-            stop_recording(module)
+    stop_recording(model)
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    if "peft" in sys.modules:  # without it nothing can have added an adapter
+    if isinstance(getattr(module, "peft_config", None), dict):  # its adapters are about to be saved
         record_trained_values(module)
         record_patch(module)
 
