@@ -219,6 +219,7 @@ class TokenScorer:
         """Logits for each of the last `count` tokens of one span, (count, vocabulary) float32."""
         accepted = inspect.signature(self.model.forward).parameters
         wanted = any(name == "logits_to_keep" or each.kind is each.VAR_KEYWORD for name, each in accepted.items())
+        # One more than asked for: logits predict the next token, so that those of the last token are of no use.
         few = {"logits_to_keep": count + 1} if wanted else {}  # classes that do not know it give those of all tokens
         logits: Tensor = self.model(ids[None], use_cache=False, **few).logits[0, -count - 1 : -1].float()
         return logits
@@ -247,6 +248,7 @@ class TokenScorer:
     def _by_chunks(self, ids: Tensor, first: int) -> Iterator[Tensor]:
         head = self._head
         cache = self._empty_cache(len(ids) - 1)
+        # (tokens of the chunk, hidden), one chunk at a time: losses are all that is kept of it.
         for start, hidden in self._hidden(ids[:-1], cache):
             # the state at position p predicts the token at p + 1
             begin, end = max(start, first - 1), start + hidden.shape[0]
@@ -265,6 +267,7 @@ class TokenScorer:
         if again and prefix is not None and prefix.cache is cache and prefix.tokens == shared:
             cache.restore(prefix.state)
             start = shared
+        # The state is taken where the shared beginning ends, so that the next prompt can go on from there.
         elif shared:
             self._read(ids[:shared], cache)
             self.prefix = _Prefix(cache, shared, cache.state())
@@ -279,6 +282,7 @@ class TokenScorer:
         assert cache is not None
         after_prompt = cache.state()
         for span in spans:
+            # Cutting the cache back to the prompt costs nothing; reading the prompt again would.
             cache.restore(after_prompt)
             # the state at the prompt's last token predicts the first token of the answer
             states = [state for _, state in self._hidden(span[known - 1 : -1], cache, known - 1)]
@@ -303,6 +307,7 @@ class TokenScorer:
         """The cache, emptied, with room for so many tokens."""
         if self.cache is None or self.cache.capacity < tokens:
             self.cache = self.prefix = None  # free the old one first
+            # Allocated once for the longest span: growing would hold the old and the new keys at the same time.
             capacity = max(tokens, self.longest)
             self.cache = SpanCache(self.decoder.config, capacity, offload=self.offload_cache, windows=self.windows)
         self.cache.restore(self.cache.empty)
@@ -357,6 +362,7 @@ class TokenScorer:
     def _ordinary_logits(self, ids: Tensor, tolerance: float) -> Tensor:
         """Logits (tokens - 1, vocabulary) of an ordinary forward, checked not to depend on later tokens."""
         name = type(self.model).__name__
+        # The same tokens but for the last: in a causal model nothing before it may change.
         other = torch.cat([ids[:-1], ids[:1]])
         try:
             logits, others = (self._last_logits(each, len(each) - 1) for each in (ids, other))
@@ -401,6 +407,8 @@ def _difference(some: Tensor, others: Tensor) -> float:
     if some.shape != others.shape or not torch.equal(some.isfinite(), others.isfinite()):
         return float("inf")
     some, others = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (some, others))
+    # In standard deviations, because a class may scale its logits; 1e-3 keeps a model with constant logits from
+    # dividing by zero.
     return float((some - others).square().mean().sqrt()) / max(1e-3, float(others.std()))
 
 

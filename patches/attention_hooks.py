@@ -89,6 +89,7 @@ class RemappingHooks(DecoderHooks):
         if context.cache_state is None:
             context.cache_state = CacheState(self.origin(), packed=context.packed)
         passed_on: dict[str, Any] = {}
+        # As a keyword the context survives until a checkpointed layer runs again in the backward.
         if _takes_any_keyword(decoder):
             passed_on[CONTEXT_KWARG] = context
         if context.position_ids is None or "position_ids" in kwargs:
@@ -99,6 +100,7 @@ class RemappingHooks(DecoderHooks):
         context = self.end(decoder)
         if context is None or context.token_positions is None:
             return
+        # Rotations are as large as (tokens, head_dim) each; kept between forwards they would add up with every length.
         context.token_positions.rotations.clear()
         context.token_positions.query_scales.clear()
         if output is not None and context.cache_state is not None:
@@ -146,6 +148,7 @@ def remapped_attention(
             "arguments on to their attention"
         )
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+    # The operator has no backward, and an exported program must contain the computation itself: there it is traced.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
         return _attend_as_operator(layer.index, query, key, value, mask, **kwargs), None
     return _attend_to_tokens(layer, context.token_positions, query, key, value, mask, **kwargs)
@@ -250,6 +253,7 @@ def attend_from_kwargs(
     in_order = positions.left_padding is not None  # else distances may be larger than there are keys
     bias = rule.score_bias(query.shape[1], int(positions.key_positions.shape[-1]) if in_order else UNBOUNDED)
     modifiers = ScoreModifiers(softcap, s_aux, mask, dropout, bias)
+    # (rows, heads, tokens, head_dim); transformers reshapes what is returned to (rows, tokens, heads * head_dim).
     out = attend(rule, rotation, positions, query, key, value, scale, modifiers)
     return out.transpose(1, 2).contiguous(), None
 

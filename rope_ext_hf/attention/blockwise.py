@@ -84,8 +84,10 @@ class _Attention:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
         plain = modifiers.mask is None and modifiers.softcap is None and not modifiers.dropout
         plain = plain and modifiers.bias is None and modifiers.pair_scales is None
+        # Kernels hide keys by causality alone; and their log-sum-exp, which merging needs, comes without a gradient.
         if left_padding is None or not plain or _needs_grad(query, key, value) or not has_kernel(query, value):
             return self._eager(query, key, value)
+        # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
         if len(set(left_padding)) == 1:
             return self._fused(query, key, value, left_padding[0])
         if query.shape[-2] < MIN_FUSED_QUERIES:
@@ -116,6 +118,7 @@ class _Attention:
         table, rotations = self.rotation.table, self.positions.rotations
         entry = (self.rule, table, self.device, name)
         if entry not in rotations:
+            # Angles depend on positions, not on the layer: the first layer of a forward pays for all of them.
             at = positions()
             before, after = self.rule.key_position(at), target(at)
             stays = before.positions is after.positions and before[1:] == after[1:]
@@ -133,6 +136,8 @@ class _Attention:
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
             return self._scale_query(self._rotate(rotation, query), m, name)
         rotations, entry = self.positions.rotations, (self.rule, self.rotation.table, self.device, "scaled", zone, name)
+        # The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
+        # rotate (above), it cannot: those have to be scaled as well.
         scaled = rotations.get(entry)
         if scaled is None:
             scale = self._query_scale(m, name, rotation.cos.dtype)
@@ -173,10 +178,12 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
+        # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(MAX_QUERY_BLOCK, -(-(last - first) // MAX_BLOCKS))
         if not padded_queries and last - first <= block_size:
             return self._fused_block(None, query, key, value, first, first_key)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        # Queries at padding have no key; their softmax would be NaN, which spreads through residual streams.
         out[:, :, :padded_queries] = 0
         for start in range(first, last, block_size):
             stop = min(start + block_size, last)
@@ -194,6 +201,8 @@ class _Attention:
         """
         rule, device = self.rule, query.device
         stop = start + query.shape[-2]
+        # Keys are stored for the far zones, which may reach back to the first token. Those that the nearest zone can
+        # reach are few, and they alone are rotated a second time: (rows, kv_heads, window + queries, head_dim).
         first_local = max(first_key, start - rule.zone_distances(stop)[0][1] + 1)
         queries, near = ("positions", start, stop), ("positions", first_local, stop)
 
@@ -202,6 +211,8 @@ class _Attention:
 
         local = self._local_rotation(lambda: torch.arange(first_local, stop, device=device)[None], near)
         local_keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
+        # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
+        # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
         merged = MergedSoftmax(query, out)
         for zone, tiles in groupby(sorted(rule.tiles(start, stop), key=lambda tile: tile.zone), lambda t: t.zone):
             if zone == 0:
@@ -210,6 +221,7 @@ class _Attention:
                 rotation, keys, keys_from = self._zone_rotation(m, zone, queries), key, first_key
             zone_query = self._place_query(rotation, query, m, zone, queries)
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
+            # Tiles of one shape at even steps are views of the same memory and go into one launch, as rows of a batch.
             for run in batch_tiles(rectangles, MAX_QUERY_BLOCK):
                 (q0, q1), (k0, k1), mask = run[0]
                 step, count = run[1].queries[0] - q0 if run[1:] else 1, len(run)
@@ -224,6 +236,8 @@ class _Attention:
                 merged.add(query_spans, part, part_lse)
         assert merged.out is not None  # a query sees itself at least
         if self.modifiers.sinks is not None:
+            # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
+            # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
             weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
             merged.out *= weight.to(merged.out.dtype)
         return merged.out
@@ -234,6 +248,7 @@ class _Attention:
         """Scores of a few queries at a time, for any mask and any positions."""
         rows, heads, tokens = int(query.shape[0]), query.shape[1], int(query.shape[2])
         score_bytes = SCORE_BYTES.get(query.device.type, SCORE_BYTES["cuda"])
+        # (rows, heads, block, keys) in float32, 4 bytes each.
         block_size = max(1, score_bytes // (4 * rows * heads * int(key.shape[-2])))
         needs_grad = _needs_grad(query, key, value)
         out = []
@@ -275,6 +290,8 @@ class _Attention:
         if self.modifiers.dropout:
             weights = nn.functional.dropout(weights, self.modifiers.dropout)
         rows, heads, queries, _ = weights.shape
+        # (rows, kv_heads, group * queries, keys): query heads that share a key head become further queries of it, so that
+        # values are read once and never repeated.
         folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, value.shape[-2])
         return (folded @ value).reshape(rows, heads, queries, -1)
 
@@ -314,6 +331,8 @@ class _Attention:
         edges = {0, keys, *(edge for low, high in ranges if low < high for edge in (low, high))}
         for start, stop in pairwise(sorted(edges)):
             present = [zone for zone, (low, high) in enumerate(ranges) if low <= start and stop <= high]
+            # Zones meet along diagonals. The few keys there are scored in every zone present and chosen from by pair,
+            # which is cheaper than gathering pairs.
             scores = scores_in(present[0], start, stop)
             if present[1:]:
                 zones = rule.zone(m[:, :, None], n[:, None, start:stop])[:, None]
@@ -336,6 +355,7 @@ class _Attention:
             scores = torch.tanh(scores / modifiers.softcap) * modifiers.softcap
         if modifiers.bias is not None:
             scores = scores + modifiers.bias(m, n)
+        # Not -inf: a query at padding has every key hidden, and its softmax must stay finite.
         lowest = torch.finfo(scores.dtype).min
         if modifiers.mask is not None:
             mask = modifiers.mask[:, :, block, keys]

@@ -116,6 +116,7 @@ class MergedSoftmax:
         out = strided_spans(self.out, *spans)
         lse = strided_spans(self.log_sum_exp(), *spans)
         part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
+        # exp(part) / (exp(lse) + exp(part)), as a sigmoid: neither exponential is formed, so neither can overflow.
         weight = torch.sigmoid(part_lse - lse, out=torch.empty_like(lse, dtype=out.dtype))
         out.lerp_(part, weight)
         self._last = spans, part_lse

@@ -183,6 +183,7 @@ class RemappingMethod(RopeMethod):
         if formula is None:
             return self.exact_length
         assert self.max_distance is not None
+        # Up to max_distance itself: there every formula is above 1, so that argmax has a first place to name.
         sharper = formula(torch.arange(self.max_distance + 1, dtype=torch.float32), self.max_distance) != 1
         return min(self.exact_length, int(sharper.to(torch.int8).argmax()))
 
@@ -246,9 +247,11 @@ class RemappingMethod(RopeMethod):
 
         `bind` must have filled in every parameter.
         """
+        # float64: positions are divided (Leaky ReRoPE), and float32 holds whole numbers up to 2^24 only.
         key = self.key_position(n).tokens()
         near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
         zones = self.zone(m, n)
+        # (queries, keys) at once for each zone, as these methods have three at most.
         for zone in range(1, len(self.zone_distances(int((m - n).max()) + 1))):
             near = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, near)
         return near
@@ -318,6 +321,7 @@ class ReRoPE(_WindowedRemapping):
         return method
 
     def key_position(self, n: Tensor) -> RemappedPosition:
+        # All far keys are at one distance, so the query alone rotates, by w: keys are stored as if at position 0.
         return RemappedPosition(torch.zeros_like(n))
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
@@ -349,6 +353,7 @@ class LeakyReRoPE(_WindowedRemapping):
             k = float(
                 DEFAULT_GROUP
                 if target_length is None or window == limit
+                # the smallest whole k with w + (target - w) / k <= limit
                 else max(1, math.ceil((target_length - window) / (limit - window)))
             )
         method = replace(self, window=window, k=k)
@@ -371,6 +376,7 @@ class LeakyReRoPE(_WindowedRemapping):
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         assert self.k is not None
+        # (m - n) / k + w - w / k is w at distance w: the far zone begins where the near one ends.
         return RemappedPosition(m, self.k, self.exact_window - self.exact_window / self.k)
 
 
@@ -401,6 +407,7 @@ class SelfExtend(_WindowedRemapping):
         if group is None:
             group = DEFAULT_GROUP
             if target_length is not None:
+                # Two floors stand in the farthest place, so the smallest group is searched for, not solved for.
                 sizes = range(1, target_length + 1)
                 group = next(
                     (size for size in sizes if self._farthest(target_length, window, size) < limit), target_length
@@ -422,6 +429,8 @@ class SelfExtend(_WindowedRemapping):
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         assert self.group is not None
+        # The floors of query and key are taken apart, so that cached keys need no other rotation for another query. The
+        # place is then one off for some pairs, as in the paper.
         return RemappedPosition(m // self.group, offset=self.exact_window - self.exact_window // self.group)
 
 
@@ -473,6 +482,7 @@ class DualChunk(RemappingMethod):
         return RemappedPosition(n % self.size)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        # In zone 0 the query stands at m mod s, as a key there does: no second rotation of the cache.
         if zone == 1:
             return RemappedPosition((m % self.size + self.size).clamp(max=self.farthest))
         return RemappedPosition(offset=self.farthest)
@@ -481,6 +491,7 @@ class DualChunk(RemappingMethod):
         return (m // self.size - n // self.size).clamp(0, 2)
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        # A distance alone leaves the zone open: two tokens of neighbouring chunks may be 1 or 2s - 1 apart.
         return (0, self.size), (1, 2 * self.size), (self.size + 1, UNBOUNDED)
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:

@@ -111,6 +111,8 @@ class KeyRotation:
             scaled: keys carry the attention factor.
         """
         cos, sin, ratio = _between(table, stored, present, positions, scaled)
+        # The inverse of a rotation has the opposite angle; the ratio of attention factors is no part of it, and is
+        # divided out on its own.
         back = cls(cos, -sin).last(new)
         if ratio is None:
             return cls(cos, sin), back
@@ -132,6 +134,7 @@ class KeyRotation:
             return self
         if count < tokens:
             return KeyRotation(self.cos[..., tokens - count :, :], self.sin[..., tokens - count :, :])
+        # Zeros make the empty places zero, whatever stands there; no softmax reads them.
         room = (0, 0, 0, count - tokens)
         return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
 
@@ -151,6 +154,7 @@ class KeyRotation:
         # Autograd records writes into a tensor that has a history.
         if layout.dim < keys.shape[-1] or keys.requires_grad:
             out = out.copy_(keys)
+        # Views of (rows, heads, tokens, rotated dims); below, x' = x cos - y sin and y' = y cos + x sin of every pair.
         x, y = (part[..., start : start + layout.dim] for part in (keys, out))
         on_cuda = keys.device.type in FUSED_UPCAST_DEVICES and not keys.requires_grad
         if on_cuda and keys.numel() <= MAX_LAUNCH_BOUND:
@@ -164,10 +168,12 @@ class KeyRotation:
         if keys.dtype == cos.dtype and not keys.requires_grad:  # no temporary tensor
             torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
             torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+        # CUDA kernels convert half precision as they read, so float32 copies of the keys are not needed there.
         elif on_cuda:
             torch.addcmul(first * cos, second, sin, value=-1, out=to_first)
             torch.addcmul(second * cos, first, sin, out=to_second)
         else:
+            # Autograd allows no `out=`. The products are taken in float32: bfloat16 keeps two digits of cos and sin.
             first, second = (half.to(torch.promote_types(half.dtype, cos.dtype)) for half in (first, second))
             to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
             to_second.copy_((second * cos).addcmul_(first, sin))
@@ -185,6 +191,7 @@ class KeyRotation:
         if key not in self.of_members:  # the layers of a model share it
             cos, sin = self._signed(layout)
             self.of_members[key] = torch.stack((cos, sin), member), torch.stack((-sin, cos), member)
+        # Both members at once, (..., 2, pairs) or (..., pairs, 2): small keys are bound by launches, not by memory.
         times_first, times_second = self.of_members[key]
         sizes = (2, pairs) if half else (pairs, 2)
         x, out = (part.view(*part.shape[:-1], *sizes) for part in (x, out))
@@ -198,6 +205,8 @@ def _between(
     rows = max(before.shape[0], after.shape[0])
     both = torch.stack((before.expand(rows), after.expand(rows)), dim=-1)  # at once, which halves the launches
     phase, factor = table.phase_per_position(both)
+    # Fixed point, because p (g - f) grows with the position: float32 numbers around 2^20 are an eighth of a radian
+    # apart. (rows, 1, tokens, pairs).
     angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]  # int64 overflow drops whole cycles
     if scaled and isinstance(factor, Tensor):
         return angle.cos(), angle.sin(), (factor[:, 1:] / factor[:, :1])[:, None]
@@ -234,6 +243,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
         for possible in candidate_key_layouts(old.shape[-1], dim):
             layout = replace(possible, in_values=name == "values")
             if nearly_equal(rotation.to(old.device).apply(old, layout), new):
+                # 1.125 lies halfway between keys with the attention factor of 1.25 and keys that lost it in a norm.
                 part = slice(layout.start, layout.start + dim)
                 long, short = (x[..., part].float().norm() for x in (getattr(rotated_scaled, name), new))
                 return replace(layout, scaled=bool(long > 1.125 * short))
@@ -268,6 +278,7 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
         name = "values" if layout.in_values else "keys"
         old = getattr(layer, name)
         new, own = torch.empty_like(old), rotation.last(old.shape[-2]).to(old.device)
+        # The cache is the largest tensor of a long input; a float32 copy of all of it would double its peak.
         for start in range(0, old.shape[-2], ROTATE_CHUNK_TOKENS):
             part = (..., slice(start, start + ROTATE_CHUNK_TOKENS), slice(None))
             new[part] = KeyRotation(own.cos[part], own.sin[part]).apply(old[part], layout)
@@ -278,6 +289,7 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
 def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_reading: KeyRotation) -> Iterator[None]:
     """Replace `update` of these layers: it stores new keys rotated one way and returns all keys rotated the other."""
     for layer, layout in layers:
+        # An attribute of the instance hides the method of the class, which other caches go on using.
         layer.update = _rotating_update(layer.update, before_storing, after_reading, layout)
     try:
         yield
