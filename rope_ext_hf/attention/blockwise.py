@@ -290,8 +290,8 @@ class _Attention:
         if self.modifiers.dropout:
             weights = nn.functional.dropout(weights, self.modifiers.dropout)
         rows, heads, queries, _ = weights.shape
-        # (rows, kv_heads, group * queries, keys): query heads that share a key head become further queries of it, so that
-        # values are read once and never repeated.
+        # (rows, kv_heads, group * queries, keys): query heads that share a key head become further queries of it, so
+        # that values are read once and never repeated.
         folded = weights.to(value.dtype).reshape(rows, value.shape[1], -1, value.shape[-2])
         return (folded @ value).reshape(rows, heads, queries, -1)
 
