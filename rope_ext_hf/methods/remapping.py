@@ -251,7 +251,6 @@ class RemappingMethod(RopeMethod):
         key = self.key_position(n).tokens()
         near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
         zones = self.zone(m, n)
-        # (queries, keys) at once for each zone, as these methods have three at most.
         for zone in range(1, len(self.zone_distances(int((m - n).max()) + 1))):
             near = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, near)
         return near
@@ -348,14 +347,10 @@ class LeakyReRoPE(_WindowedRemapping):
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2
         self.check_reach(limit, "window", window)
-        k = self.k
-        if k is None:
-            k = float(
-                DEFAULT_GROUP
-                if target_length is None or window == limit
-                # the smallest whole k with w + (target - w) / k <= limit
-                else max(1, math.ceil((target_length - window) / (limit - window)))
-            )
+        fitted = DEFAULT_GROUP
+        if target_length is not None and window < limit:  # the smallest with w + (target - w) / k <= limit
+            fitted = max(1, math.ceil((target_length - window) / (limit - window)))
+        k = self.k or float(fitted)
         method = replace(self, window=window, k=k)
         if target_length is not None:
             method.check_reach(
