@@ -19,6 +19,7 @@ from .figures import (  # noqa: F401, each registers its figures
     code_tables,
     correctness,
     cost,
+    interface,
     measurements,
     models,
     reference_model,

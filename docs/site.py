@@ -14,9 +14,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs once, before anything is read."""
-    config.repo_url = repository_url(ROOT)
-    config.site_url = f"{config.repo_url}/"
+    """Called by mkdocs once, before anything is read. A placeholder is no address to show in the header."""
+    url = repository_url(ROOT)
+    config.site_url = f"{url}/"
+    if not url.split("/")[2].endswith(".invalid"):
+        config.repo_url, config.repo_name = url, url.rpartition("/")[2]
     return config
 
 

@@ -4,7 +4,7 @@
     python -m tests.engine_classes --vllm FOLDER --sglang FOLDER
 
 FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
-stand-ins, so that no GPU is needed. Every method of every family in docs/serving.md is configured with serving_config,
+stand-ins, so that no GPU is needed. Every method of every family in docs/engine-*.md is configured with serving_config,
 the engine's own class is built from the overrides, and its frequencies and magnitude are compared with the method's.
 The result goes to docs/results/engine-classes.json; the exit status is 1 where a difference exceeds float32.
 """

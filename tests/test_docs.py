@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,51 @@ def test_methods_protocols_and_commands_have_their_place() -> None:
         assert f"`{name}`" in read("README.md"), f"method {name!r} is not in README.md: run `make figures`"
     for name in PROTOCOLS:
         assert f"| `{name}` |" in read("docs/evaluation.md"), f"protocol {name!r} has no row: run `make figures`"
+
+
+@pytest.mark.parametrize("page", ["docs/serving.md", "docs/evaluation.md"])
+def test_pages_that_lead_on_are_short(page: str) -> None:
+    assert len(read(page).split()) <= 1200
+
+
+def messages_in(files: Iterable[Path]) -> list[str]:
+    """Every string of these sources, with an ellipsis for what is formatted into it."""
+    texts = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_every_message_of_troubleshooting_is_one_that_is_written() -> None:
+    import peft.config
+    import transformers.generation.stopping_criteria
+    import transformers.modeling_rope_utils
+    import transformers.tokenization_utils_base
+
+    ours = [file for folder in ("rope_ext_hf", "patches", "eval") for file in (ROOT / folder).rglob("*.py")]
+    foreign = [
+        Path(str(module.__file__))
+        for module in (
+            peft.config,
+            transformers.generation.stopping_criteria,
+            transformers.modeling_rope_utils,
+            transformers.tokenization_utils_base,
+        )
+    ]
+    written = {"this package": messages_in(ours), "transformers and PEFT": messages_in([*foreign, *ours])}
+    checked = 0
+    for chapter in re.split(r"^## Messages of ", read("docs/troubleshooting.md"), flags=re.MULTILINE)[1:]:
+        program = chapter.partition("\n")[0]
+        for message in re.findall(r"^### `+(.+?)`+$", chapter, flags=re.MULTILINE):
+            pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+            assert any(pattern.search(text) for text in written[program]), message
+            checked += 1
+    assert checked >= 20
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -2,81 +2,137 @@
 
 from __future__ import annotations
 
-from .registry import Row, figure, markdown_table, names_in_lines, read_result
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
-NO_COLUMN = ("transformers", "gguf")
-"""Engines that the table leaves out: transformers serves every static method, and gguf is what ollama runs."""
+from rope_ext_hf.engines.base import Target, find_engine, list_engines
+from rope_ext_hf.errors import ServingError
+from tests.support.serving_models import SERVED, targets
+
+from .registry import FIGURES, ROOT, Row, figure, markdown_table, names_in_lines, read_result
+
+if TYPE_CHECKING:
+    from rope_ext_hf.methods.base import RopeMethod
 
 
 @figure
 def engine_names() -> str:
-    from rope_ext_hf.engines.base import list_engines
-
     return names_in_lines(list_engines())
 
 
-@figure
-def serving_table() -> str:
-    from rope_ext_hf.engines.base import Target, find_engine, list_engines
-    from rope_ext_hf.errors import ServingError
-    from tests.support.serving_models import SERVED as FAMILIES  # the families are those that the tests serve
-    from tests.support.serving_models import targets
+ON_THE_PAGE_OF = {"gguf": "llama.cpp"}
+"""Engines that share a page: a GGUF file is what llama.cpp reads."""
 
-    def served(engine: str, target: Target) -> str:
+
+def page_of(engine: str) -> str:
+    """The page of an engine."""
+    return f"engine-{ON_THE_PAGE_OF.get(engine, engine).replace('.', '-')}.md"
+
+
+def _has_page(engine: str) -> bool:
+    return (ROOT / "docs" / page_of(engine)).exists()
+
+
+@cache
+def _targets() -> list[tuple[str, str, RopeMethod, Target]]:
+    """Model, base, method and what an engine is to compute, for every method on every published config."""
+    return [
+        (family, over, method, target)
+        for family in SERVED  # the families that the tests serve
+        for over in ("own", "original")
+        for method, target in targets(family, over)
+        if isinstance(target, Target)
+    ]
+
+
+@cache
+def _served(engine: str) -> list[str | None]:
+    """How an engine serves each of these; None where it is refused."""
+
+    def encoding(target: Target) -> str | None:
         try:
-            encoding = find_engine(engine).config_for(target).encoding
+            name = find_engine(engine).config_for(target).encoding
         except ServingError:
-            return "-"
-        return (
-            "longrope"
-            if encoding.startswith("longrope")
-            else encoding.split()[0]
-            if "divisors" in encoding
-            else encoding
-        )
+            return None
+        return "longrope" if name.startswith("longrope") else "divisors" if "divisors" in name else name
 
-    engines = [name for name in list_engines() if name not in NO_COLUMN]
+    return [encoding(target) for *_, target in _targets()]
+
+
+@figure
+def engines() -> str:
+    """Every engine with its version, its page, and how many of the configurations it serves."""
     rows = []
-    for family in FAMILIES:
-        for over in ("own", "original"):
-            known: dict[tuple[str, ...], list[str]] = {}
-            for method, target in targets(family, over):
-                if isinstance(target, Target):
-                    known.setdefault(tuple(served(engine, target) for engine in engines), []).append(method.name)
-            rows += [(family, over, ", ".join(names), *cells) for cells, names in known.items()]
-    return markdown_table(["model", "over", "methods", *engines], rows)
+    for name, engine in list_engines().items():
+        served = _served(name)
+        page = f"[{engine.title or name}]({page_of(name)})" if _has_page(name) else engine.title or name
+        rows.append((f"`{name}`", page, engine.version, f"{sum(each is not None for each in served)} of {len(served)}"))
+    return markdown_table(["`--engine`", "page", "rules read in", "methods of these models served"], rows)
 
 
 @figure
-def serving_traps() -> str:
-    from rope_ext_hf.engines.base import list_engines
+def engines_without_a_page() -> str:
+    """The tables of an engine that nobody has written a page for yet."""
+    parts = [f"## {name}{_served_table(name)}{_traps_table(name)}" for name in list_engines() if not _has_page(name)]
+    return "\n\n" + "".join(parts) if parts else "\n"
 
+
+def _served_table(engine: str) -> str:
+    ways = ("as published", "native", "longrope", "divisors", None)
+    cells: dict[tuple[str, str], dict[str | None, list[str]]] = {}
+    for (family, over, method, _), way in zip(_targets(), _served(engine), strict=True):
+        cells.setdefault((family, over), {}).setdefault(way, []).append(f"`{method.name}`")
+    used = [way for way in ways if any(way in cell for cell in cells.values())]
+    rows = ([*key, *(", ".join(cell.get(way, [])) or "–" for way in used)] for key, cell in cells.items())
+    return markdown_table(["model", "over", *(way or "refused" for way in used)], rows)
+
+
+def _traps_table(engine: str) -> str:
     rows = [
-        (name, trap.versions, f"`{trap.key}`" if " " not in trap.key else trap.key, trap.effect, trap.source)
-        for name, engine in list_engines().items()
-        if name not in ("gguf", "ollama")
-        for trap in engine.traps
+        (trap.versions, f"`{trap.key}`" if " " not in trap.key else trap.key, trap.effect, trap.source)
+        for trap in find_engine(engine).traps
     ]
-    return markdown_table(["engine", "versions", "key", "what happens", "source"], rows)
+    return markdown_table(["versions", "key", "what happens", "source"], rows) if rows else "\n\nNone is known.\n\n"
+
+
+def _example(engine: str) -> str:
+    """What `rope-ext serve-config` prints for the bundled model under yarn x4."""
+    from rope_ext_hf.reference import path
+    from rope_ext_hf.serving.configs import as_text, serving_config
+
+    printed = as_text(serving_config("reference", engine, "yarn", factor=4)).replace(str(path()), "MODEL")
+    return f"\n\n```\n{printed}\n```\n\n"
+
+
+for _engine in filter(_has_page, list_engines()):
+    _parts = {"example": _example} | (
+        {} if _engine in ON_THE_PAGE_OF else {"served": _served_table, "traps": _traps_table}
+    )
+    for _part, _make in _parts.items():
+        FIGURES[f"engine-{_engine.replace('.', '-')}-{_part}"] = partial(_make, _engine)
+
+
+def _classes(engine: str) -> str:
+    """How the rotary classes of an engine compare with what its configurations are meant to compute."""
+    result = next(each for each in read_result("engine-classes")["engines"] if each["engine"] == engine)
+    rows = {
+        "frequencies, largest relative difference (float32 tables)": max(row["frequencies"] for row in result["rows"]),
+        "magnitude, largest relative difference": max(row["magnitude"] for row in result["rows"]),
+        "queries rotated by M-RoPE, largest difference": max(row.get("positions", 0.0) for row in result["rows"]),
+    }
+    cells = [("configurations", str(len(result["rows"]))), *((name, f"{value:.1e}") for name, value in rows.items())]
+    cells.append(("families not built by its factory", ", ".join(result["skipped"]) or "none"))
+    return markdown_table([f"{engine} {result['version']}", "measured by `make test-engines`"], cells)
 
 
 @figure
-def engine_classes() -> str:
-    results = read_result("engine-classes")["engines"]
-    rows = [
-        (
-            result["engine"],
-            result["version"],
-            str(len(result["rows"])),
-            f"{max(row['frequencies'] for row in result['rows']):.1e}",
-            f"{max(row['magnitude'] for row in result['rows']):.1e}",
-            f"{max(row.get('positions', 0.0) for row in result['rows']):.1e}",
-            ", ".join(result["skipped"]) or "none",
-        )
-        for result in results
-    ]
-    head = ["engine", "version", "configurations", "frequencies, largest relative difference (float32 tables)"]
-    return markdown_table([*head, "magnitude", "queries rotated by M-RoPE", "families not built by its factory"], rows)
+def engine_classes_vllm() -> str:
+    return _classes("vllm")
+
+
+@figure
+def engine_classes_sglang() -> str:
+    return _classes("sglang")
 
 
 @figure

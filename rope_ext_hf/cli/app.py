@@ -141,7 +141,7 @@ def _method_parameters() -> set[str]:
 app = typer.Typer(
     name="rope-ext",
     cls=Group,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )

@@ -45,6 +45,16 @@ def test_text_that_is_no_length(text: str) -> None:
     assert len(str(caught.value)) < 150
 
 
+@pytest.mark.parametrize(
+    ("words", "candidate"), [("rope-ext swe", "sweep"), ("rope-ext serve-config --eng", "--engine")]
+)
+def test_shells_complete_commands_and_options(words: str, candidate: str) -> None:
+    """As the script that --install-completion writes asks for them."""
+    asked = {"_ROPE_EXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    result = runner.invoke(app, [], env=asked, prog_name="rope-ext")
+    assert candidate in result.stdout.split()
+
+
 def test_parameters_keep_their_names() -> None:
     arguments = ["--beta-fast", "16", "--ramp=cycles", "--sticky", "--truncate", "false", "--factors", "1,2.5"]
     assert parse_parameters(arguments) == {
