@@ -12,10 +12,11 @@ bits per byte, with the 95% interval that resampling the documents gives. The la
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from record import record
@@ -23,10 +24,11 @@ from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.eval import Result
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.measuring import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import EvalPlan, prepare, tokenize
 from rope_ext_hf.eval.results import difference
 from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod
@@ -70,9 +72,8 @@ def main() -> None:
         until = factor * trained if factor else longest
         bound = None if method is None else bind(model, method, longest)
         with patched(model, bound) if bound else nullcontext():
-            results = cast(
-                "list[Result]", measure(model, PerplexityMeasurement(up_to(plan, until)), data=arguments.data)
-            )
+            measurement = PerplexityMeasurement(up_to(plan, until))
+            results: Sequence[Result] = measure(model, RunPlan(measurement, arguments.data)).results
         base = base or next(result for result in results if result.length == trained)
         for result in results:
             increase, low, high = (gap * result.bits_per_byte / result.loss for gap in difference(result, base))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from record import record
@@ -24,10 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.measuring import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import EvalPlan, prepare, tokenize
 from rope_ext_hf.eval.results import DocumentLoss, difference
 from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patched
@@ -63,8 +64,8 @@ def as_loaded(model: Any, plan: EvalPlan) -> Result:
     length = min(plan.lengths)
     documents = [(document, tuple(s for s in spans if s.length == length)) for document, spans in plan.documents]
     shortest = replace(plan, lengths=(length,), documents=tuple(documents))
-    (result,) = measure(model, PerplexityMeasurement(shortest), data="stdlib")
-    return cast("Result", result)
+    result: Result = measure(model, RunPlan(PerplexityMeasurement(shortest), "stdlib")).results[0]
+    return result
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
-    from rope_ext_hf.eval.measuring import perplexity
+    from rope_ext_hf.eval.measuring import perplexity, sweep
     from rope_ext_hf.eval.results import Result
     from rope_ext_hf.eval.retrieval import passkey
-    from rope_ext_hf.eval.sweeps import sweep
 
 __all__ = ["Result", "RopeHFLM", "passkey", "perplexity", "sweep"]
 
@@ -25,7 +24,7 @@ _MODULES = {
     "RopeHFLM": "lm_eval_adapter",
     "passkey": "retrieval",
     "perplexity": "measuring",
-    "sweep": "sweeps",
+    "sweep": "measuring",
 }
 
 

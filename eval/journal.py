@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.eval.results import Cost, DocumentLoss, TrialScore, method_key
+from rope_ext_hf.eval.results import Cost, method_key
 from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object
 
 __all__ = [
@@ -44,7 +44,13 @@ __all__ = [
 Cell = tuple[float, ...]
 """What a value counts for: (context length,) or (context length, depth)."""
 
-Value = DocumentLoss | TrialScore
+
+class Value(Protocol):
+    """What one item gives in one cell, such as the loss of a document."""
+
+    def to_record(self) -> list[Any]:
+        """As a journal holds it."""
+
 
 _JOURNALS = "records.*.jsonl"
 _CHUNKS = "chunks.json"
@@ -58,7 +64,7 @@ class Record(NamedTuple):
         method: `RopeMethod.to_dict`, or None for the model as loaded.
         item: index of the document or the trial.
         cell: what the value counts for.
-        value: a DocumentLoss or a TrialScore.
+        value: what a `RunKind` of the run's kind parses.
         cost: what the measurement cost.
     """
 

@@ -1,8 +1,9 @@
-"""Perplexity of held-out text, by context length.
+"""Perplexity of held-out text, by context length: of a model as it is, or of many methods on it.
 
-    from rope_ext_hf.eval import perplexity
+    from rope_ext_hf.eval import perplexity, sweep
     for result in perplexity(model, "stdlib", lengths=[256, 1024]):
         print(result.length, result.perplexity)
+    run = sweep(model, "stdlib", methods=["ntk", "yarn"], factors=[2, 4, 8], lengths=[256, 1024, 2048], out="runs")
 
 A protocol cuts documents into spans (`protocols.py`, `plan.py`), a scorer reads the spans in fixed memory
 (`scorer.py`), and sums per document make a result with its confidence interval (`results.py`).
@@ -10,93 +11,94 @@ A protocol cuts documents into spans (`protocols.py`, `plan.py`), a scorer reads
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.plan import EvalPlan, Tokens, prepare
-from rope_ext_hf.eval.results import Cost, DocumentLoss, Result, Setting
-from rope_ext_hf.eval.runner import Measurement, measure
-from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.plan import Tokens, prepare
+from rope_ext_hf.eval.protocols import check_lengths
+from rope_ext_hf.eval.results import Result
+from rope_ext_hf.eval.runner import Progress, measure
+from rope_ext_hf.eval.runs import Run, RunPlan
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import accepts_factor, resolve_method
+from rope_ext_hf.patches.geometry import bind, patch_geometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PerplexityMeasurement", "perplexity"]
+__all__ = ["DEFAULT_METHODS", "expand", "fit_methods", "perplexity", "plan_perplexity", "sweep"]
+
+Corpus = str | Sequence[Document] | Sequence[Tokens]
+
+DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
+"""Methods that follow from a factor alone, or from nothing."""
 
 
-class PerplexityMeasurement(Measurement):
-    """The losses of a plan's documents."""
+def expand(names: Sequence[str | RopeMethod], factors: Sequence[float], rotary: Rotary) -> list[RopeMethod]:
+    """Method objects for names and factors: one per factor where a method takes one, else one.
 
-    kind = "perplexity"
+    Raises:
+        MethodError: an unknown method, or one that needs more than a factor; give an object for that.
+    """
+    methods: list[RopeMethod] = []
+    for name in names:
+        if isinstance(name, str) and accepts_factor(name):
+            methods += [resolve_method(name, rotary, factor=factor) for factor in factors]
+        else:
+            methods.append(resolve_method(name, rotary))
+    return list(dict.fromkeys(methods))
 
-    def __init__(self, plan: EvalPlan) -> None:
-        self.plan = plan
 
-    @cached_property
-    def items(self) -> Sequence[str]:
-        return [document.name for document, _ in self.plan.documents]
+def fit_methods(
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    methods: Sequence[str | RopeMethod] = DEFAULT_METHODS,
+    factors: Sequence[float] | None = None,
+    *,
+    over: str = "own",
+    context_length: int | None = None,
+) -> tuple[list[int], tuple[RopeMethod | None, ...]]:
+    """The lengths and methods of a sweep; the arguments are those of `sweep`.
 
-    @property
-    def setting(self) -> Setting:
-        return self.plan.setting
+    Returns:
+        The lengths, with the context length where it is below the longest; the model as it is (None), and each method
+        with each factor, by default the one that each length beyond the context length needs, bound to the model.
+    """
+    under: dict[str, Any] = {"over": over, "context_length": context_length}
+    rotary = patch_geometry(model, **under)
+    length = rotary.context_length
+    ordered, _ = check_lengths(lengths, None)
+    lengths = sorted({*ordered, length}) if length < ordered[-1] else ordered
+    needed = [each / length for each in lengths if each > length] or [1.0]
+    chosen = expand(methods, factors or needed, rotary)
+    return lengths, (None, *(bind(model, method, max(lengths[-1], length), **under) for method in chosen))
 
-    @property
-    def passes(self) -> Sequence[int]:
-        return self.plan.passes
 
-    @property
-    def scored(self) -> int:
-        return self.plan.scored
+def plan_perplexity(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    *,
+    data: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> RunPlan[PerplexityMeasurement]:
+    """Load and tokenise the text, check, plan, before any weights are read: the model may be on the meta device.
 
-    def cells(self, item: int) -> Sequence[Cell]:
-        return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
-
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(repr(self.plan.prefix).encode())
-        for document, spans in self.plan.documents:
-            digest.update(document.ids.numpy().tobytes())
-            digest.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
-            digest.update(repr(spans).encode())
-        return digest.hexdigest()
-
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
-    ) -> Iterator[tuple[Cell, DocumentLoss, Cost]]:
-        """Score one document; lengths that share passes share their cost."""
-        document, spans = self.plan.documents[item]
-        wanted = [span for span in spans if (span.length,) in cells]
-        scorer.take_cost()
-        for context, same_context in groupby(wanted, key=lambda span: span.context):
-            losses: dict[int, DocumentLoss] = {}
-            for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
-                scored = list(same_pass)
-                first = min(span.score_from for span in scored)
-                ids, shift = self.plan.input_ids(document, start, stop)
-                nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
-                for span in scored:
-                    before = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
-                    losses[span.length] = before.plus(
-                        nats[span.score_from - first : span.score_to - first].sum().item(),
-                        span.score_to - span.score_from,
-                        document.bytes_between(span.score_from, span.score_to),
-                    )
-                if progress is not None:
-                    progress(stop - start)
-            cost = scorer.take_cost()
-            yield from (((length,), loss, cost) for length, loss in losses.items())
+    Args:
+        model, corpus, data: as `sweep` takes them.
+        settings: further fields of the plan; methods are bound to the model.
+        **options: those of `perplexity` that say what is read and scored.
+    """
+    measurement = PerplexityMeasurement(prepare(model, corpus, **options))
+    return RunPlan(measurement, data or (corpus if isinstance(corpus, str) else "documents"), **(settings or {}))
 
 
 def perplexity(
     model: PreTrainedModel,
-    corpus: str | Sequence[Document] | Sequence[Tokens],
+    corpus: Corpus,
     *,
     lengths: Sequence[int],
     protocol: str = "matched",
@@ -143,7 +145,7 @@ def perplexity(
     Length-dependent methods are held at each context length (`fixed_length`). A warning counts the layers whose sliding
     window is shorter than the longest span.
     """
-    plan = prepare(
+    plan = plan_perplexity(
         model,
         corpus,
         lengths=lengths,
@@ -153,14 +155,50 @@ def perplexity(
         tokenizer=tokenizer,
         bos=bos,
         max_spans=max_spans,
+        data=data,
+        settings={"chunk": chunk, "offload_cache": offload_cache},
     )
-    measurement = PerplexityMeasurement(plan)
-    return measure(
-        model,
-        measurement,
-        data=data or (corpus if isinstance(corpus, str) else "documents"),
-        out=out,
-        chunk=chunk,
-        offload_cache=offload_cache,
-        progress=progress,
-    )
+    return list(measure(model, plan, out=out, progress=Progress.counting(progress)).results)
+
+
+def sweep(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    *,
+    lengths: Sequence[int],
+    methods: Sequence[str | RopeMethod] = DEFAULT_METHODS,
+    factors: Sequence[float] | None = None,
+    data: str | None = None,
+    out: str | Path = "rope-ext-results",
+    chunk: int | None = None,
+    offload_cache: bool = False,
+    over: str = "own",
+    context_length: int | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    **options: Any,
+) -> Run[Result]:
+    """Measure the model as loaded and every method on the same text, resumable.
+
+    Args:
+        model, corpus: as `perplexity` takes them; so do further options (protocol, targets, stride, tokenizer, bos,
+            max_spans).
+        lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
+            longest, to show how a method changes the loss there.
+        methods: names, or method objects.
+        factors: one method object per factor; default: for each length beyond the context length the factor that it
+            needs, since a method costs short inputs more the larger its factor is.
+        data: what the text is called in the results; default: `corpus` where it is a string.
+        out: the folder that the run's folder is made in.
+        chunk, offload_cache: as `TokenScorer` takes them.
+        over, context_length: what the methods extend, as `patch` takes them.
+        progress: called with the method's label and the tokens read, after each pass.
+
+    Raises:
+        FileError: another process is writing this run, or its folder is damaged or cannot be written.
+        CorpusError, MethodError: as `perplexity` does.
+    """
+    under: dict[str, Any] = {"over": over, "context_length": context_length}
+    lengths, chosen = fit_methods(model, lengths, methods, factors, **under)
+    settings = under | {"methods": chosen, "chunk": chunk, "offload_cache": offload_cache}
+    plan = plan_perplexity(model, corpus, data=data, settings=settings, lengths=lengths, **options)
+    return measure(model, plan, out=out, progress=Progress(progress))

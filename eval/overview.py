@@ -17,8 +17,10 @@ from textwrap import fill
 from typing import Any, TypeVar
 
 from rope_ext_hf.errors import multiple_text
+from rope_ext_hf.eval.perplexity_runs import loss_lines
 from rope_ext_hf.eval.results import Result, Retrieval
-from rope_ext_hf.eval.tables import by_method, by_method_and_depth, loss_lines
+from rope_ext_hf.eval.retrieval_runs import by_method_and_depth
+from rope_ext_hf.eval.tables import by_method
 from rope_ext_hf.pictures.drawing import LOADED, picture, plot_text
 from rope_ext_hf.pictures.result_plots import draw_curves, draw_heat_map, line_styles
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from rope_ext_hf.methods.registry import method_from_dict
 __all__ = [
     "Cost",
     "DocumentLoss",
+    "MethodResult",
     "Result",
     "Retrieval",
     "RetrievalSetting",
@@ -39,6 +40,14 @@ DRAWN_AT_ONCE = 2**20
 
 LARGEST_LOSS = 709.0
 """Nats per token; a float holds exp of this and of little more."""
+
+
+class MethodResult(Protocol):
+    """What every result has: its method, `RopeMethod.to_dict` or None for the model as loaded."""
+
+    @property
+    def method(self) -> dict[str, Any] | None: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 class Cost(NamedTuple):

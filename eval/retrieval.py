@@ -11,15 +11,13 @@ questions, are data: `retrieval_prompts.TASKS`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,19 +25,18 @@ from torch import Tensor
 from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import sliding_window_warning
-from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
-from rope_ext_hf.eval.retrieval_prompts import TASKS, Task, ask, insert, other_answers
-from rope_ext_hf.eval.runner import Measurement, measure
-from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.results import Retrieval, RetrievalSetting
+from rope_ext_hf.eval.retrieval_prompts import TASKS, Task, ask, other_answers
+from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, Trial
+from rope_ext_hf.eval.runner import Progress, measure
+from rope_ext_hf.eval.runs import RunPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "haystack_name",
     "make_trials",
     "passkey",
     "plan_passkey",
@@ -48,48 +45,6 @@ __all__ = [
 
 MOST = {"trials": 10_000, "distractors": 1_000, "keys": 1_000}
 """All prompts and answers are made and tokenised before anything is measured; more would take hours."""
-
-
-@dataclass
-class Trial:
-    """One prompt less its haystack, as token ids; the same at every length and for every method.
-
-    Attributes:
-        head, question: (tokens,) int64.
-        statements: (tokens,) int64 each; the one asked for first.
-        depths: of the other statements, as shares of the haystack.
-        answers: (1 + distractors, A) int64, the right one first.
-        start: where in the haystack its text begins, as a share.
-        spare: tokens that are left free, so that the haystack is as long as under a longer question.
-    """
-
-    head: Tensor
-    statements: tuple[Tensor, ...]
-    depths: tuple[float, ...]
-    question: Tensor
-    answers: Tensor
-    start: float
-    spare: int = 0
-
-    @property
-    def wording(self) -> int:
-        """Tokens of prompt and answer besides the haystack, and those left free."""
-        return sum(map(len, (self.head, *self.statements, self.question, self.answers[0]))) + self.spare
-
-    @property
-    def tail(self) -> int:
-        """Tokens of question and answer."""
-        return len(self.question) + len(self.answers[0])
-
-    def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
-        """(length - spare - A,): with the answer `length` tokens less `spare`; a short haystack is repeated."""
-        filled = length - self.wording
-        hay = haystack[(int(self.start * len(haystack)) + torch.arange(filled)) % len(haystack)]
-        pieces = [self.head]
-        stop = 0
-        for index, start, stop in insert(filled, (depth, *self.depths)):
-            pieces += [hay[start:stop], self.statements[index]]
-        return torch.cat([*pieces, hay[stop:], self.question])
 
 
 def make_trials(
@@ -190,89 +145,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-class RetrievalMeasurement(Measurement):
-    """The ranks of right answers, at every depth of every context length; an item is one trial.
-
-    Args:
-        trials: one list per depth, the same one or those of `shared_trials`.
-        depths: ascending, all different.
-        shared: prompts of one trial and length differ in their question only, which alone is read after the first.
-    """
-
-    kind = "passkey"
-
-    def __init__(
-        self,
-        setting: RetrievalSetting,
-        trials: Sequence[Sequence[Trial]],
-        haystack: Tensor,
-        lengths: Sequence[int],
-        depths: Sequence[float],
-        shared: bool,
-    ) -> None:
-        self._setting, self.haystack, self.shared = setting, haystack, shared
-        self.trials = dict(zip(depths, trials, strict=True))
-        self.lengths = sorted(set(lengths))
-        self._cells = [(length, depth) for length in self.lengths for depth in depths]
-
-    @property
-    def items(self) -> Sequence[str]:
-        return [f"trial {index}" for index in range(len(next(iter(self.trials.values()))))]
-
-    @property
-    def setting(self) -> RetrievalSetting:
-        return self._setting
-
-    @property
-    def passes(self) -> Sequence[int]:
-        return [
-            length if index == 0 or not self.shared else trial.tail
-            for length in self.lengths
-            for index, trials in enumerate(self.trials.values())
-            for trial in trials
-        ]
-
-    @property
-    def scored(self) -> int:
-        return sum(trial.answers.numel() for depth in self.trials.values() for trial in depth) * len(self.lengths)
-
-    @property
-    def after_each_pass(self) -> int:
-        """Every answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights."""
-        answers = next(iter(self.trials.values()))[0].answers
-        return len(answers) * max(16, answers.shape[1])
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        return self._cells
-
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(self.haystack.numpy().tobytes())
-        for trial in (trial for trials in self.trials.values() for trial in trials):
-            for ids in (trial.head, *trial.statements, trial.question, trial.answers):
-                digest.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
-            digest.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
-        return digest.hexdigest()
-
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
-    ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
-        """Read one trial's prompt at every length and depth asked for."""
-        scorer.take_cost()
-        read = 0  # the length that was read last
-        for cell in cells:
-            length, depth = int(cell[0]), cell[1]
-            trial = self.trials[depth][item]
-            prompt = trial.prompt(self.haystack, length, depth)
-            again = self.shared and read == length
-            shared = len(prompt) - len(trial.question) if self.shared else 0
-            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, shared=shared, again=again)
-            exact = torch.equal(likeliest[0], trial.answers[0])
-            read = length
-            if progress is not None:
-                progress(trial.tail if again else length)
-            yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
-
-
 def plan_passkey(
     model: PreTrainedModel,
     *,
@@ -285,10 +157,13 @@ def plan_passkey(
     haystack: str | Iterable[Document] | None = None,
     task: str = "passkey",
     distractors: int = 19,
-) -> RetrievalMeasurement:
-    """Make the prompts and check them; the arguments are those of `passkey`.
+    settings: Mapping[str, Any] | None = None,
+) -> RunPlan[RetrievalMeasurement]:
+    """Make the prompts and check them, before any weights are read: the model may be on the meta device.
 
-    The model may be on the meta device: no weights are read.
+    Args:
+        settings: further fields of the plan; methods are bound to the model.
+        others: as `passkey` takes them.
     """
     chosen = _known(task)
     _check_whole("lengths", lengths, 1)
@@ -316,7 +191,10 @@ def plan_passkey(
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
     if (warning := sliding_window_warning(model, max(lengths))) is not None:
         warnings.warn(warning, stacklevel=3)
-    return RetrievalMeasurement(RetrievalSetting(task, keys, distractors, seed), by_depth, hay, lengths, places, shared)
+    setting = RetrievalSetting(task, keys, distractors, seed)
+    measurement = RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
+    given = "" if haystack is None else f" in {haystack if isinstance(haystack, str) else 'documents'}"
+    return RunPlan(measurement, f"task {task}{given}", **(settings or {}))
 
 
 def passkey(
@@ -368,7 +246,7 @@ def passkey(
     those before. Length-dependent methods are held at each context length (`fixed_length`). A chat template is not
     applied. Losses that are not finite count as the worst.
     """
-    measurement = plan_passkey(
+    plan = plan_passkey(
         model,
         lengths=lengths,
         depths=depths,
@@ -379,22 +257,9 @@ def passkey(
         haystack=haystack,
         task=task,
         distractors=distractors,
+        settings={"chunk": chunk, "offload_cache": offload_cache},
     )
-    return measure(
-        model,
-        measurement,
-        data=haystack_name(task, haystack),
-        out=out,
-        chunk=chunk,
-        offload_cache=offload_cache,
-        progress=progress,
-    )
-
-
-def haystack_name(task: str, haystack: str | Iterable[Document] | None) -> str:
-    """What a run's folder calls the text: the task, and the haystack where one was given."""
-    given = "" if haystack is None else f" in {haystack if isinstance(haystack, str) else 'documents'}"
-    return f"task {task}{given}"
+    return list(measure(model, plan, out=out, progress=Progress.counting(progress)).results)
 
 
 def _check_whole(name: str, values: Sequence[int], least: int | None, most: int | None = None) -> None:
@@ -420,10 +285,3 @@ def _haystack(task: Task, haystack: str | Iterable[Document] | None, tokenizer: 
     if not sum(map(len, ids)):
         raise CorpusError("the haystack is empty")
     return torch.cat(ids)
-
-
-def _rank(losses: Tensor) -> float:
-    """The rank of the first of some losses, lowest best; ties count as half a rank."""
-    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
-    others = losses[1:]
-    return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2

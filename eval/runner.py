@@ -1,6 +1,7 @@
 """The one loop of every measurement: methods x items x cells, in memory or in a run's folder.
 
-    run = run_methods(model, [None, Yarn(factor=8.0)], measurement, data="stdlib", out="rope-ext-results")
+    plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
+    run = measure(model, plan, out="rope-ext-results")
 
 A run's folder is named after everything that its numbers depend on (model, patches, text, protocol, code: see
 `run_key.py`), so that a changed setting starts another run. Each finished piece of work is one line of the folder's
@@ -13,23 +14,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval.journal import (
     Cell,
-    Layout,
     Record,
-    Value,
     agree_on_chunks,
     exclusive,
     open_journal,
@@ -38,93 +37,23 @@ from rope_ext_hf.eval.journal import (
     replace_chunks,
 )
 from rope_ext_hf.eval.report import write_files
-from rope_ext_hf.eval.results import Cost, label, method_key, provenance
-from rope_ext_hf.eval.run_folder import KINDS, SETTINGS, Run, check_settings, read_run, results_from_records
+from rope_ext_hf.eval.results import label, method_key, provenance
+from rope_ext_hf.eval.run_folder import SETTINGS, check_settings, read_run, results_from_records
 from rope_ext_hf.eval.run_key import Basis, find_basis, model_key
+from rope_ext_hf.eval.runs import Run, RunPlan, run_kinds
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
-from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.results import RetrievalSetting, Setting
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Measurement", "Workers", "length_of_model", "measure", "run_methods"]
-
+__all__ = ["Progress", "Workers", "measure"]
 
 _LONGEST_WAIT = timedelta(days=30)
-
-
-class Measurement(ABC):
-    """What is measured with each method: the items, and how one item is scored.
-
-    Attributes:
-        kind: a key of `run_folder.KINDS`.
-    """
-
-    kind: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def items(self) -> Sequence[str]:
-        """Names of the documents or trials."""
-
-    @property
-    @abstractmethod
-    def setting(self) -> Setting | RetrievalSetting:
-        """How the items are read, as results record it."""
-
-    @property
-    @abstractmethod
-    def passes(self) -> Sequence[int]:
-        """Tokens of each pass through the model, with one method."""
-
-    @property
-    @abstractmethod
-    def scored(self) -> int:
-        """Tokens that go through the model's head, with one method."""
-
-    @property
-    def after_each_pass(self) -> int:
-        """Tokens that are read from the cache of each pass, which estimates of time count in."""
-        return 0
-
-    @abstractmethod
-    def cells(self, item: int) -> Sequence[Cell]:
-        """The cells that one item has values for."""
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A digest of all token ids that are read, of the bytes they stand for, and of how they are scored."""
-
-    @abstractmethod
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None] | None
-    ) -> Iterator[tuple[Cell, Value, Cost]]:
-        """Score one item at some of its cells.
-
-        Args:
-            scorer: reads the tokens.
-            item: index of the item.
-            cells: the cells to score.
-            progress: called with the number of tokens read, after each pass.
-
-        Yields:
-            (cell, value, cost), as soon as a cell is complete.
-        """
-
-    @property
-    def layout(self) -> Layout:
-        """Items and cells of a complete run."""
-        counts: dict[Cell, int] = {}
-        for item in range(len(self.items)):
-            for cell in self.cells(item):
-                counts[cell] = counts.get(cell, 0) + 1
-        return Layout(tuple(self.items), dict(sorted(counts.items())))
 
 
 @dataclass(frozen=True)
@@ -178,87 +107,130 @@ class Workers:
         return range(self.rank, items, self.count)
 
 
-def length_of_model(model: PreTrainedModel) -> int:
-    """The length in tokens that the model as loaded is for; labels such as 2x are multiples of it."""
-    return patch_geometry(model).context_length
+class Progress:
+    """What a run reports while it goes on.
+
+    Args:
+        call: called with the method's label and the tokens read, after each pass.
+    """
+
+    def __init__(self, call: Callable[[str, int], object] | None = None) -> None:
+        self._call = call
+
+    @classmethod
+    def counting(cls, call: Callable[[int], object] | None) -> Progress:
+        """Report the tokens read alone."""
+        return cls(call and (lambda _, tokens: call(tokens)))
+
+    def started(self, folder: Path, done: int, units: int) -> None:
+        """The run's folder is there, with so many of so many values."""
+
+    def reading(self, how: str) -> None:
+        """The first pass begins; `how` is `TokenScorer.reading`."""
+
+    def passed(self, method: str, tokens: int) -> None:
+        """A pass of so many tokens has ended, with the method of this label."""
+        if self._call is not None:
+            self._call(method, tokens)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A plan on a model.
+
+    Attributes:
+        basis: what the methods are applied to.
+        loaded: the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
+        methods: each with its `to_dict`, by its key, in the order in which they are measured.
+    """
+
+    model: PreTrainedModel
+    plan: RunPlan[Any]
+    basis: Basis
+    loaded: dict[str, Any] | None
+    methods: dict[str, tuple[RopeMethod | None, dict[str, Any] | None]]
+
+    @classmethod
+    def from_plan(cls, model: PreTrainedModel, plan: RunPlan[Any]) -> _Job:
+        present = patched_method(model)
+        methods = plan.methods or (present,)
+        loaded = present.to_dict() if present is not None and None in methods else None
+        basis = find_basis(model, methods, plan.over, plan.context_length)
+        saved = [(method, loaded if method is None else method.to_dict()) for method in methods]
+        job = cls(model, plan, basis, loaded, {method_key(each[1]): each for each in saved})
+        changed = loaded is not None and job.methods[method_key(loaded)][0] is not None
+        if changed and basis != Basis.from_specs(present_specs(model)):
+            raise MethodError(
+                f"{label(loaded)} is what the model runs as loaded; to measure it with another over or context_length, "
+                "give the model without its patch"
+            )
+        return job
+
+    def settings(self, *, in_folder: bool) -> dict[str, Any]:
+        """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
+        measurement, layout = self.plan.measurement, self.plan.measurement.layout
+        settings = provenance(self.model, self.plan.data) | {
+            "kind": measurement.kind,
+            "text": measurement.fingerprint(),
+            "loaded": self.loaded,
+            "setting": asdict(measurement.setting),
+            "items": list(layout.items),
+            "cells": [list(cell) for cell in layout.counts],
+            "per_cell": list(layout.counts.values()),
+            "tokens": sum(measurement.passes),
+        }
+        methods, over = [method for method, _ in self.methods.values()], self.plan.over
+        settings |= model_key(self.model, methods, self.basis, over) if in_folder else {"over": over}
+        return settings | {"context_length": self.basis.rotary.context_length}
+
+    def scorer(self) -> TokenScorer:
+        plan = self.plan
+        longest = max(plan.measurement.passes, default=1)
+        return TokenScorer(self.model, chunk=plan.chunk, offload_cache=plan.offload_cache, longest=longest)
+
+    def score(
+        self,
+        scorer: TokenScorer,
+        items: Sequence[int],
+        done: AbstractSet[tuple[str, int, Cell]],
+        write: Callable[[Record], object],
+        progress: Progress,
+    ) -> None:
+        """Score some items with every method, without the units that are done."""
+        measurement = self.plan.measurement
+        for key, (method, saved) in self.methods.items():
+            report = partial(progress.passed, label(saved))
+            with self._applied(method):
+                for item in items:
+                    if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
+                        for cell, value, cost in measurement.measure(scorer, item, left, report):
+                            write(Record(saved, item, cell, value, cost))
+
+    def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
+        """The model under a method; one that it has already, on the same basis, is not patched in a second time."""
+        specs = present_specs(self.model)
+        present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
+        if method is None or present:
+            return nullcontext()
+        return patched(self.model, method, over=self.plan.over, context_length=self.plan.context_length)
 
 
 def measure(
     model: PreTrainedModel,
-    measurement: Measurement,
+    plan: RunPlan[Any],
     *,
-    data: str,
     out: str | Path | None = None,
-    chunk: int | None = None,
-    offload_cache: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> list[Any]:
-    """Measure a model as it is: one result per cell.
-
-    Args:
-        model: patched or not.
-        measurement: what is measured.
-        data: what the text is called in a run's folder.
-        out: the folder that the run's folder is made in; None: no files.
-        chunk, offload_cache: as `TokenScorer` takes them.
-        progress: called with the number of tokens read, after each pass.
-
-    Raises:
-        FileError: as `run_methods` does, with `out`.
-    """
-    method = patched_method(model)
-    if out is not None:
-        run = run_methods(
-            model,
-            [method],
-            measurement,
-            data=data,
-            out=out,
-            chunk=chunk,
-            offload_cache=offload_cache,
-            progress=None if progress is None else lambda _, tokens: progress(tokens),
-        )
-        return list(run.results)
-    scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache, longest=max(measurement.passes, default=1))
-    saved = method.to_dict() if method else None
-    records = [
-        Record(saved, item, cell, value, cost)
-        for item in range(len(measurement.items))
-        for cell, value, cost in measurement.measure(scorer, item, measurement.cells(item), progress)
-    ]
-    return results_from_records(KINDS[measurement.kind], measurement.setting, measurement.layout, records)
-
-
-def run_methods(
-    model: PreTrainedModel,
-    methods: Sequence[RopeMethod | None],
-    measurement: Measurement,
-    *,
-    data: str,
-    out: str | Path,
-    chunk: int | None = None,
-    offload_cache: bool = False,
-    over: str = "own",
-    context_length: int | None = None,
     workers: Workers | None = None,
-    progress: Callable[[str, int], None] | None = None,
-    started: Callable[[Path, int, int], None] | None = None,
-    reading: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Run[Any]:
-    """Measure every method in a run's folder, whatever is there already left out; then write its tables and pages.
+    """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
 
     Args:
-        model: the model with its weights; None among the methods is the model as it is.
-        methods: in the order in which they are measured and shown.
-        measurement: what is measured with each.
-        data: what the text is called.
-        out: the folder that the run's folder is made in.
-        chunk, offload_cache: as `TokenScorer` takes them.
-        over, context_length: what the methods extend, as `patch` takes them.
+        model: the model with its weights.
+        plan: what is measured.
+        out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
         workers: the processes that share the run; default: this one alone.
-        progress: called with the method's label and the tokens read, after each pass.
-        started: called with the run's folder, and how many of how many values are there already.
-        reading: called with how the model is read (`TokenScorer.reading`).
+        progress: told what happens.
 
     Returns:
         The run, with the results of these methods; complete where the workers waited for each other.
@@ -266,84 +238,54 @@ def run_methods(
     Raises:
         FileError: another process is writing this run, the folder is damaged, or the disk refuses.
     """
-    workers = workers or Workers()
-    loaded = patched_method(model)
-    base = loaded.to_dict() if loaded is not None and None in methods else None
-    basis = find_basis(model, methods, over, context_length)
-    settings = _settings(model, measurement, data, base) | model_key(model, methods, basis, over)
-    settings["context_length"] = basis.rotary.context_length
+    progress, workers = progress or Progress(), workers or Workers()
+    measurement = plan.measurement
+    job = _Job.from_plan(model, plan)
+    settings = job.settings(in_folder=out is not None)
+    if out is None:
+        scorer, records = job.scorer(), list[Record]()
+        progress.reading(scorer.reading)
+        job.score(scorer, range(len(measurement.items)), set(), records.append, progress)
+        kind = run_kinds()[measurement.kind]
+        return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
     settings = check_settings(json.loads(json.dumps(settings)))
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    chosen = {method_key(saved): (method, saved) for method in methods for saved in [_saved(method, base)]}
-    if base is not None and chosen[method_key(base)][0] is not None and basis != Basis.from_specs(present_specs(model)):
-        raise MethodError(
-            f"{label(base)} is what the model runs as loaded; to measure it with another over or context_length, give "
-            "the model without its patch"
-        )
     with exclusive(folder, workers.rank):
         _write_settings(folder, settings)
-        records = read_records(folder, measurement.layout, KINDS[measurement.kind].parse)
-        done = {(method_key(record.method), record.item, record.cell) for record in records}
-        mine = workers.share(len(measurement.items))
-        units = [(key, item, cell) for key in chosen for item in mine for cell in measurement.cells(item)]
-        if started is not None:
-            started(folder, sum(unit in done for unit in units), len(units))
-        longest = max(measurement.passes, default=1)
-        scorer = TokenScorer(model, chunk=chunk, offload_cache=offload_cache, longest=longest)
-        if chunk is None:
-            scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
-        agreed = scorer.chunk, scorer.head_bytes
-        if reading is not None:
-            reading(scorer.reading)
-        with open_journal(folder, workers.rank) as write:
-            for key, (method, saved) in chosen.items():
-                report = None if progress is None else partial(progress, label(saved))
-                with _applied(model, method, basis, {"over": over, "context_length": context_length}):
-                    for item in mine:
-                        if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
-                            for cell, value, cost in measurement.measure(scorer, item, left, report):
-                                if chunk is None and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
-                                    agreed = sizes  # the scorer ran out of memory, and went on with less
-                                    replace_chunks(folder, *agreed)
-                                write(Record(saved, item, cell, value, cost))
+        _add_to_folder(job, folder, workers, progress)
     if workers.wait is not None:
         workers.wait()
     run = read_run(folder)
     if workers.rank == 0:
         write_files(run)
-    return run.select([saved for _, saved in chosen.values()])
+    return run.select([saved for _, saved in job.methods.values()])
 
 
-def _saved(method: RopeMethod | None, loaded: dict[str, Any] | None) -> dict[str, Any] | None:
-    return loaded if method is None else method.to_dict()
+def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
+    """Score what a run's folder lacks of this process's items, each value a line of the journal."""
+    measurement, fixed = job.plan.measurement, job.plan.chunk is not None
+    records = read_records(folder, measurement.layout, run_kinds()[measurement.kind].parse)
+    done = {(method_key(record.method), record.item, record.cell) for record in records}
+    items = workers.share(len(measurement.items))
+    units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
+    progress.started(folder, sum(unit in done for unit in units), len(units))
+    scorer = job.scorer()
+    if not fixed:
+        scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+    agreed = scorer.chunk, scorer.head_bytes
+    progress.reading(scorer.reading)
+    with open_journal(folder, workers.rank) as write:
 
+        def add(record: Record) -> None:
+            nonlocal agreed
+            if not fixed and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
+                agreed = sizes  # the scorer ran out of memory, and went on with less
+                replace_chunks(folder, *agreed)
+            write(record)
 
-def _applied(
-    model: PreTrainedModel, method: RopeMethod | None, basis: Basis, under: dict[str, Any]
-) -> AbstractContextManager[Any]:
-    """The model under a method; a method that it has already, on the same basis, is not patched in a second time."""
-    specs = present_specs(model)
-    present = bool(specs) and method == specs[-1].method and basis == Basis.from_specs(specs)
-    return nullcontext() if method is None or present else patched(model, method, **under)
-
-
-def _settings(
-    model: PreTrainedModel, measurement: Measurement, data: str, loaded: dict[str, Any] | None
-) -> dict[str, Any]:
-    """What is read, how, where, and what the model as loaded is called."""
-    layout = measurement.layout
-    return provenance(model, data) | {
-        "kind": measurement.kind,
-        "text": measurement.fingerprint(),
-        "loaded": loaded,
-        "setting": asdict(measurement.setting),
-        "items": list(layout.items),
-        "cells": [list(cell) for cell in layout.counts],
-        "per_cell": list(layout.counts.values()),
-        "tokens": sum(measurement.passes),
-    }
+        job.score(scorer, items, done, add, progress)
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -60,9 +60,9 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
     """The pictures of docs/rope.md; those of trained queries and keys come from the bundled model."""
     import torch
 
+    from rope_ext_hf.eval.measuring import expand
     from rope_ext_hf.eval.results import label
     from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
-    from rope_ext_hf.eval.sweeps import expand
     from rope_ext_hf.hub import load_model, load_tokenizer
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.pictures.attention_vectors import spectra

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,12 +38,14 @@ from rope_ext_hf.files import json_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.run_folder import Run
-    from rope_ext_hf.eval.runner import Measurement, Workers
-    from rope_ext_hf.methods.base import RopeMethod
+    from rope_ext_hf.eval.runner import Workers
+    from rope_ext_hf.eval.runs import Measurement, Run, RunPlan
 
 __all__ = ["demo", "passkey", "ppl", "report", "sweep"]
 
+Processes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Stop unless N processes were launched, by torchrun.")
+]
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this package"
@@ -61,34 +64,37 @@ def demo(
 
     Example: `rope-ext demo`
     """
-    from rope_ext_hf.eval.measuring import PerplexityMeasurement
+    from rope_ext_hf.eval.measuring import plan_perplexity
     from rope_ext_hf.eval.overview import Overview
-    from rope_ext_hf.eval.plan import prepare
-    from rope_ext_hf.eval.retrieval import haystack_name, plan_passkey
-    from rope_ext_hf.eval.runner import length_of_model
+    from rope_ext_hf.eval.retrieval import plan_passkey
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.methods.registry import resolve_method
     from rope_ext_hf.patches.geometry import bind, patch_geometry
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    trained = length_of_model(model)
+    rotary = patch_geometry(model)
+    trained = rotary.context_length
 
-    def methods(longest: int) -> list[RopeMethod | None]:
+    def methods(longest: int) -> dict[str, Any]:
         """As loaded, and the demo's methods for texts up to this length."""
-        rotary = patch_geometry(model)
         resolved = (resolve_method(name, rotary, target_length=longest) for name in _DEMO_METHODS)
-        return [None, *(bind(model, method, longest) for method in resolved)]
+        return {"methods": (None, *(bind(model, method, longest) for method in resolved))}
 
     read = [trained * 2**doublings for doublings in range(4)]
-    plan = prepare(model, "stdlib", lengths=read, max_spans=spans)
+    text = plan_perplexity(model, "stdlib", lengths=read, max_spans=spans, settings=methods(read[-1]))
     asked = [trained * 2**doublings for doublings in range(6)]
-    questions = plan_passkey(model, lengths=asked, task="key-value", keys=5, trials=trials, distractors=4)
+    questions = plan_passkey(
+        model, lengths=asked, task="key-value", keys=5, trials=trials, distractors=4, settings=methods(asked[-1])
+    )
     make_folder(out)
-    show = not as_json
-    loss = _measure(model, methods(read[-1]), PerplexityMeasurement(plan), "stdlib", out, show=show)
+    loss = _measure(model, text, out)
+    if not as_json:
+        _print_run(loss, as_json)
     _stop_if_not_finite(loss)
-    retrieval = _measure(model, methods(asked[-1]), questions, haystack_name("key-value", None), out, show=show)
+    retrieval = _measure(model, questions, out)
+    if not as_json:
+        _print_run(retrieval, as_json)
     overview = Overview(loss.results, retrieval.results, trained)
     picture = out / "demo.png"
     try:
@@ -110,6 +116,7 @@ def ppl(
     methods: MethodOptions,
     spans: SpanOptions,
     load: EvalOptions,
+    processes: Processes = None,
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -117,24 +124,7 @@ def ppl(
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    from rope_ext_hf.eval.measuring import PerplexityMeasurement
-    from rope_ext_hf.eval.plan import prepare
-    from rope_ext_hf.hub import foreign_errors
-
-    wanted = parse_lengths(lengths)
-    span_arguments = spans.arguments()
-    quiet_transformers()
-    empty = load.empty_model(model)
-    with foreign_errors(f"the model {short(model)!r} could not be measured"):
-        requested = [None, *methods.resolve(empty, max(wanted))]
-        plan = prepare(empty, spans.data, lengths=wanted, tokenizer=load.tokenizer(model), **span_arguments)
-        measurement = PerplexityMeasurement(plan)
-        make_folder(out)
-        _preflight(empty, load, measurement, len(requested), spans.most_spans)
-        run = _measure(
-            load.model(model), requested, measurement, spans.data, out, as_json, load, None, methods.underneath
-        )
-    _stop_if_not_finite(run)
+    _perplexity(model, lengths, methods, spans, load, processes, out, as_json)
 
 
 def sweep(
@@ -143,13 +133,11 @@ def sweep(
     methods: MethodOptions,
     spans: SpanOptions,
     load: EvalOptions,
-    processes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stop unless N processes were launched.")
-    ] = None,
+    processes: Processes = None,
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> None:
-    """Methods x factors x lengths; the same command continues where it was stopped; ends with a report.
+    """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
 
     Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
     --target-length, each length beyond the context length gets the factor that it needs: lengths 4k,8k,16k of a model
@@ -157,35 +145,50 @@ def sweep(
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
+    _perplexity(model, lengths, methods, spans, load, processes, out, as_json, fit=True)
+
+
+def _perplexity(
+    model: str,
+    lengths: str,
+    methods: MethodOptions,
+    spans: SpanOptions,
+    load: EvalOptions,
+    processes: int | None,
+    out: Path,
+    as_json: bool,
+    *,
+    fit: bool = False,
+) -> None:
+    """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
+    from rope_ext_hf.eval.measuring import DEFAULT_METHODS, fit_methods, plan_perplexity
     from rope_ext_hf.eval.runner import Workers
-    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, plan_sweep
     from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
     span_arguments = spans.arguments()
-    methods.check(factor_alone=True)
+    methods.check(factor_alone=fit)
     workers = Workers.from_launcher(processes)
     if workers.count > 1 and load.device == "auto":
         load = replace(load, device=_own_device())
     quiet_transformers()
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
-        plan = plan_sweep(
-            empty,
-            spans.data,
-            methods=methods.resolve(empty, max(wanted), wanted) if methods.names else DEFAULT_METHODS,
-            factors=methods.factors or None,
-            lengths=wanted,
-            tokenizer=load.tokenizer(model),
-            **methods.underneath,
-            **span_arguments,
+        if fit:
+            names = methods.resolve(empty, max(wanted), wanted) if methods.names else DEFAULT_METHODS
+            wanted, chosen = fit_methods(empty, wanted, names, methods.factors or None, **methods.underneath)
+        else:
+            chosen = (None, *methods.resolve(empty, max(wanted)))
+        settings = methods.underneath | load.reading | {"methods": chosen}
+        tokenizer = load.tokenizer(model)
+        plan = plan_perplexity(
+            empty, spans.data, lengths=wanted, tokenizer=tokenizer, settings=settings, **span_arguments
         )
         make_folder(out)
-        _preflight(empty, load, plan.measurement, len(plan.methods), spans.most_spans, workers)
-        loaded = load.model(model)
-        run = _measure(
-            loaded, plan.methods, plan.measurement, plan.data, out, as_json, load, workers, methods.underneath
-        )
+        _preflight(empty, load, plan, spans.most_spans, workers)
+        run = _measure(load.model(model), plan, out, workers)
+    if workers.rank == 0:
+        _print_run(run, as_json)
     _stop_if_not_finite(run)
 
 
@@ -225,7 +228,7 @@ def passkey(
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
-    from rope_ext_hf.eval.retrieval import haystack_name, plan_passkey
+    from rope_ext_hf.eval.retrieval import plan_passkey
     from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
@@ -234,8 +237,8 @@ def passkey(
     quiet_transformers()
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
-        requested = [None, *methods.resolve(empty, max(wanted))]
-        measurement = plan_passkey(
+        chosen = (None, *methods.resolve(empty, max(wanted)))
+        plan = plan_passkey(
             empty,
             lengths=wanted,
             depths=shares,
@@ -246,11 +249,12 @@ def passkey(
             haystack=haystack,
             task=wording,
             distractors=distractors,
+            settings=methods.underneath | load.reading | {"methods": chosen},
         )
         make_folder(out)
-        _preflight(empty, load, measurement, len(requested))
-        name = haystack_name(wording, haystack)
-        _measure(load.model(model), requested, measurement, name, out, as_json, load, None, methods.underneath)
+        _preflight(empty, load, plan)
+        run = _measure(load.model(model), plan, out)
+    _print_run(run, as_json)
 
 
 def report(
@@ -275,8 +279,7 @@ def report(
 def _preflight(
     empty: PreTrainedModel,
     load: EvalOptions,
-    measurement: Measurement,
-    repeats: int,
+    plan: RunPlan[Any],
     most_spans: int | None = None,
     workers: Workers | None = None,
 ) -> None:
@@ -285,8 +288,7 @@ def _preflight(
     Args:
         empty: the model on the meta device.
         load: how the model will be loaded.
-        measurement: what is measured.
-        repeats: with how many methods.
+        plan: what is measured.
         most_spans: how many spans per length were asked for, None for all.
         workers: the processes that share it; the first one prints.
     """
@@ -295,16 +297,16 @@ def _preflight(
 
     device, given = find_device(load.device), find_dtype(load.dtype)
     dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
-    passes = measurement.passes
+    passes, repeats = plan.measurement.passes, len(plan.methods)
     needed = check_memory(
         empty, max(passes), dtype, device, spread=load.device_map is not None, offload_cache=load.offload_cache
     )
-    seconds = repeats * _work(empty, measurement, passes) / measure_flops(device, dtype)
+    seconds = repeats * _work(empty, plan.measurement, passes) / measure_flops(device, dtype)
     if workers is None or workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
         count = workers.count if workers else 1
-        too_short = getattr(measurement.setting, "left_out", 0)
+        too_short = getattr(plan.measurement.setting, "left_out", 0)
         are = "document is" if too_short == 1 else "documents are"
         without = f"; {too_short} {are} too short and left out" if too_short else ""
         bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
@@ -329,90 +331,56 @@ def _own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-def _measure(
-    model: PreTrainedModel,
-    methods: Sequence[RopeMethod | None],
-    measurement: Measurement,
-    data: str,
-    out: Path,
-    as_json: bool = False,
-    load: EvalOptions | None = None,
-    workers: Workers | None = None,
-    underneath: Mapping[str, Any] | None = None,
-    show: bool = True,
-) -> Run[Any]:
-    """Run every method in a run's folder, show progress, and print the results where `show` is true."""
+def _measure(model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None) -> Run[Any]:
+    """Measure a plan in a run's folder, and show progress."""
     from rope_ext_hf.cli.time_left import TimeLeft
-    from rope_ext_hf.eval.runner import run_methods
+    from rope_ext_hf.eval.runner import Progress, Workers, measure
 
-    first = workers is None or workers.rank == 0
-    passes = measurement.passes
-    share = len(methods) / (workers.count if workers else 1)
-
-    total = share * _work(model, measurement, passes)
-    left = TimeLeft(lambda tokens: _work(model, measurement, [tokens]), total, lambda line: print_note("time", line))
+    workers = workers or Workers()
+    first = workers.rank == 0
+    passes = plan.measurement.passes
+    share = len(plan.methods) / workers.count
+    total = share * _work(model, plan.measurement, passes)
+    left = TimeLeft(lambda tokens: _work(model, plan.measurement, [tokens]), total, partial(print_note, "time"))
     with progress_bar("as loaded", show=first) as bar:
 
-        def started(folder: Path, done: int, units: int) -> None:
-            left.total *= 1 - done / units
-            if first:
-                bar.set_total(round(share * sum(passes)))
-                print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
+        class Shown(Progress):
+            """On standard error, of the first process."""
 
-        def reading(how: str) -> None:
-            print_note("read", how)
-            left.begin()
+            def started(self, folder: Path, done: int, units: int) -> None:
+                left.total *= 1 - done / units
+                if first:
+                    bar.set_total(round(share * sum(passes)))
+                    print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 
-        def advance(name: str, tokens: int) -> None:
-            bar.advance(name, tokens)
-            if first:
-                left.passed(tokens)
+            def reading(self, how: str) -> None:
+                if first:
+                    print_note("read", how)
+                    left.begin()
 
-        run = run_methods(
-            model,
-            methods,
-            measurement,
-            data=data,
-            out=out,
-            chunk=load.tokens_per_pass if load else None,
-            offload_cache=load.offload_cache if load else False,
-            **(underneath or {}),
-            workers=workers,
-            progress=advance,
-            started=started,
-            reading=reading if first else None,
-        )
-    if first and show:
-        _print_run(run, as_json)
-    return run
+            def passed(self, method: str, tokens: int) -> None:
+                bar.advance(method, tokens)
+                if first:
+                    left.passed(tokens)
+
+        return measure(model, plan, out=out, workers=workers, progress=Shown())
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:
     """Print a run's table, or the content of its results.json, and where its files are."""
-    from rope_ext_hf.eval.results import Result
-    from rope_ext_hf.eval.tables import run_table, throughput_text
-
     if as_json:
         print_text(json_text(run.to_dict()))
-    else:
-        if (table := run_table(run)) is not None:
-            print_table(table)
-        if perplexities := [result for result in run.results if isinstance(result, Result)]:
-            print_text(f"speed    {throughput_text(perplexities)}")
-        print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
-        if not list(run.folder.glob(f"{run.kind}.png")):
-            print_text(f"picture  {_NO_PICTURE}")
+        return
+    if (table := run.table()) is not None:
+        print_table(table)
+        if speed := run.kind.speed(run):
+            print_text(f"speed    {speed}")
+    print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
+    if not (run.folder / f"{run.kind.name}.png").exists():
+        print_text(f"picture  {_NO_PICTURE}")
 
 
 def _stop_if_not_finite(run: Run[Any]) -> None:
-    from rope_ext_hf.eval.results import Result, label
-
-    bad = sorted(
-        f"{label(result.method)} at {result.length} in {name}"
-        for result in run.results
-        if isinstance(result, Result)
-        for name in result.nonfinite
-    )
-    if bad:
+    if bad := run.kind.not_finite(run):
         print_error(f"the loss is not finite: {'; '.join(bad)}")
         raise typer.Exit(1)

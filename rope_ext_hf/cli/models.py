@@ -168,7 +168,7 @@ def _methods_to_draw(methods: MethodOptions, rotary: Rotary, own: RopeMethod | N
     Args:
         own: the patch of the model's folder, drawn where no method or factor was asked for.
     """
-    from rope_ext_hf.eval.sweeps import DEFAULT_METHODS, expand
+    from rope_ext_hf.eval.measuring import DEFAULT_METHODS, expand
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.pictures.rope_plots import check_size, reach
 

@@ -127,6 +127,11 @@ class EvalOptions(LoadOptions):
         bool, typer.Option("--offload-cache", help="Keep keys and values in main memory instead of on the GPU.")
     ] = False
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How the model reads, as `rope_ext_hf.eval.perplexity` takes it."""
+        return {"chunk": self.tokens_per_pass, "offload_cache": self.offload_cache}
+
 
 @dataclass(frozen=True)
 class SpanOptions:

@@ -370,8 +370,8 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 
 
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    from rope_ext_hf.eval.perplexity_runs import perplexity_table
     from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
-    from rope_ext_hf.eval.tables import perplexity_table
 
     setting = Setting("matched", 128, 256, False, 0)
     method = {"method": "\x1b[31m[/red]"}

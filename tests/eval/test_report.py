@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval import report
+from rope_ext_hf.eval import perplexity_runs
+from rope_ext_hf.eval.perplexity_runs import perplexity_table
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Retrieval, Setting, label, labels
-from rope_ext_hf.eval.run_folder import Run
-from rope_ext_hf.eval.tables import perplexity_table, run_table
+from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.pictures import result_plots
 
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 def printed(run: Run[Any]) -> str:
     console = Console(width=200, force_terminal=True, color_system=None)
     with console.capture() as captured:
-        console.print(run_table(run))
+        console.print(run.table())
     return captured.get()
 
 
@@ -154,7 +154,7 @@ def test_a_picture_that_fails_costs_the_picture_only(tmp_path: Path, monkeypatch
 
     run = a_run(tmp_path, RESULTS)
     write_files(run)
-    monkeypatch.setattr(report, "curves", broken)
+    monkeypatch.setattr(perplexity_runs, "curves", broken)
     with pytest.warns(UserWarning, match=r"perplexity\.png could not be drawn: no font"):
         files = write_files(run)
     assert files.picture is None
@@ -173,7 +173,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
 def test_nothing_finished_yet(tmp_path: Path) -> None:
     run = a_run(tmp_path, [])
     assert "Nothing is finished yet" in Page(write_files(run).page).text
-    assert run_table(run) is None
+    assert run.table() is None
 
 
 # --- a folder of somebody else's

@@ -20,8 +20,8 @@ from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.results import Retrieval
 from rope_ext_hf.eval.retrieval import make_trials, passkey, plan_passkey, shared_trials
 from rope_ext_hf.eval.retrieval_prompts import TASKS
+from rope_ext_hf.eval.retrieval_runs import by_method_and_depth, retrieval_table
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import by_method_and_depth, retrieval_table
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.pictures.result_plots import heat_map
 from rope_ext_hf.reference import path
@@ -132,12 +132,12 @@ def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompt
         plan = plan_passkey(
             model, lengths=[150, 250], depths=[0, 0.5, 1], trials=2, keys=3, task="key-value", tokenizer=tokenizer,
             haystack=HAY,
-        )  # fmt: skip
+        ).measurement  # fmt: skip
         scorer = TokenScorer(model, chunk=32)
         for item in range(2):
             cells = plan.cells(item)
             together = [(cell, score) for cell, score, _ in plan.measure(scorer, item, cells, read.append)]
-            apart = [(c, s) for cell in cells for c, s, _ in plan.measure(scorer, item, [cell], None)]
+            apart = [(c, s) for cell in cells for c, s, _ in plan.measure(scorer, item, [cell], int)]
             assert together == apart
     assert sorted(read) == sorted(plan.passes)
     assert read.count(250) == read.count(150) == 2
@@ -229,7 +229,7 @@ def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Calla
     }  # fmt: skip
     with rope.patched(model, method, **params) if method else nullcontext():
         results = passkey(model, chunk=32, **settings)
-        trials = plan_passkey(model, **settings).trials
+        trials = plan_passkey(model, **settings).measurement.trials
         assert asked(results) == [(120, 0.3), (120, 1), (200, 0.3), (200, 1)]
         for result in results:
             expected = []
@@ -363,4 +363,4 @@ def test_the_answers_count_in_estimates_of_time() -> None:
     plan = plan_passkey(
         build("llama", vocab_size=259), lengths=[128], tokenizer=ByT5Tokenizer(extra_ids=0), haystack=hay, **options
     )
-    assert plan.after_each_pass == 4 * 16
+    assert plan.measurement.after_each_pass == 4 * 16

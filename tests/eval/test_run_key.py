@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, run_key, runner
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.measuring import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import Tokens, prepare
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import label
 from rope_ext_hf.eval.retrieval import plan_passkey
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.run_key import find_basis, model_key
-from rope_ext_hf.eval.runner import run_methods
+from rope_ext_hf.eval.runner import Progress, measure
+from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.patches.slots import present_specs
@@ -100,20 +101,20 @@ def test_a_patch_made_before_or_by_the_run_is_the_same() -> None:
 @pytest.mark.slow
 def test_a_patch_on_another_basis_is_not_taken_for_the_present_one(tmp_path: Path) -> None:
     """Under dynamic-ntk the context length decides when the base grows."""
-    options: dict[str, Any] = {"data": "d", "out": tmp_path}
-    plan = PerplexityMeasurement(prepare(build("llama"), documents(), lengths=[64, 128], bos=False))
+    text = PerplexityMeasurement(prepare(build("llama"), documents(), lengths=[64, 128], bos=False))
     method = rope.patched(build("llama"), "dynamic-ntk", factor=2.0)
     with method as patched:
         dynamic = present_specs(patched)[-1].method
     model = rope.patch(build("llama"), dynamic, context_length=32)
-    as_it_is = run_methods(model, [dynamic], plan, **options)
-    swept = run_methods(build("llama"), [dynamic], plan, **options)
-    stated = run_methods(build("llama"), [dynamic], plan, context_length=32, **options)
+    plan = RunPlan(text, "d", methods=(dynamic,))
+    as_it_is = measure(model, plan, out=tmp_path)
+    swept = measure(build("llama"), plan, out=tmp_path)
+    stated = measure(build("llama"), replace(plan, context_length=32), out=tmp_path)
     losses = [[result.loss for result in run.results] for run in (as_it_is, swept, stated)]
     assert losses[0] == losses[2] != losses[1]
     assert as_it_is.folder != swept.folder
     with pytest.raises(rope.MethodError, match="give the model without its patch"):
-        run_methods(model, [None, dynamic], plan, **options)
+        measure(model, replace(plan, methods=(None, dynamic)), out=tmp_path)
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_the_tokenizer_of_a_prompt_counts() -> None:
         hay = [Document("hay", "some text " * 50)]
         return plan_passkey(
             model, tokenizer=ByT5Tokenizer(extra_ids=0, **changed), haystack=hay, **options
-        ).fingerprint()
+        ).measurement.fingerprint()
 
     class Shifted(ByT5Tokenizer):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +178,7 @@ def test_the_tokenizer_of_a_prompt_counts() -> None:
             return found
 
     hay = [Document("hay", "some text " * 50)]
-    shifted = plan_passkey(model, tokenizer=Shifted(extra_ids=0), haystack=hay, **options).fingerprint()
+    shifted = plan_passkey(model, tokenizer=Shifted(extra_ids=0), haystack=hay, **options).measurement.fingerprint()
     assert fingerprint(0) == fingerprint(0) != shifted
 
 
@@ -236,10 +237,15 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
         *(("yarn x2", 64, 5.206969), ("yarn x2", 128, 5.298696)),
     ]
     assert "yarn x2" in write_files(before).page.read_text(encoding="utf-8")
-    plan = PerplexityMeasurement(prepare(build("llama"), documents(), lengths=[64, 128], bos=False))
+    text = PerplexityMeasurement(prepare(build("llama"), documents(), lengths=[64, 128], bos=False))
     started: list[int] = []
-    options: dict[str, Any] = {"started": lambda _, done, __: started.append(done)}
-    new = run_methods(build("llama"), [None], plan, data="documents", out=tmp_path / "out", **options)
+
+    class Watched(Progress):
+        def started(self, folder: Path, done: int, units: int) -> None:
+            started.append(done)
+
+    plan = RunPlan(text, "documents", methods=(None,))
+    new = measure(build("llama"), plan, out=tmp_path / "out", progress=Watched())
     assert new.folder != folder
     assert started == [0]
     assert [r.loss for r in new.results] == pytest.approx([r.loss for r in before.results[:2]], abs=1e-5)

@@ -21,12 +21,14 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, preflight, sweep
 from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.measuring import expand, fit_methods, plan_perplexity
+from rope_ext_hf.eval.perplexity_runs import loss_increase
 from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
-from rope_ext_hf.eval.run_folder import Run, read_run
-from rope_ext_hf.eval.runner import Workers, run_methods
-from rope_ext_hf.eval.sweeps import expand, plan_sweep
+from rope_ext_hf.eval.run_folder import read_run
+from rope_ext_hf.eval.runner import Workers, measure
+from rope_ext_hf.eval.runs import Run, RunPlan
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from tests.support.models import build
@@ -50,6 +52,12 @@ def run(out: Path, **changed: Any) -> Run[Result]:
     return sweep(model, options.pop("corpus", corpus()), out=out, **options)
 
 
+def plan_sweep(model: Any, methods: list[str], factors: list[float], **settings: Any) -> RunPlan[Any]:
+    """What `sweep` measures, with further settings of the plan."""
+    lengths, chosen = fit_methods(model, LENGTHS, methods, factors)
+    return plan_perplexity(model, corpus(), lengths=lengths, settings={"methods": chosen} | settings, bos=False)
+
+
 def lines(run: Run[Result]) -> list[dict[str, Any]]:
     return [json.loads(x) for path in sorted(run.folder.glob("records.*.jsonl")) for x in path.read_text().splitlines()]
 
@@ -66,11 +74,11 @@ def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     expected = perplexity(model, corpus(), lengths=LENGTHS, bos=False)
     assert [r for r in found.results if r.method == Yarn(factor=4.0).to_dict()] == expected
     plain = perplexity(build("llama"), corpus(), lengths=LENGTHS, bos=False)
-    cost = found.loss_increase(Yarn(factor=4.0).to_dict())
+    cost = loss_increase(found, Yarn(factor=4.0).to_dict())
     assert cost is not None
     assert cost[0] == pytest.approx(expected[0].loss - plain[0].loss)  # 64 is the trained length
     assert cost[1] <= cost[0] <= cost[2]
-    assert found.loss_increase(None) is None
+    assert loss_increase(found, None) is None
 
 
 @pytest.mark.slow
@@ -173,11 +181,9 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
 def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone")
     model = build("llama")
-    plan = plan_sweep(model, corpus(), lengths=LENGTHS, methods=METHODS, factors=[2.0, 4.0], bos=False)
+    plan = plan_sweep(model, METHODS, [2.0, 4.0])
     for rank in (1, 0):
-        shared = run_methods(
-            model, plan.methods, plan.measurement, data=plan.data, out=tmp_path / "shared", workers=Workers(rank, 2)
-        )
+        shared = measure(model, plan, out=tmp_path / "shared", workers=Workers(rank, 2))
     assert shared.results == alone.results
     assert sorted(p.name for p in shared.folder.glob("records.*")) == ["records.0.jsonl", "records.1.jsonl"]
 
@@ -287,8 +293,7 @@ class TestOutOfMemory:
         return model
 
     def run(self, model: Any, out: Path, **changed: Any) -> Run[Result]:
-        plan = plan_sweep(model, corpus(), lengths=LENGTHS, methods=["yarn"], factors=[4.0], bos=False)
-        return run_methods(model, plan.methods, plan.measurement, data=plan.data, out=out, **changed)
+        return measure(model, plan_sweep(model, ["yarn"], [4.0], **changed), out=out)
 
     def test_it_goes_on_with_half_as_many_tokens_and_pins_what_fits(self, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="out of memory with [0-9,]+ tokens per pass; going on with") as warned:
@@ -327,12 +332,13 @@ def test_expand() -> None:
 
 def test_without_a_factor_each_length_gets_the_one_it_needs() -> None:
     """The model is for 64 tokens."""
-    plan = plan_sweep(build("llama"), corpus(), lengths=[64, 128, 256], methods=METHODS, bos=False)
-    assert [m.label() if m else None for m in plan.methods] == [
+    lengths, methods = fit_methods(build("llama"), [128, 256], METHODS)
+    assert lengths == [64, 128, 256]
+    assert [m.label() if m else None for m in methods] == [
         *(None, "ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn")
     ]
-    given = plan_sweep(build("llama"), corpus(), lengths=[64, 256], methods=["yarn"], factors=[8.0], bos=False)
-    assert [m.label() if m else None for m in given.methods] == [None, "yarn x8"]
+    _, given = fit_methods(build("llama"), [64, 256], ["yarn"], [8.0])
+    assert [m.label() if m else None for m in given] == [None, "yarn x8"]
 
 
 def losses(*nats: float) -> list[DocumentLoss]:

@@ -1,0 +1,254 @@
+"""Runs that measure perplexity: the losses of documents by context length, and how they are shown."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from rope_ext_hf.errors import printable, short
+from rope_ext_hf.eval.journal import Cell
+from rope_ext_hf.eval.plan import EvalPlan
+from rope_ext_hf.eval.protocols import PROTOCOLS
+from rope_ext_hf.eval.results import (
+    Cost,
+    DocumentLoss,
+    Result,
+    Setting,
+    difference,
+    label,
+    method_key,
+    perplexity_from_loss,
+)
+from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
+from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.tables import add_lengths, by_method, empty_table
+from rope_ext_hf.pictures.result_plots import curves
+
+__all__ = ["PerplexityMeasurement", "loss_increase", "loss_lines", "perplexity_table"]
+
+Increase = tuple[float, float, float]
+
+
+@register_run_kind
+class PerplexityRuns(RunKind):
+    """Perplexity of documents; a cell is a context length."""
+
+    name = "perplexity"
+    setting = Setting
+    items = "documents"
+    columns = (
+        *("length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token", "bits_per_byte", "tokens"),
+        *("spans", "documents", "loss_increase_at_context_length_nats", "tokens_per_second", "gpu_bytes"),
+    )
+
+    def parse(self, item: str, value: Any) -> DocumentLoss:
+        return DocumentLoss.from_record(item, value)
+
+    def result(
+        self, method: dict[str, Any] | None, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], cost: Cost
+    ) -> Result:
+        return Result.from_documents(method, setting, int(cell[0]), values, cost)
+
+    def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
+        increases = {method_key(r.method): loss_increase(run, r.method) for r in run.results}
+        for r in run.results:
+            increase = increases[method_key(r.method)]
+            yield [
+                *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
+                *(len(r.documents), increase[0] if increase else "", r.tokens_per_second, r.gpu_bytes),
+            ]
+
+    def table(self, run: Run[Result], *, detailed: bool = False) -> Table:
+        increases = {name: loss_increase(run, row[0].method) for name, row in by_method(run.results).items()}
+        return perplexity_table(run.results, run.context_length, increases, detailed=detailed, meant_for=run.meant_for)
+
+    def draw(self, run: Run[Result], path: Path, title: str) -> None:
+        curves(loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
+
+    def speed(self, run: Run[Result]) -> str:
+        return throughput_text(run.results)
+
+    def not_finite(self, run: Run[Result]) -> list[str]:
+        return sorted(f"{label(r.method)} at {r.length} in {name}" for r in run.results for name in r.nonfinite)
+
+
+class PerplexityMeasurement(Measurement):
+    """The losses of a plan's documents."""
+
+    kind = "perplexity"
+
+    def __init__(self, plan: EvalPlan) -> None:
+        self.plan = plan
+
+    @cached_property
+    def items(self) -> Sequence[str]:
+        return [document.name for document, _ in self.plan.documents]
+
+    @property
+    def setting(self) -> Setting:
+        return self.plan.setting
+
+    @property
+    def passes(self) -> Sequence[int]:
+        return self.plan.passes
+
+    @property
+    def scored(self) -> int:
+        return self.plan.scored
+
+    def cells(self, item: int) -> Sequence[Cell]:
+        return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(self.plan.prefix).encode())
+        for document, spans in self.plan.documents:
+            digest.update(document.ids.numpy().tobytes())
+            digest.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
+            digest.update(repr(spans).encode())
+        return digest.hexdigest()
+
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
+    ) -> Iterator[tuple[Cell, DocumentLoss, Cost]]:
+        """Score one document; lengths that share passes share their cost."""
+        document, spans = self.plan.documents[item]
+        wanted = [span for span in spans if (span.length,) in cells]
+        scorer.take_cost()
+        for context, same_context in groupby(wanted, key=lambda span: span.context):
+            losses: dict[int, DocumentLoss] = {}
+            for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
+                scored = list(same_pass)
+                first = min(span.score_from for span in scored)
+                ids, shift = self.plan.input_ids(document, start, stop)
+                nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
+                for span in scored:
+                    before = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
+                    losses[span.length] = before.plus(
+                        nats[span.score_from - first : span.score_to - first].sum().item(),
+                        span.score_to - span.score_from,
+                        document.bytes_between(span.score_from, span.score_to),
+                    )
+                progress(stop - start)
+            cost = scorer.take_cost()
+            yield from (((length,), loss, cost) for length, loss in losses.items())
+
+
+def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Increase | None:
+    """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
+
+    Nats per token with a 95% interval, paired by document; None where either was not measured.
+    """
+    at = {method_key(result.method): result for result in run.results if result.length == run.context_length}
+    plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
+    return difference(changed, plain) if plain and changed and changed is not plain else None
+
+
+def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
+    """The lowest finite loss at each length; NaN where there is none."""
+    best = {result.length: math.nan for result in results}
+    for result in results:
+        if math.isfinite(result.loss) and not best[result.length] <= result.loss:
+            best[result.length] = result.loss
+    return best
+
+
+def loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
+    """Bits per byte where they are finite, as (length, value) by label."""
+    return {
+        name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
+        for name, row in by_method(results).items()
+    }
+
+
+def scored_text(result: Result) -> str:
+    """What was scored, as a phrase."""
+    setting = result.setting
+    left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
+    protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
+    name = short(printable(setting.protocol))
+    if protocol is not None and protocol.same_targets:
+        return (
+            f"protocol {name}: the same {result.tokens:,} tokens scored at every length, "
+            f"the last {setting.targets} of {result.spans} spans{left_out}"
+        )
+    tokens = f"{result.tokens:,} tokens in {result.spans} spans at {result.length:,}"
+    return f"protocol {name}: {tokens}{left_out}"
+
+
+def throughput_text(results: Sequence[Result]) -> str:
+    """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
+    rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
+    if not rates:
+        return "not timed"
+    slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
+    text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
+    peak = max(result.gpu_bytes or 0 for result in results)
+    return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
+
+
+def perplexity_text(value: float) -> str:
+    """A perplexity with as many digits as mean something."""
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
+
+
+def perplexity_table(
+    results: Sequence[Result],
+    context_length: int,
+    increases: Mapping[str, Increase | None] | None = None,
+    *,
+    detailed: bool = False,
+    meant_for: str | None = None,
+) -> Table:
+    """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
+
+    Args:
+        results: at least one.
+        context_length: the length in tokens that the model as loaded is for.
+        increases: by label, how much higher the loss is at that length than as loaded, in nats per token, and its 95%
+            interval, paired by document: a column more.
+        detailed: with a second line in each cell, the interval, or the documents whose loss is not finite.
+        meant_for: `context_length` as a phrase.
+    """
+    lengths = sorted({result.length for result in results})
+    best = best_of_lengths(results)
+    meant_for = meant_for or f"{context_length:,} tokens"
+    title = f"Perplexity and (bits per byte) by context length; the model is for {meant_for}"
+    shown = increases if increases and any(increases.values()) else None
+    units = "; loss increase in nats per token" if shown else ""
+    lines = "; below: the 95% interval over documents" if detailed else ""
+    view = empty_table(title, f"{scored_text(results[0])}; * best of a column{units}{lines}")
+    view.add_column("method", overflow="fold")
+    add_lengths(view, lengths, context_length)
+    if shown is not None:
+        view.add_column(f"loss\nincrease\nat {context_length:,}", justify="right", overflow="fold")
+    for name, row in by_method(results).items():
+        at = {result.length: result for result in row}
+        cells = [_perplexity_cell(at.get(length), best[length], detailed) for length in lengths]
+        if shown is not None:
+            increase = shown.get(name)
+            interval = f"\n{increase[1]:+.3f} to {increase[2]:+.3f}" if increase and detailed else ""
+            cells.append(Text("" if increase is None else f"{increase[0]:+.3f}{interval}"))
+        view.add_row(Text(name), *cells)
+    return view
+
+
+def _perplexity_cell(result: Result | None, best: float, detailed: bool) -> Text:
+    if result is None:
+        return Text("")
+    if not math.isfinite(result.loss):
+        names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
+        return Text(f"not finite{names}", style="red")
+    mark = "*" if result.loss == best else " "
+    low, high = (perplexity_text(perplexity_from_loss(bound)) for bound in (result.low, result.high))
+    interval = f"\n{low} to {high}" if detailed else ""
+    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}{interval}"
+    return Text(text, style="bold green" if mark == "*" else "")

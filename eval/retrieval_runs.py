@@ -1,0 +1,247 @@
+"""Runs that measure retrieval: the ranks of right answers by context length and depth, and how they are shown."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from rope_ext_hf.errors import printable, short
+from rope_ext_hf.eval.journal import Cell
+from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
+from rope_ext_hf.eval.retrieval_prompts import insert
+from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
+from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.tables import add_lengths, by_method, empty_table
+from rope_ext_hf.pictures.result_plots import heat_map
+
+__all__ = ["RetrievalMeasurement", "Trial", "by_method_and_depth", "retrieval_table"]
+
+
+@register_run_kind
+class RetrievalRuns(RunKind):
+    """Retrieval of what a long text stated; a cell is a context length and a depth."""
+
+    name = "passkey"
+    setting = RetrievalSetting
+    items = "prompts per length and depth"
+    columns = (
+        *("task", "keys", "length", "depth", "top1", "rank", "exact_match", "trials", "distractors"),
+        *("chance", "chance_rank"),
+    )
+
+    def parse(self, item: str, value: Any) -> TrialScore:
+        return TrialScore.from_record(value)
+
+    def result(
+        self,
+        method: dict[str, Any] | None,
+        setting: RetrievalSetting,
+        cell: Cell,
+        values: Sequence[TrialScore],
+        cost: Cost,
+    ) -> Retrieval:
+        return Retrieval.from_trials(method, setting, int(cell[0]), cell[1], values)
+
+    def rows(self, run: Run[Retrieval]) -> Iterable[Sequence[Any]]:
+        for r in run.results:
+            yield [
+                *(r.task, r.keys, r.length, r.depth, r.top1, r.rank, r.exact_match, r.trials, r.distractors),
+                *(r.chance, r.chance_rank),
+            ]
+
+    def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
+        return retrieval_table(run.results, run.context_length)
+
+    def draw(self, run: Run[Retrieval], path: Path, title: str) -> None:
+        one = run.results[0]
+        note = (
+            f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
+            "grey where no better than chance"
+        )
+        heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
+
+
+@dataclass
+class Trial:
+    """One prompt less its haystack, as token ids; the same at every length and for every method.
+
+    Attributes:
+        head, question: (tokens,) int64.
+        statements: (tokens,) int64 each; the one asked for first.
+        depths: of the other statements, as shares of the haystack.
+        answers: (1 + distractors, A) int64, the right one first.
+        start: where in the haystack its text begins, as a share.
+        spare: tokens that are left free, so that the haystack is as long as under a longer question.
+    """
+
+    head: Tensor
+    statements: tuple[Tensor, ...]
+    depths: tuple[float, ...]
+    question: Tensor
+    answers: Tensor
+    start: float
+    spare: int = 0
+
+    @property
+    def wording(self) -> int:
+        """Tokens of prompt and answer besides the haystack, and those left free."""
+        return sum(map(len, (self.head, *self.statements, self.question, self.answers[0]))) + self.spare
+
+    @property
+    def tail(self) -> int:
+        """Tokens of question and answer."""
+        return len(self.question) + len(self.answers[0])
+
+    def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
+        """(length - spare - A,): with the answer `length` tokens less `spare`; a short haystack is repeated."""
+        filled = length - self.wording
+        hay = haystack[(int(self.start * len(haystack)) + torch.arange(filled)) % len(haystack)]
+        pieces = [self.head]
+        stop = 0
+        for index, start, stop in insert(filled, (depth, *self.depths)):
+            pieces += [hay[start:stop], self.statements[index]]
+        return torch.cat([*pieces, hay[stop:], self.question])
+
+
+class RetrievalMeasurement(Measurement):
+    """The ranks of right answers, at every depth of every context length; an item is one trial.
+
+    Args:
+        trials: one list per depth, the same one or those of `shared_trials`.
+        depths: ascending, all different.
+        shared: prompts of one trial and length differ in their question only, which alone is read after the first.
+    """
+
+    kind = "passkey"
+
+    def __init__(
+        self,
+        setting: RetrievalSetting,
+        trials: Sequence[Sequence[Trial]],
+        haystack: Tensor,
+        lengths: Sequence[int],
+        depths: Sequence[float],
+        shared: bool,
+    ) -> None:
+        self._setting, self.haystack, self.shared = setting, haystack, shared
+        self.trials = dict(zip(depths, trials, strict=True))
+        self.lengths = sorted(set(lengths))
+        self._cells = [(length, depth) for length in self.lengths for depth in depths]
+
+    @property
+    def items(self) -> Sequence[str]:
+        return [f"trial {index}" for index in range(len(next(iter(self.trials.values()))))]
+
+    @property
+    def setting(self) -> RetrievalSetting:
+        return self._setting
+
+    @property
+    def passes(self) -> Sequence[int]:
+        return [
+            length if index == 0 or not self.shared else trial.tail
+            for length in self.lengths
+            for index, trials in enumerate(self.trials.values())
+            for trial in trials
+        ]
+
+    @property
+    def scored(self) -> int:
+        return sum(trial.answers.numel() for depth in self.trials.values() for trial in depth) * len(self.lengths)
+
+    @property
+    def after_each_pass(self) -> int:
+        """Every answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights."""
+        answers = next(iter(self.trials.values()))[0].answers
+        return len(answers) * max(16, answers.shape[1])
+
+    def cells(self, item: int) -> Sequence[Cell]:
+        return self._cells
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.haystack.numpy().tobytes())
+        for trial in (trial for trials in self.trials.values() for trial in trials):
+            for ids in (trial.head, *trial.statements, trial.question, trial.answers):
+                digest.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
+            digest.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
+        return digest.hexdigest()
+
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
+    ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
+        """Read one trial's prompt at every length and depth asked for."""
+        scorer.take_cost()
+        read = 0  # the length that was read last
+        for cell in cells:
+            length, depth = int(cell[0]), cell[1]
+            trial = self.trials[depth][item]
+            prompt = trial.prompt(self.haystack, length, depth)
+            again = self.shared and read == length
+            shared = len(prompt) - len(trial.question) if self.shared else 0
+            losses, likeliest = scorer.candidates(prompt, trial.answers, length=length, shared=shared, again=again)
+            exact = torch.equal(likeliest[0], trial.answers[0])
+            read = length
+            progress(trial.tail if again else length)
+            yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
+
+
+def _rank(losses: Tensor) -> float:
+    """The rank of the first of some losses, lowest best; ties count as half a rank."""
+    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
+    others = losses[1:]
+    return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
+
+
+def by_method_and_depth(results: Sequence[Retrieval]) -> dict[str, dict[float, dict[int, Retrieval]]]:
+    """Results by label, depth and length; methods in the order they came."""
+    rows: dict[str, dict[float, dict[int, Retrieval]]] = {}
+    for name, of_method in by_method(results).items():
+        rows[name] = {depth: {} for depth in sorted({result.depth for result in of_method})}
+        for result in of_method:
+            rows[name][result.depth][result.length] = result
+    return rows
+
+
+def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
+    """One row per method and depth, one column per length: exact match and mean rank."""
+    lengths = sorted({result.length for result in results})
+    title = f"Retrieval, {task_text(results[0])}: exact match, mean rank"
+    view = empty_table(title, f"{retrieval_caption(results[0])}; green: better than chance by 3 standard errors")
+    view.add_column("method", overflow="fold")
+    view.add_column("depth", justify="right")
+    add_lengths(view, lengths, context_length)
+    for name, depths in by_method_and_depth(results).items():
+        for index, (depth, row) in enumerate(depths.items()):
+            cells = [_retrieval_cell(row.get(length)) for length in lengths]
+            view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=index == len(depths) - 1)
+    return view
+
+
+def task_text(result: Retrieval) -> str:
+    """The task as a phrase."""
+    keys = f", one of {result.keys} keys" if result.keys > 1 else ""
+    return f"task {short(printable(result.task))}{keys}"
+
+
+def retrieval_caption(result: Retrieval) -> str:
+    """How many prompts a cell stands for, and what luck gives."""
+    return (
+        f"{result.trials} prompts per cell, each answer ranked among {result.distractors} others; by luck the mean "
+        f"rank is {result.chance_rank:g}"
+    )
+
+
+def _retrieval_cell(result: Retrieval | None) -> Text:
+    if result is None:
+        return Text("")
+    text = f"{result.exact_match:.0%} {result.rank:4.1f}"
+    return Text(text, style="green" if result.above_chance else "")

@@ -1,0 +1,261 @@
+"""Runs and the kinds of runs: what a run's folder holds, what measures it, and how its results are shown.
+
+    run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
+    run.kind.name, run.results, run.table()
+
+A run measures methods on items (documents, or prompts). Each item has a value per cell: a context length, or a context
+length and a depth. A result is made of the values of all items of its cell.
+
+A kind of run is one file of this folder whose name ends in `_runs.py`: a `RunKind` for the results, and a `Measurement`
+for what is read and scored. Nothing outside that file names the kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from rope_ext_hf.eval.journal import Cell, Layout, Value
+from rope_ext_hf.eval.results import Cost, MethodResult, method_key
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rope_ext_hf.eval.scorer import TokenScorer
+    from rope_ext_hf.methods.base import RopeMethod
+
+__all__ = ["Measurement", "Run", "RunKind", "RunPlan", "register_run_kind", "run_kinds"]
+
+R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
+M_co = TypeVar("M_co", bound="Measurement", covariant=True)
+K = TypeVar("K", bound="type[RunKind]")
+
+_OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
+"""What methods extend, in words, by `over`."""
+
+
+@dataclass(frozen=True)
+class Run(Generic[R_co]):
+    """What a run's folder holds.
+
+    Attributes:
+        path: the folder; None for a run that was measured without files.
+        settings: everything the numbers depend on, provenance among it.
+        results: per method and cell that is complete.
+    """
+
+    path: Path | None
+    settings: dict[str, Any]
+    results: Sequence[R_co]
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are.
+
+        Raises:
+            ValueError: it was measured without files.
+        """
+        if self.path is None:
+            raise ValueError("this run was measured without files; give out=... to keep it in a folder")
+        return self.path
+
+    @property
+    def kind(self) -> RunKind:
+        """What was measured, and how it is shown."""
+        return run_kinds()[self.settings["kind"]]
+
+    @property
+    def context_length(self) -> int:
+        """The length in tokens that what the methods extend is for: by default the model as loaded."""
+        length: int = self.settings["context_length"]
+        return length
+
+    @property
+    def meant_for(self) -> str:
+        """`context_length` in words, with what it is the length of: the model without its own scaling, for example."""
+        return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
+
+    def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
+        """The same run with the results of these methods alone, in this order."""
+        by_method: dict[str, list[R_co]] = {method_key(method): [] for method in methods}
+        for result in self.results:
+            by_method.get(method_key(result.method), []).append(result)
+        return replace(self, results=[result for results in by_method.values() for result in results])
+
+    def table(self, *, detailed: bool = False) -> Table | None:
+        """The results as a table of a terminal, `detailed` as in the HTML page; None where nothing is complete."""
+        return self.kind.table(self, detailed=detailed) if self.results else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and results, as results.json has them."""
+        return {"provenance": self.settings, "results": [result.to_dict() for result in self.results]}
+
+
+class RunKind(ABC):
+    """The results of one kind of run, and how they are shown.
+
+    Attributes:
+        name: in run.json, and in the names of folder and picture.
+        setting: dataclass of plain values that says how items are read.
+        items: what the items are, in words.
+        columns: of results.csv, between the method's label and its parameters.
+    """
+
+    name: ClassVar[str]
+    setting: ClassVar[type]
+    items: ClassVar[str]
+    columns: ClassVar[Sequence[str]]
+
+    @abstractmethod
+    def parse(self, item: str, value: Any) -> Value:
+        """The value of an item of this name, from the JSON of a journal's record; raises ValueError."""
+
+    @abstractmethod
+    def result(
+        self, method: dict[str, Any] | None, setting: Any, cell: Cell, values: Sequence[Any], cost: Cost
+    ) -> MethodResult:
+        """The result of one method and cell, from the values of all items."""
+
+    @abstractmethod
+    def rows(self, run: Run[Any]) -> Iterable[Sequence[Any]]:
+        """The values of `columns`, per result."""
+
+    @abstractmethod
+    def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
+        """The table of a run with at least one result."""
+
+    @abstractmethod
+    def draw(self, run: Run[Any], path: Path, title: str) -> None:
+        """Draw a run with at least one result as a PNG; ImportError without matplotlib."""
+
+    def speed(self, run: Run[Any]) -> str:
+        """How fast the text was read, in words; empty where it was not timed."""
+        return ""
+
+    def not_finite(self, run: Run[Any]) -> list[str]:
+        """Where a loss is not finite, in words."""
+        return []
+
+
+class Measurement(ABC):
+    """What is measured with each method: the items, and how one item is scored.
+
+    Attributes:
+        kind: the name of its `RunKind`.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def items(self) -> Sequence[str]:
+        """Names of the documents or trials."""
+
+    @property
+    @abstractmethod
+    def setting(self) -> Any:
+        """How the items are read, as results record it: a `RunKind.setting`."""
+
+    @property
+    @abstractmethod
+    def passes(self) -> Sequence[int]:
+        """Tokens of each pass through the model, with one method."""
+
+    @property
+    @abstractmethod
+    def scored(self) -> int:
+        """Tokens that go through the model's head, with one method."""
+
+    @property
+    def after_each_pass(self) -> int:
+        """Tokens that are read from the cache of each pass, which estimates of time count in."""
+        return 0
+
+    @abstractmethod
+    def cells(self, item: int) -> Sequence[Cell]:
+        """The cells that one item has values for."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A digest of all token ids that are read, of the bytes they stand for, and of how they are scored."""
+
+    @abstractmethod
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
+    ) -> Iterator[tuple[Cell, Value, Cost]]:
+        """Score one item at some of its cells.
+
+        Args:
+            scorer: reads the tokens.
+            item: index of the item.
+            cells: the cells to score.
+            progress: called with the number of tokens read, after each pass.
+
+        Yields:
+            (cell, value, cost), as soon as a cell is complete.
+        """
+
+    @property
+    def layout(self) -> Layout:
+        """Items and cells of a complete run."""
+        counts: dict[Cell, int] = {}
+        for item in range(len(self.items)):
+            for cell in self.cells(item):
+                counts[cell] = counts.get(cell, 0) + 1
+        return Layout(tuple(self.items), dict(sorted(counts.items())))
+
+
+@dataclass(frozen=True)
+class RunPlan(Generic[M_co]):
+    """What a run measures, made and checked before any weights are read.
+
+    Attributes:
+        measurement: what is read and scored, the same with each method.
+        data: what the text is called.
+        methods: in the order in which they are measured and shown, None for the model as it is; of none, the model is
+            measured with the method that it has.
+        over, context_length: what the methods extend, as `patch` takes them.
+        chunk, offload_cache: as `TokenScorer` takes them.
+    """
+
+    measurement: M_co
+    data: str
+    methods: tuple[RopeMethod | None, ...] = ()
+    over: str = "own"
+    context_length: int | None = None
+    chunk: int | None = None
+    offload_cache: bool = False
+
+
+_KINDS: dict[str, RunKind] = {}
+
+
+def register_run_kind(kind: K) -> K:
+    """Make a kind of run known by its name; a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if kind.name in _KINDS:
+        raise ValueError(f"there is a kind of run called {kind.name!r} already")
+    _KINDS[kind.name] = kind()
+    return kind
+
+
+def run_kinds() -> Mapping[str, RunKind]:
+    """Every kind of run by name."""
+    _load_kinds()
+    return _KINDS
+
+
+@cache
+def _load_kinds() -> None:
+    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if file.name.endswith("_runs"):
+            importlib.import_module(f"{__package__}.{file.name}")
