@@ -30,10 +30,10 @@ from rope_ext_hf.eval.results import (
 )
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import add_lengths, by_method, empty_table
+from rope_ext_hf.eval.tables import by_method, length_table
 from rope_ext_hf.pictures.result_plots import curves
 
-__all__ = ["PerplexityMeasurement", "loss_increase", "loss_lines", "perplexity_table"]
+__all__ = ["PerplexityMeasurement", "loss_increase", "loss_lines"]
 
 Increase = tuple[float, float, float]
 
@@ -68,8 +68,29 @@ class PerplexityRuns(RunKind):
             ]
 
     def table(self, run: Run[Result], *, detailed: bool = False) -> Table:
+        """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
+
+        Where the context length was measured, a column has the loss increase there, paired by document. `detailed` with
+        a second line in each cell: the interval, or the documents whose loss is not finite.
+        """
+        best = best_of_lengths(run.results)
         increases = {name: loss_increase(run, row[0].method) for name, row in by_method(run.results).items()}
-        return perplexity_table(run.results, run.context_length, increases, detailed=detailed, meant_for=run.meant_for)
+        increased = any(increases.values())
+        title = f"Perplexity and (bits per byte) by context length; the model is for {run.meant_for}"
+        units = "; loss increase in nats per token" if increased else ""
+        lines = "; below: the 95% interval over documents" if detailed else ""
+        caption = f"{scored_text(run.results[0])}; * best of a column{units}{lines}"
+        view = length_table(run, title, caption, "method")
+        if increased:
+            view.add_column(f"loss\nincrease\nat {run.context_length:,}", justify="right", overflow="fold")
+        for name, row in by_method(run.results).items():
+            at = {result.length: result for result in row}
+            cells = [_perplexity_cell(at.get(length), best[length], detailed) for length in sorted(best)]
+            if increase := increases[name]:
+                interval = f"\n{increase[1]:+.3f} to {increase[2]:+.3f}" if detailed else ""
+                cells.append(Text(f"{increase[0]:+.3f}{interval}"))
+            view.add_row(Text(name), *cells)
+        return view
 
     def draw(self, run: Run[Result], path: Path, title: str) -> None:
         curves(loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
@@ -198,47 +219,6 @@ def throughput_text(results: Sequence[Result]) -> str:
 def perplexity_text(value: float) -> str:
     """A perplexity with as many digits as mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
-
-
-def perplexity_table(
-    results: Sequence[Result],
-    context_length: int,
-    increases: Mapping[str, Increase | None] | None = None,
-    *,
-    detailed: bool = False,
-    meant_for: str | None = None,
-) -> Table:
-    """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
-
-    Args:
-        results: at least one.
-        context_length: the length in tokens that the model as loaded is for.
-        increases: by label, how much higher the loss is at that length than as loaded, in nats per token, and its 95%
-            interval, paired by document: a column more.
-        detailed: with a second line in each cell, the interval, or the documents whose loss is not finite.
-        meant_for: `context_length` as a phrase.
-    """
-    lengths = sorted({result.length for result in results})
-    best = best_of_lengths(results)
-    meant_for = meant_for or f"{context_length:,} tokens"
-    title = f"Perplexity and (bits per byte) by context length; the model is for {meant_for}"
-    shown = increases if increases and any(increases.values()) else None
-    units = "; loss increase in nats per token" if shown else ""
-    lines = "; below: the 95% interval over documents" if detailed else ""
-    view = empty_table(title, f"{scored_text(results[0])}; * best of a column{units}{lines}")
-    view.add_column("method", overflow="fold")
-    add_lengths(view, lengths, context_length)
-    if shown is not None:
-        view.add_column(f"loss\nincrease\nat {context_length:,}", justify="right", overflow="fold")
-    for name, row in by_method(results).items():
-        at = {result.length: result for result in row}
-        cells = [_perplexity_cell(at.get(length), best[length], detailed) for length in lengths]
-        if shown is not None:
-            increase = shown.get(name)
-            interval = f"\n{increase[1]:+.3f} to {increase[2]:+.3f}" if increase and detailed else ""
-            cells.append(Text("" if increase is None else f"{increase[0]:+.3f}{interval}"))
-        view.add_row(Text(name), *cells)
-    return view
 
 
 def _perplexity_cell(result: Result | None, best: float, detailed: bool) -> Text:

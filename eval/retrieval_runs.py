@@ -20,10 +20,10 @@ from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialSco
 from rope_ext_hf.eval.retrieval_prompts import insert
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import add_lengths, by_method, empty_table
+from rope_ext_hf.eval.tables import by_method, length_table
 from rope_ext_hf.pictures.result_plots import heat_map
 
-__all__ = ["RetrievalMeasurement", "Trial", "by_method_and_depth", "retrieval_table"]
+__all__ = ["RetrievalMeasurement", "Trial", "by_method_and_depth"]
 
 
 @register_run_kind
@@ -59,7 +59,22 @@ class RetrievalRuns(RunKind):
             ]
 
     def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
-        return retrieval_table(run.results, run.context_length)
+        """One row per method and depth, one column per length: exact match and mean rank."""
+        one = run.results[0]
+        keys = f", one of {one.keys} keys" if one.keys > 1 else ""
+        title = f"Retrieval, task {short(printable(one.task))}{keys}: exact match, mean rank"
+        caption = (
+            f"{one.trials} prompts per cell, each answer ranked among {one.distractors} others; by luck the mean rank "
+            f"is {one.chance_rank:g}; green: better than chance by 3 standard errors"
+        )
+        view = length_table(run, title, caption, "method", "depth")
+        lengths = sorted({result.length for result in run.results})
+        for name, depths in by_method_and_depth(run.results).items():
+            for index, (depth, row) in enumerate(depths.items()):
+                cells = [_retrieval_cell(row.get(length)) for length in lengths]
+                last = index == len(depths) - 1
+                view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=last)
+        return view
 
     def draw(self, run: Run[Retrieval], path: Path, title: str) -> None:
         one = run.results[0]
@@ -209,35 +224,6 @@ def by_method_and_depth(results: Sequence[Retrieval]) -> dict[str, dict[float, d
         for result in of_method:
             rows[name][result.depth][result.length] = result
     return rows
-
-
-def retrieval_table(results: Sequence[Retrieval], context_length: int) -> Table:
-    """One row per method and depth, one column per length: exact match and mean rank."""
-    lengths = sorted({result.length for result in results})
-    title = f"Retrieval, {task_text(results[0])}: exact match, mean rank"
-    view = empty_table(title, f"{retrieval_caption(results[0])}; green: better than chance by 3 standard errors")
-    view.add_column("method", overflow="fold")
-    view.add_column("depth", justify="right")
-    add_lengths(view, lengths, context_length)
-    for name, depths in by_method_and_depth(results).items():
-        for index, (depth, row) in enumerate(depths.items()):
-            cells = [_retrieval_cell(row.get(length)) for length in lengths]
-            view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=index == len(depths) - 1)
-    return view
-
-
-def task_text(result: Retrieval) -> str:
-    """The task as a phrase."""
-    keys = f", one of {result.keys} keys" if result.keys > 1 else ""
-    return f"task {short(printable(result.task))}{keys}"
-
-
-def retrieval_caption(result: Retrieval) -> str:
-    """How many prompts a cell stands for, and what luck gives."""
-    return (
-        f"{result.trials} prompts per cell, each answer ranked among {result.distractors} others; by luck the mean "
-        f"rank is {result.chance_rank:g}"
-    )
 
 
 def _retrieval_cell(result: Retrieval | None) -> Text:

@@ -13,10 +13,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import FileError, did_you_mean, one_line, short
+from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.eval.journal import Cell, Layout, Record, read_plain, read_records
 from rope_ext_hf.eval.results import Cost, method_key
-from rope_ext_hf.eval.runs import Run, RunKind, run_kinds
+from rope_ext_hf.eval.runs import Run, RunKind, run_kind
 from rope_ext_hf.files import parse_json_object
 
 __all__ = ["SETTINGS", "check_settings", "read_run", "results_from_records"]
@@ -39,7 +39,7 @@ def read_run(folder: str | Path) -> Run[Any]:
     folder = Path(folder)
     settings = _read_settings(folder)
     layout = Layout.from_settings(settings)
-    kind = run_kinds()[settings["kind"]]
+    kind = run_kind(settings["kind"])
     records = read_records(folder, layout, kind.parse)
     setting = kind.setting(**settings["setting"])
     return Run(folder, settings, results_from_records(kind, setting, layout, records))
@@ -89,15 +89,13 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
         value = settings.get(key)
         if key not in settings or not isinstance(value, types) or isinstance(value, bool):
             raise ValueError(f"{key!r} must be {' or '.join(t.__name__ for t in types)}, got {short(repr(value))}")
-    kinds = run_kinds()
-    if settings["kind"] not in kinds:
-        raise ValueError(f"unknown kind {short(settings['kind'])!r}.{did_you_mean(settings['kind'], kinds)}")
+    kind = run_kind(settings["kind"])
     for key in ("parameters", "context_length", "tokens"):
         if not 1 <= settings[key] < 2**63:
             raise ValueError(f"{key!r} must be at least 1, got {short(str(settings[key]))}")
     if not all(isinstance(number, str) for number in settings["versions"].values()):
         raise ValueError("'versions' must map names to strings")
-    _check_setting(kinds[settings["kind"]].setting, settings["setting"])
+    _check_setting(kind.setting, settings["setting"])
     Layout.from_settings(settings)
     return settings
 

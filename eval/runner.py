@@ -40,7 +40,7 @@ from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import label, method_key, provenance
 from rope_ext_hf.eval.run_folder import SETTINGS, check_settings, read_run, results_from_records
 from rope_ext_hf.eval.run_key import Basis, find_basis, model_key
-from rope_ext_hf.eval.runs import Run, RunPlan, run_kinds
+from rope_ext_hf.eval.runs import Run, RunPlan, run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
 from rope_ext_hf.patches.patching import patched, patched_method
@@ -246,7 +246,7 @@ def measure(
         scorer, records = job.scorer(), list[Record]()
         progress.reading(scorer.reading)
         job.score(scorer, range(len(measurement.items)), set(), records.append, progress)
-        kind = run_kinds()[measurement.kind]
+        kind = run_kind(measurement.kind)
         return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
     settings = check_settings(json.loads(json.dumps(settings)))
     folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
@@ -266,7 +266,7 @@ def measure(
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
     """Score what a run's folder lacks of this process's items, each value a line of the journal."""
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
-    records = read_records(folder, measurement.layout, run_kinds()[measurement.kind].parse)
+    records = read_records(folder, measurement.layout, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
     items = workers.share(len(measurement.items))
     units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]

@@ -17,10 +17,10 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from rope_ext_hf.errors import did_you_mean, short
 from rope_ext_hf.eval.journal import Cell, Layout, Value
 from rope_ext_hf.eval.results import Cost, MethodResult, method_key
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.scorer import TokenScorer
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Measurement", "Run", "RunKind", "RunPlan", "register_run_kind", "run_kinds"]
+__all__ = ["Measurement", "Run", "RunKind", "RunPlan", "register_run_kind", "run_kind"]
 
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
@@ -68,7 +68,7 @@ class Run(Generic[R_co]):
     @property
     def kind(self) -> RunKind:
         """What was measured, and how it is shown."""
-        return run_kinds()[self.settings["kind"]]
+        return run_kind(self.settings["kind"])
 
     @property
     def context_length(self) -> int:
@@ -248,14 +248,16 @@ def register_run_kind(kind: K) -> K:
     return kind
 
 
-def run_kinds() -> Mapping[str, RunKind]:
-    """Every kind of run by name."""
-    _load_kinds()
-    return _KINDS
+def run_kind(name: str) -> RunKind:
+    """The kind of run of this name; files of kinds are read where it is not known yet.
 
-
-@cache
-def _load_kinds() -> None:
-    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if file.name.endswith("_runs"):
-            importlib.import_module(f"{__package__}.{file.name}")
+    Raises:
+        ValueError: there is none; the message has the nearest name.
+    """
+    if name not in _KINDS:
+        for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+            if file.name.endswith("_runs"):
+                importlib.import_module(f"{__package__}.{file.name}")
+    if name not in _KINDS:
+        raise ValueError(f"unknown kind {short(name)!r}.{did_you_mean(name, _KINDS)}")
+    return _KINDS[name]

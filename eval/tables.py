@@ -7,7 +7,7 @@ characters escaped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -15,8 +15,9 @@ from rich.text import Text
 
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.results import MethodResult, labels, method_key
+from rope_ext_hf.eval.runs import Run
 
-__all__ = ["add_lengths", "by_method", "empty_table"]
+__all__ = ["by_method", "length_table"]
 
 R = TypeVar("R", bound=MethodResult)
 
@@ -30,12 +31,12 @@ def by_method(results: Sequence[R]) -> dict[str, list[R]]:
     return rows
 
 
-def empty_table(title: str, caption: str) -> Table:
-    """A table without columns."""
-    return Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
-
-
-def add_lengths(view: Table, lengths: Sequence[int], context_length: int) -> None:
-    """A column per context length, under its number of tokens and of context lengths of the model."""
-    for length in lengths:
-        view.add_column(f"{length:,}\n{multiple_text(length, context_length)}", justify="right", overflow="fold")
+def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
+    """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
+    table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if index else "left", overflow="fold")
+    for length in sorted({result.length for result in run.results}):
+        head = f"{length:,}\n{multiple_text(length, run.context_length)}"
+        table.add_column(head, justify="right", overflow="fold")
+    return table

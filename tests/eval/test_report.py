@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 from rope_ext_hf.eval import perplexity_runs
-from rope_ext_hf.eval.perplexity_runs import perplexity_table
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Retrieval, Setting, label, labels
 from rope_ext_hf.eval.runs import Run
@@ -218,11 +217,13 @@ def test_labels_are_the_methods_own() -> None:
     assert label({"method": "yarn", "odd": []}) == "yarn"
 
 
-def test_equal_labels_get_what_tells_them_apart() -> None:
+def test_equal_labels_get_what_tells_them_apart(tmp_path: Path) -> None:
     plain, other = ({"method": "plug-in", "knob": knob} for knob in (1, 2))
     assert list(labels([plain, None, other]).values()) == ["plug-in (knob=1)", "as loaded", "plug-in (knob=2)"]
     results = [result(64, loss, method) for loss, method in ((1.0, plain), (2.0, other))]
-    assert perplexity_table(results, 64).row_count == 2
+    table = a_run(tmp_path, results).table()
+    assert table is not None
+    assert table.row_count == 2
 
 
 def test_columns_count_in_context_lengths_of_the_model(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.results import Retrieval
 from rope_ext_hf.eval.retrieval import make_trials, passkey, plan_passkey, shared_trials
 from rope_ext_hf.eval.retrieval_prompts import TASKS
-from rope_ext_hf.eval.retrieval_runs import by_method_and_depth, retrieval_table
+from rope_ext_hf.eval.retrieval_runs import by_method_and_depth
+from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.pictures.result_plots import heat_map
@@ -128,6 +129,7 @@ def test_with_a_key_for_every_depth_prompts_of_a_trial_differ_in_their_question_
 def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompts(method: str | None) -> None:
     model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
     read: list[int] = []
+    read_apart: list[int] = []
     with rope.patched(model, method) if method else nullcontext():
         plan = plan_passkey(
             model, lengths=[150, 250], depths=[0, 0.5, 1], trials=2, keys=3, task="key-value", tokenizer=tokenizer,
@@ -137,7 +139,7 @@ def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompt
         for item in range(2):
             cells = plan.cells(item)
             together = [(cell, score) for cell, score, _ in plan.measure(scorer, item, cells, read.append)]
-            apart = [(c, s) for cell in cells for c, s, _ in plan.measure(scorer, item, [cell], int)]
+            apart = [(c, s) for cell in cells for c, s, _ in plan.measure(scorer, item, [cell], read_apart.append)]
             assert together == apart
     assert sorted(read) == sorted(plan.passes)
     assert read.count(250) == read.count(150) == 2
@@ -337,7 +339,7 @@ def test_picture_and_table(tmp_path: Path) -> None:
 
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(retrieval_table(results, 256))
+        console.print(Run(None, {"kind": "passkey", "context_length": 256}, results).table())
     text = captured.get()
     assert [line.split()[0] for line in text.splitlines() if "loaded" in line or "yarn" in line] == ["as", "yarn"]
     assert text.count("90%  1.2") == 12

@@ -21,7 +21,7 @@ from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.results import Cost, label
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.runner import measure
-from rope_ext_hf.eval.runs import Measurement, Run, RunKind, RunPlan, register_run_kind, run_kinds
+from rope_ext_hf.eval.runs import Measurement, Run, RunKind, RunPlan, register_run_kind, run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
@@ -132,7 +132,7 @@ class GuessMeasurement(Measurement):
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> RunPlan[GuessMeasurement]:
-    monkeypatch.setattr(runs, "_KINDS", dict(run_kinds()))
+    monkeypatch.setattr(runs, "_KINDS", dict(runs._KINDS))
     register_run_kind(GuessRuns)
     texts = torch.randint(3, 90, (3, 128), generator=torch.Generator().manual_seed(0))
     yarn: RopeMethod = bind(build("llama"), Yarn(factor=2.0), 128)
@@ -184,7 +184,13 @@ def test_the_command_line_reports_it(plan: RunPlan[GuessMeasurement], tmp_path: 
 
 
 def test_a_name_is_given_once(plan: RunPlan[GuessMeasurement]) -> None:
-    assert list(run_kinds()) == ["perplexity", "passkey", "guesses"]
+    assert [run_kind(name).name for name in ("perplexity", "passkey", "guesses")] == [
+        "perplexity",
+        "passkey",
+        "guesses",
+    ]
+    with pytest.raises(ValueError, match=r"unknown kind 'gueses'.*Did you mean 'guesses'"):
+        run_kind("gueses")
     with pytest.raises(ValueError, match="a kind of run called 'guesses' already"):
         register_run_kind(GuessRuns)
 
