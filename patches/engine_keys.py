@@ -12,12 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rope_ext_hf.engines.base import Engine
-from rope_ext_hf.engines.comparison import expected_of, runs_otherwise
-from rope_ext_hf.engines.hf_transformers import FormerTransformers, Transformers, yarn_magnitude_by_config
-from rope_ext_hf.engines.mlx import MLX
-from rope_ext_hf.engines.sglang import SGLang
-from rope_ext_hf.engines.vllm import VLLM
+from rope_ext_hf.engines.comparison import expected_of, other_engines, reference_engine, runs_otherwise
+from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.families import Family
 from rope_ext_hf.patches.family_hooks import angle_table, former_key
@@ -126,8 +122,6 @@ def _plain(settings: Any) -> Any:
 
 # --- which engines agree ----------------------------------------------------------------------------------------------
 
-OTHER_ENGINES: tuple[Engine, ...] = (FormerTransformers(), VLLM(), SGLang(), MLX())
-"""The engines that take a config.json; what each computes is stated in rope_ext_hf.engines."""
 TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Families whose classes in all these engines hand the rope settings on unchanged."""
 
@@ -149,10 +143,10 @@ def compare_engines(config: Settings) -> EngineAgreement:
     agreeing: list[str] = []
     disagreeing: list[str] = []
     try:
-        expected = expected_of(Transformers(), config) if config["model_type"] in TRIED_FAMILIES else ()
+        expected = expected_of(reference_engine(), config) if config["model_type"] in TRIED_FAMILIES else ()
     except (ServingError, ArithmeticError):
         expected = ()  # transformers itself refuses it: there is nothing to agree with
-    for engine in OTHER_ENGINES if expected else ():
+    for engine in other_engines() if expected else ():
         with suppress(ServingError, ArithmeticError):
             same = runs_otherwise(engine, expected, config) is None
             (agreeing if same else disagreeing).append(engine.label)

@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rope_ext_hf as rope
+from rope_ext_hf.engines.comparison import other_engines
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.engine_keys import OTHER_ENGINES, TRIED_FAMILIES, compare_engines
+from rope_ext_hf.patches.engine_keys import TRIED_FAMILIES, compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
 from tests.support.models import build, logits
@@ -136,7 +137,7 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """One row for every folder, and what patches/engine_keys.py has otherwise."""
     package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
-    engine = next(each.label for each in OTHER_ENGINES if each.label.startswith(package))
+    engine = next(each.label for each in other_engines() if each.label.startswith(package))
     rows, contradictions = [], []
     for folder, expected in saved.items():
         file = WORK / "models" / f"{folder}.{program}.npy"

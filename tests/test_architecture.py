@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ HEAVY = {
 """Third-party libraries that a function may import for itself."""
 MAX_LINES = 500
 MAX_TEST_LINES = 900
+TRAP_KEYS = ["versions", "key", "effect", "source"]
 KNOWN: dict[str, tuple[str, ...]] = {}
 """test -> what still offends against it; entries are only ever deleted."""
 
@@ -219,6 +221,36 @@ def test_nothing_depends_on_modules_for_other_models() -> None:
         if any(each.target == room or each.target.startswith(f"{room}.") for room in rooms)
         and modules()[each.source].room != "modules"
     )
+
+
+def engine_names() -> set[str]:
+    """The names under which the modules of engines/ register their classes."""
+    return {
+        node.args[0].value
+        for module in modules().values()
+        if module.room == "engines"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "register_engine"
+        if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+    }
+
+
+def test_engines_are_named_in_their_folder_alone() -> None:
+    names = engine_names() - {"transformers", "gguf"}  # the library, and a file format
+    assert len(names) > 3
+    check(
+        f"{module.name} names {node.value!r} in line {node.lineno}: take it from an attribute of its class"
+        for module in modules().values()
+        if module.room != "engines"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and node.value in names
+    )
+
+
+def test_traps_are_those_of_engines() -> None:
+    traps = tomllib.loads((ROOT / PACKAGE / "engines" / "traps.toml").read_text(encoding="utf-8"))
+    check(traps.keys() - engine_names())
+    check(f"{name}: {each}" for name, listed in traps.items() for each in listed if list(each) != TRAP_KEYS)
 
 
 def test_functions_import_heavy_libraries_alone() -> None:

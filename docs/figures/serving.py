@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -88,9 +89,10 @@ def _served_table(engine: str) -> str:
 
 
 def _traps_table(engine: str) -> str:
+    traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8"))
     rows = [
-        (trap.versions, f"`{trap.key}`" if " " not in trap.key else trap.key, trap.effect, trap.source)
-        for trap in find_engine(engine).traps
+        (trap["versions"], f"`{key}`" if " " not in (key := trap["key"]) else key, trap["effect"], trap["source"])
+        for trap in traps.get(find_engine(engine).rules_of or engine, [])
     ]
     return markdown_table(["versions", "key", "what happens", "source"], rows) if rows else "\n\nNone is known.\n\n"
 

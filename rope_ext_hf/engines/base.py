@@ -29,7 +29,6 @@ __all__ = [
     "NotCheckedError",
     "ServingConfig",
     "Target",
-    "Trap",
     "find_engine",
     "length_setting",
     "list_engines",
@@ -196,23 +195,6 @@ class ServingConfig:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Trap:
-    """Something an engine does silently with a key.
-
-    Attributes:
-        versions: the versions it was read in.
-        key: the key or flag.
-        effect: what happens.
-        source: file, issue or pull request.
-    """
-
-    versions: str
-    key: str
-    effect: str
-    source: str
-
-
 class Engine(ABC):
     """Base of all engines; `computes` holds the rules of one version of the engine."""
 
@@ -225,7 +207,14 @@ class Engine(ABC):
     """Whether it chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
-    traps: ClassVar[tuple[Trap, ...]] = ()
+    reference: ClassVar[bool] = False
+    """Whether the others are compared with it."""
+    former: ClassVar[type[Engine] | None] = None
+    """A former major version that is still in use, with rules of its own."""
+    rules_of: ClassVar[str] = ""
+    """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
+    file_suffix: ClassVar[str] = ".json"
+    """Suffix of the file that holds what it reads."""
 
     @property
     def label(self) -> str:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from rope_ext_hf.engines.base import Computed, Config, Engine
+from rope_ext_hf.engines.base import Computed, Config, ConfigEngine, Engine, list_engines
 
-__all__ = ["expected_of", "runs_otherwise"]
+__all__ = ["expected_of", "other_engines", "reference_engine", "runs_otherwise"]
 
 Expected = tuple[tuple[int, Computed], ...]
 """What a reference computes from a config, for inputs of so many tokens: long ones, then short ones."""
+
+
+def reference_engine() -> Engine:
+    """The engine that the others are compared with."""
+    return next(engine() for engine in list_engines().values() if engine.reference)
+
+
+def other_engines() -> list[Engine]:
+    """The engines that read a config.json as the reference saves it, and their former versions."""
+    readers = [engine for engine in list_engines().values() if issubclass(engine, ConfigEngine)]
+    versions = [version for engine in readers for version in (engine.former, None if engine.reference else engine)]
+    return [version() for version in versions if version is not None]
 
 
 def expected_of(reference: Engine, config: Config) -> Expected:

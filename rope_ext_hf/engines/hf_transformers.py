@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
@@ -11,7 +11,6 @@ from rope_ext_hf.engines.base import (
     Encoding,
     ServingConfig,
     Target,
-    Trap,
     length_setting,
     merged,
     needed,
@@ -26,7 +25,6 @@ from rope_ext_hf.errors import ServingError
 
 __all__ = [
     "MLA_FAMILIES",
-    "FormerTransformers",
     "Transformers",
     "config_changes",
     "yarn_by_config",
@@ -68,26 +66,11 @@ def config_changes(target: Target, encoding: Encoding) -> dict[str, Any]:
     return {key: value for key, value in written.items() if target.config.get(key) != value}
 
 
-@register_engine("transformers")
-class Transformers(ConfigEngine):
-    """Plain transformers."""
+class _Rules(ConfigEngine):
+    """What the versions of transformers have in common."""
 
-    version = "5.23.0"
+    title = "transformers"
     follows_input = True
-    traps: ClassVar[tuple[Trap, ...]] = (
-        Trap(
-            "5.0 to 5.23",
-            "truncate, in the settings of one layer type",
-            "ignored; it is read from the top level of nested rope_parameters",
-            "modeling_rope_utils.py, _compute_yarn_parameters",
-        ),
-        Trap(
-            "5.0 to 5.23",
-            "rope_type dynamic",
-            "the frequencies depend on earlier calls and on the other rows of a batch",
-            "modeling_rope_utils.py, dynamic_rope_update",
-        ),
-    )
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         changed = {key: value for key, value in target.patched.items() if target.config.get(key) != value}
@@ -154,8 +137,8 @@ class Transformers(ConfigEngine):
         return Computed(tuple(inv_freq), magnitude, served, softmax_scale=scale, notes=tuple(notes))
 
 
-class FormerTransformers(Transformers):
-    """transformers 4, which reads top-level `rope_theta` and `rope_scaling`; not an engine of its own."""
+class _FormerTransformers(_Rules):
+    """transformers 4, which reads top-level `rope_theta` and `rope_scaling`."""
 
     version = "4.57"
 
@@ -168,3 +151,12 @@ class FormerTransformers(Transformers):
         ):  # its class reads the config's key alone
             scaling.pop("original_max_position_embeddings", None)
         return super().computes({**text, "rope_scaling": scaling, "rope_parameters": None}, length)
+
+
+@register_engine("transformers")
+class Transformers(_Rules):
+    """Plain transformers."""
+
+    version = "5.23.0"
+    reference = True
+    former = _FormerTransformers

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
@@ -18,7 +18,6 @@ from rope_ext_hf.engines.base import (
     NotCheckedError,
     ServingConfig,
     Target,
-    Trap,
     length_setting,
     needed,
     register_engine,
@@ -197,37 +196,11 @@ def _tensors_read(architecture: str, kind: str) -> tuple[str, ...]:
     return _FACTOR_LISTS if names and kind == "longrope" else names
 
 
-_TRAPS = (
-    Trap(
-        "since #17945",
-        "--yarn-attn-factor",
-        "overwritten under yarn; the magnitude is 0.1 ln s + 1 times rope.scaling.attn_factor",
-        "src/llama-context.cpp",
-    ),
-    Trap(
-        "b11549",
-        "yarn_beta_fast, yarn_beta_slow, yarn_ext_factor and yarn_attn_factor in the file",
-        "not read but for Grok (Mistral 3: the betas): the ramp is that of 32 and 1 unless flags set it",
-        "src/models/grok.cpp, mistral3.cpp",
-    ),
-    Trap("all", "truncate: false of yarn (gpt-oss)", "the ramp begins and ends at whole pairs", "ggml, corr_dims"),
-    Trap("before #28030", "-c above the file's context_length", "capped, although YaRN is given", "llama.cpp #28030"),
-    Trap("all", "longrope of Phi-3", "long or short list by the allocated context, for every input", "llama-model.cpp"),
-    Trap("all", "rope_type dynamic", "passed over by the converter", "conversion/base.py"),
-    Trap(
-        "all",
-        "rope_freqs.weight in files of Qwen, Gemma 3, gpt-oss",
-        "the file is not loaded: wrong number of tensors",
-        "src/models/qwen3.cpp, gemma3.cpp; src/llama-model-loader.cpp",
-    ),
-)
-
-
 class _GGUFEngine(Engine):
     """What the programs that run a GGUF file have in common."""
 
     version = "b11549"
-    traps: ClassVar[tuple[Trap, ...]] = _TRAPS
+    file_suffix = ".gguf"
 
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
         return file_computes(converted(config), length)
@@ -403,10 +376,14 @@ def _flags(target: Target, file: FileRope, removed: tuple[str, ...]) -> tuple[st
 class GGUF(_GGUFEngine):
     """A GGUF file that carries the method, for llama.cpp, LM Studio and every other program that runs it."""
 
+    rules_of = LlamaCpp.name
+
 
 @register_engine("ollama")
 class Ollama(_GGUFEngine):
     """Ollama, which has no options for RoPE: the GGUF file carries the method, the Modelfile the length."""
+
+    rules_of = LlamaCpp.name
 
     def command(self, target: Target) -> tuple[str, ...]:
         return ("ollama", "create", "NAME", "-f", "Modelfile")

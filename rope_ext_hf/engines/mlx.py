@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
@@ -17,7 +17,6 @@ from rope_ext_hf.engines.base import (
     NotCheckedError,
     ServingConfig,
     Target,
-    Trap,
     length_setting,
     merged,
     needed,
@@ -45,33 +44,6 @@ class MLX(ConfigEngine):
 
     title = "mlx-lm"
     version = "0.32.2"
-    traps: ClassVar[tuple[Trap, ...]] = (
-        Trap(
-            "0.32.2",
-            "rope_parameters",
-            "not read by most model files: theta falls back to its default or is an error, the scaling is lost",
-            "models/llama.py, qwen3.py, ...",
-        ),
-        Trap(
-            "0.32.2",
-            "attention_factor and truncate of yarn",
-            "ignored; mscale (default 1) over mscale_all_dim (default 0) gives the magnitude",
-            "models/rope_utils.py, initialize_rope",
-        ),
-        Trap(
-            "0.32.2",
-            "longrope",
-            "always the long list; the magnitude from max_position_embeddings over the original length alone",
-            "models/rope_utils.py, SuScaledRoPE",
-        ),
-        Trap(
-            "0.32.2",
-            "rope types of Phi-3 but linear and longrope",
-            "dropped with a printed warning; they are read from the key type, not rope_type",
-            "models/phi3.py:36",
-        ),
-        Trap("0.32.2", "mrope_section of Qwen3-VL", "text only: plain positions", "models/qwen3_vl.py, qwen3.py"),
-    )
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         for encoding in super().encodings(target):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
@@ -18,7 +18,6 @@ from rope_ext_hf.engines.base import (
     NotCheckedError,
     ServingConfig,
     Target,
-    Trap,
     length_setting,
     merged,
     needed,
@@ -42,45 +41,6 @@ class SGLang(ConfigEngine):
 
     title = "SGLang"
     version = "0.5.23"
-    traps: ClassVar[tuple[Trap, ...]] = (
-        Trap(
-            "0.5.23",
-            "attention_factor of yarn",
-            "ignored; mscale, mscale_all_dim and the multiplier attn_factor are read",
-            "rotary_embedding/factory.py, yarn.py",
-        ),
-        Trap(
-            "0.5.23",
-            "a missing factor or original length",
-            "replaced by 1.0 and by max_position_embeddings, with a warning in the log",
-            "rotary_embedding/factory.py, _get_rope_param",
-        ),
-        Trap(
-            "0.5.23",
-            "any rope type of DeepSeek but default",
-            "run as deepseek_yarn: lists, truncate and attention_factor are ignored",
-            "models/deepseek_v2.py:2066",
-        ),
-        Trap("0.5.23", "any rope type of Mixtral", "ignored; theta is cut to a whole number", "models/mixtral.py:178"),
-        Trap(
-            "0.5.23",
-            "mscale beside mrope_section",
-            "refused (TypeError); mrope_section with linear, llama3 or longrope loses the M-RoPE positions",
-            "rotary_embedding/mrope.py, YaRNScalingMRotaryEmbedding",
-        ),
-        Trap(
-            "0.5.23",
-            "--json-model-override-args with rope_parameters",
-            "merged key by key at the top level; under text_config it replaces all of them",
-            "utils/hf_transformers/config.py:408",
-        ),
-        Trap(
-            "all",
-            "--context-length left away",
-            "the server stays at max_position_embeddings, multiplied by a factor without an original length",
-            "utils/hf_transformers/common.py, get_context_length",
-        ),
-    )
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
@@ -19,7 +19,6 @@ from rope_ext_hf.engines.base import (
     NotCheckedError,
     ServingConfig,
     Target,
-    Trap,
     length_setting,
     merged,
     needed,
@@ -69,63 +68,6 @@ class VLLM(ConfigEngine):
     title = "vLLM"
     version = "0.33.0"
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
-    traps: ClassVar[tuple[Trap, ...]] = (
-        Trap("from 0.11.1", "--rope-scaling", "the flag is gone; --hf-overrides takes its place", "vLLM #28006"),
-        Trap(
-            "all",
-            "--hf-overrides with rope_parameters at the top level",
-            "ignored for composite configs; it must stand under text_config, where it is merged key by key",
-            "vLLM #54289; config/model.py, _update_nested",
-        ),
-        Trap(
-            "before #56446",
-            "attention_factor, mscale, mscale_all_dim of yarn",
-            "ignored; attn_factor multiplies 0.1 ln s + 1 instead",
-            "rotary_embedding/__init__.py",
-        ),
-        Trap(
-            "0.33.0",
-            "attention_factor: 1.0 in a DeepSeek config",
-            "the softmax scale by mscale_all_dim is left out",
-            "models/deepseek_v2.py:542",
-        ),
-        Trap(
-            "0.33.0",
-            "any rope type of gpt-oss",
-            "run as yarn from factor, betas and original length; attention_factor and lists are ignored",
-            "models/gpt_oss.py:112",
-        ),
-        Trap(
-            "0.33.0",
-            "mrope_section with linear, llama3 or longrope",
-            "the class built for these rope types knows no M-RoPE positions",
-            "rotary_embedding/__init__.py",
-        ),
-        Trap(
-            "0.33.0",
-            "yarn with mrope_section",
-            "the ramp is that of 4 times the original length (not for Qwen3-VL and 3.5): a quarter must be stated",
-            "rotary_embedding/mrope.py:351, cache_max_position_num",
-        ),
-        Trap(
-            "0.33.0",
-            "factor of linear and dynamic",
-            "multiplies max_position_embeddings (not for Gemma 3): an extended length there is extended twice",
-            "config/model.py, _get_and_verify_max_len",
-        ),
-        Trap(
-            "0.33.0",
-            "original_max_position_embeddings of yarn",
-            "no longer multiplied by the factor: max_position_embeddings must state the extended length",
-            "config/model.py, _get_and_verify_max_len",
-        ),
-        Trap(
-            "all",
-            "longrope with two lists",
-            "the long list for every request if --max-model-len is above the original length",
-            "phi3_long_rope_scaled_rope.py",
-        ),
-    )
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)

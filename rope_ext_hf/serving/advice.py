@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.engines.base import ServingConfig, list_engines
+from rope_ext_hf.engines.comparison import reference_engine
 from rope_ext_hf.errors import MethodError, ServingError, one_line
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, NOTHING, PURPOSES, SERVING, Guidance
@@ -39,7 +40,7 @@ from rope_ext_hf.serving.target import Model, describe_config, make_target, open
 
 __all__ = ["Advice", "advise"]
 
-_OWN_PROCESS = "transformers"
+_OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
 _SHORT_COMMAND = 400
 """Characters; a longer command line is left out of the text: `serve-config`, which stands before it, prints it."""

@@ -20,7 +20,7 @@ from rope_ext_hf.engines.base import (
     rope_settings,
     text_settings,
 )
-from rope_ext_hf.engines.comparison import expected_of, runs_otherwise
+from rope_ext_hf.engines.comparison import expected_of, reference_engine, runs_otherwise
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
@@ -33,8 +33,6 @@ from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
 
 __all__ = ["Audit", "audit"]
-
-_BY_FILE = ("gguf", "ollama")  # the same program as llama.cpp
 
 
 @dataclass(frozen=True)
@@ -138,12 +136,11 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
             "there is nothing to audit"
         )
     problems = _problems(config)
-    engines = {key: cls() for key, cls in list_engines().items() if key not in _BY_FILE}
-    transformers = engines.pop("transformers")
-    reference = _report(transformers, config)
-    against = transformers if reference.computed is not None else None
+    engines = [engine() for engine in list_engines().values() if not (engine.reference or engine.rules_of)]
+    reference = _report(reference_engine(), config)
+    against = reference_engine() if reference.computed is not None else None
     most = _context_length(config)
-    reports = [reference, *(_too_long(_report(engine, config, against), most) for engine in engines.values())]
+    reports = [reference, *(_too_long(_report(engine, config, against), most) for engine in engines)]
     return Audit(name, tuple(reports), tuple(problems))
 
 
@@ -219,7 +216,7 @@ def _audit_gguf(path: Path) -> Audit:
     if not path.is_file():
         raise CheckpointError(f"no such file: {str(path)!r}")
     file = read_file_rope(path)
-    engine = list_engines()["llama.cpp"]
+    engine = next(each for each in list_engines().values() if each.file_suffix == path.suffix)
     try:
         computed = file_computes(file)
     except NotCheckedError as error:

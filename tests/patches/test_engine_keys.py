@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
+from rope_ext_hf.engines.comparison import other_engines
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.patches.engine_keys import (
     KEYS_FOR_OTHER_ENGINES,
-    OTHER_ENGINES,
     TRIED_FAMILIES,
     compare_engines,
     former_keys,
@@ -234,7 +234,7 @@ LISTS = {"short_factor": [1.0] * 8, "long_factor": [float(i + 1) for i in range(
     [
         ("yarn", {"attention_factor": 1.3}, ["mlx-lm 0.32.2"]),
         ("yarn", {"truncate": False}, ["mlx-lm 0.32.2"]),
-        ("longrope", LISTS, ["transformers 4.57", "vLLM 0.33", "SGLang 0.5.23", "mlx-lm 0.32.2"]),
+        ("longrope", LISTS, ["transformers 4.57", "mlx-lm 0.32.2", "vLLM 0.33", "SGLang 0.5.23"]),
     ],
 )
 def test_saving_warns_of_programs_that_run_another_model(
@@ -246,7 +246,7 @@ def test_saving_warns_of_programs_that_run_another_model(
     build("llama").save_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match=f"^{', '.join(wrong)} would load"):
         save_patched_folder(model, tmp_path / "plain", tmp_path / "folder")
-    right = [each.label for each in OTHER_ENGINES if each.label not in wrong]
+    right = [each.label for each in other_engines() if each.label not in wrong]
     assert rope.describe(model).save_route.endswith(
         f"known to be read right by {', '.join(['transformers 5', *right])}"
     )
@@ -257,7 +257,7 @@ def test_saving_warns_of_programs_that_run_another_model(
 def test_forms_that_all_of_them_read(method: str, tmp_path: Path) -> None:
     model = rope.patch(build("llama"), method, factor=4)
     model.save_pretrained(tmp_path)
-    names = ", ".join(each.label for each in OTHER_ENGINES)
+    names = ", ".join(each.label for each in other_engines())
     assert rope.describe(model).save_route.endswith(f"known to be read right by transformers 5, {names}")
 
 
@@ -271,7 +271,7 @@ def test_of_other_families_only_transformers_is_known(tmp_path: Path) -> None:
 def test_what_is_said_was_measured() -> None:
     measured = json.loads((ROOT / "docs" / "results" / "other-engines.json").read_text(encoding="utf-8"))
     programs = {row["engine"] for row in measured["rows"]}
-    assert {next(each.label for each in OTHER_ENGINES if name.startswith(each.label)) for name in programs} == {
+    assert {next(each.label for each in other_engines() if name.startswith(each.label)) for name in programs} == {
         "transformers 4.57",
         "mlx-lm 0.32.2",
     }
