@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rope_ext_hf.checkpoints.meta_export import hf_to_meta
-from rope_ext_hf.checkpoints.meta_import import meta_to_hf
+from rope_ext_hf.checkpoints.meta_export import MetaExport
+from rope_ext_hf.checkpoints.meta_import import MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
-from rope_ext_hf.checkpoints.pairing_conversion import convert_pairing
-from rope_ext_hf.checkpoints.report import ConversionReport
+from rope_ext_hf.checkpoints.pairing_conversion import PairingConversion
+from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import check_destination
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -81,24 +81,16 @@ def convert_checkpoint(
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
         if source_pairing not in (None, "interleaved"):
             raise CheckpointError(f"weights in Meta's format are interleaved, got source_pairing={source_pairing!r}")
-        return meta_to_hf(
-            source, dst, to, context_length=context_length, resume=resume, verify=verify, progress=progress
-        )
-    if context_length is not None:
+        if context_length is not None and (type(context_length) is not int or context_length < 1):
+            raise CheckpointError(f"context_length must be a positive whole number of tokens, got {context_length!r}")
+        conversion: Conversion = MetaImport(source, dst, to, context_length=context_length)
+    elif context_length is not None:
         raise CheckpointError(
             f"context_length is for weights in Meta's format; {str(src)!r} states its own as max_position_embeddings "
             "in config.json"
         )
-    if to == "meta":
-        return hf_to_meta(
-            source,
-            dst,
-            model_parallel=model_parallel,
-            source_pairing=source_pairing,
-            resume=resume,
-            verify=verify,
-            progress=progress,
-        )
-    return convert_pairing(
-        source, dst, to, source_pairing=source_pairing, force=force, resume=resume, verify=verify, progress=progress
-    )
+    elif to == "meta":
+        conversion = MetaExport(source, dst, model_parallel=model_parallel, source_pairing=source_pairing)
+    else:
+        conversion = PairingConversion(source, dst, to, source_pairing=source_pairing, force=force)
+    return conversion.run(resume=resume, verify=verify, progress=progress)

@@ -1,12 +1,10 @@
 """A Llama in Hugging Face's format to Meta's own (params.json, consolidated.NN.pth), streamed and atomic.
 
-hf_to_meta(read_source(Path("Llama-2-13b-hf")), Path("Llama-2-13b"), model_parallel=2)
+MetaExport(read_source(Path("Llama-2-13b-hf")), Path("Llama-2-13b"), model_parallel=2).run()
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from rope_ext_hf.checkpoints.meta_params import (
     Weight,
 )
 from rope_ext_hf.checkpoints.meta_source import part_name, read_meta
-from rope_ext_hf.checkpoints.report import ConversionReport
+from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source, copy_other_files
 from rope_ext_hf.checkpoints.torch_files import open_writer
 from rope_ext_hf.checkpoints.verification import compare_views
@@ -38,77 +36,63 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
 )
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import Progress, atomic_file, atomic_folder, copy_mode, read_json, write_json
+from rope_ext_hf.files import Progress, atomic_file, copy_mode, read_json, write_json
 from rope_ext_hf.patches.config import PATCH_KEY
 
-__all__ = ["hf_to_meta"]
+__all__ = ["MetaExport"]
 
 
-def hf_to_meta(
-    source: Source,
-    dst: Path,
-    *,
-    model_parallel: int = 1,
-    source_pairing: str | None = None,
-    resume: bool = False,
-    verify: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> ConversionReport:
-    """Write a Llama in Meta's format.
+class MetaExport(Conversion):
+    """A Llama in Meta's format.
 
     Args:
         source: the model, from `read_source`.
-        dst, resume, verify, progress: see `convert_checkpoint`.
+        dst: see `convert_checkpoint`.
         model_parallel: parts to write, each for one process of Meta's code.
         source_pairing: pairing of the weights now; default: the config's `rope_pairing`, else half.
 
     Raises:
-        CheckpointError: a model that Meta's format cannot express, with the reason (before anything is written), or a
-            failed verification.
-        FileError: a destination that exists, a full disk.
+        CheckpointError: a model that Meta's format cannot express, with the reason.
 
     All parts are written at the same time, so an interruption costs all of them. A warning names what Meta's format
     has no place for: max_position_embeddings, and a factor of Llama 3.1's scaling that its code does not have.
     """
-    llama = _check_representable(source)
-    weights = tuple(llama.weights(llama.generation.split))
-    _check_tensors(source.view, source.folder, llama, weights)
-    now = source_pairing or source.pairing or "half"
-    parts = _Parts(weights, source.view, now, _check_count(model_parallel, llama), llama.tied)
-    done = Progress(model_parallel * parts.size, progress)
-    verified = None
-    with atomic_folder(
-        dst,
-        source=source.folder,
-        inputs=source.inputs,
-        size=done.total,
-        plan={"to": "meta", "parts": model_parallel, "source_pairing": now},
-        resume=resume,
-    ) as staging:
-        parts.write(staging, done)
-        for index in range(model_parallel):
-            copy_mode(next(iter(source.files.values())).path, staging / part_name(index))
-        skipped = copy_other_files(source.folder, staging, [*source.files, "config.json", "params.json"])
-        write_json(staging / "params.json", llama.to_params())
-        copy_mode(source.folder / "config.json", staging / "params.json")
-        if verify:
-            copy = read_meta(staging).view()
-            verified = compare_views(source.tensors, source.view, copy, now, "interleaved")
-    losses = _losses(source, llama)
-    for loss in losses:
-        warnings.warn(loss, stacklevel=3)
-    return ConversionReport(
-        path=str(dst),
-        source=now,
-        to="meta",
-        converted=2 * llama.layers if now == "half" else 0,
-        tensors=len(weights),
-        bytes=done.total,
-        skipped_files=skipped,
-        loads_natively=False,
-        verified=verified,
-        notes=(*losses, *_theta_note(llama)),
-    )
+
+    def __init__(
+        self, source: Source, dst: Path, *, model_parallel: int = 1, source_pairing: str | None = None
+    ) -> None:
+        self.source, self.llama = source, _check_representable(source)
+        weights = tuple(self.llama.weights(self.llama.generation.split))
+        _check_tensors(source.view, source.folder, self.llama, weights)
+        self.now = source_pairing or source.pairing or "half"
+        count = _check_count(model_parallel, self.llama)
+        self.parts = _Parts(weights, source.view, self.now, count, self.llama.tied)
+        self.folder, self.inputs = source.folder, source.inputs
+        self.plan = {"to": "meta", "parts": model_parallel, "source_pairing": self.now}
+        self.warnings = _losses(source, self.llama)
+        self.report = ConversionReport(
+            path=str(dst),
+            source=self.now,
+            to="meta",
+            converted=2 * self.llama.layers if self.now == "half" else 0,
+            tensors=len(weights),
+            bytes=model_parallel * self.parts.size,
+            loads_natively=False,
+            notes=(*self.warnings, *_theta_note(self.llama)),
+        )
+
+    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
+        self.parts.write(staging, progress)
+        for index in range(self.parts.count):
+            copy_mode(next(iter(self.source.files.values())).path, staging / part_name(index))
+        skipped = copy_other_files(self.folder, staging, [*self.source.files, "config.json", "params.json"])
+        write_json(staging / "params.json", self.llama.to_params())
+        copy_mode(self.folder / "config.json", staging / "params.json")
+        return skipped
+
+    def verify(self, staging: Path) -> str:
+        copy = read_meta(staging).view()
+        return compare_views(self.source.tensors, self.source.view, copy, self.now, "interleaved")
 
 
 def _check_representable(source: Source) -> Llama:

@@ -1,6 +1,6 @@
 """Convert a Hugging Face folder to the other pairing, streamed and atomic.
 
-    convert_pairing(read_source(Path("model")), Path("converted"), "interleaved")
+    PairingConversion(read_source(Path("model")), Path("converted"), "interleaved").run()
 
 Every tensor of an attention module is known to rotate, known not to, or a reason to stop (`row_layouts`). Each weight
 file is copied in ranges of bytes inside the kernel; only tensors that rotate go through memory, one at a time.
@@ -9,15 +9,11 @@ file is copied in ranges of bytes inside the kernel; only tensors that rotate go
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.report import ConversionReport, reverse_command
-from rope_ext_hf.checkpoints.row_layouts import RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.checkpoints.weight_files import (
@@ -33,7 +29,6 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     Progress,
     atomic_file,
-    atomic_folder,
     copy_mode,
     copy_range,
     read_json,
@@ -45,122 +40,79 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.rotary.pairing import other_pairing
 
-__all__ = ["convert_pairing"]
+__all__ = ["PairingConversion"]
 
 
-def convert_pairing(
-    source: Source,
-    dst: Path,
-    to: str,
-    *,
-    source_pairing: str | None = None,
-    force: bool = False,
-    resume: bool = False,
-    verify: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> ConversionReport:
-    """Write a copy of a checkpoint whose weights are in the other pairing.
+class PairingConversion(Conversion):
+    """A copy of a checkpoint whose weights are in the other pairing.
 
     Args:
         source: the checkpoint, from `read_source`.
-        dst, source_pairing, force, resume, verify, progress: see `convert_checkpoint`.
+        dst, source_pairing, force: see `convert_checkpoint`.
         to: "half" or "interleaved".
 
     Raises:
-        CheckpointError: weights in that pairing already or in an unknown one, a tensor that cannot be converted, or a
-            failed verification.
-        FileError: a destination that exists or lies in the source, a source that changes meanwhile, a full disk.
+        CheckpointError: weights in that pairing already or in an unknown one, or a tensor that cannot be converted.
     """
-    _check_pairing(source, to, source_pairing, force)
-    layouts = source.layouts()
-    size = size_of(source.view.tensors)
-    conversion = _Conversion(source, layouts, to, Progress(size, progress))
-    verified = None
-    with atomic_folder(
-        dst, source=source.folder, inputs=source.inputs, size=size, plan={"to": to}, resume=resume
-    ) as staging:
-        for name, file in source.files.items():
-            conversion.write_file(name, file, staging)
-        skipped = conversion.copy_the_rest(staging)
-        if verify:
-            verified = _verify(source, staging, to, size)
-    loads_natively = class_pairing(source.config, after=to) == to
-    notes: tuple[str, ...] = ()
-    if not loads_natively:
-        notes = (
-            f"{str(dst)!r} holds {to} weights, which the code of {source.tensors.model_type!r} models does not run; "
-            + reverse_command(str(dst), to),
-        )
-        warnings.warn(notes[0], stacklevel=3)
-    return ConversionReport(
-        path=str(dst),
-        source=other_pairing(to),
-        to=to,
-        converted=len(layouts),
-        tensors=len(source.view.tensors),
-        bytes=size,
-        skipped_files=skipped,
-        loads_natively=loads_natively,
-        verified=verified,
-        notes=notes,
-    )
 
-
-def _check_pairing(source: Source, to: str, source_pairing: str | None, force: bool) -> None:
-    now = source_pairing or source.pairing
-    if now is None:
-        raise CheckpointError(
-            f"the family table has no pairing for {source.tensors.model_type!r}, and the config does not state one; "
-            "state the pairing of the weights (source_pairing, --from)"
-        )
-    if now == to and not force:
-        reason = "as stated" if source_pairing else "by the config or the family"
-        raise CheckpointError(
-            f"the weights in {str(source.folder)!r} are {to} already, {reason}; to convert them "
-            "nevertheless, use force (force=True, --force)"
+    def __init__(
+        self, source: Source, dst: Path, to: str, *, source_pairing: str | None = None, force: bool = False
+    ) -> None:
+        _check_pairing(source, to, source_pairing, force)
+        self.source, self.to, self.layouts = source, to, source.layouts()
+        self.folder, self.inputs, self.plan = source.folder, source.inputs, {"to": to}
+        loads_natively = class_pairing(source.config, after=to) == to
+        if not loads_natively:
+            self.warnings = (
+                f"{str(dst)!r} holds {to} weights, which the code of {source.tensors.model_type!r} models does not "
+                f"run; for transformers, convert it back: rope-ext convert {dst} NEW --to {other_pairing(to)}",
+            )
+        self.report = ConversionReport(
+            path=str(dst),
+            source=other_pairing(to),
+            to=to,
+            converted=len(self.layouts),
+            tensors=len(source.view.tensors),
+            bytes=size_of(source.view.tensors),
+            loads_natively=loads_natively,
+            notes=self.warnings,
         )
 
+    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
+        for name, file in self.source.files.items():
+            self._write_file(file, staging / safetensors_name(name), progress)
+        return self._copy_the_rest(staging)
 
-def _verify(source: Source, staging: Path, to: str, size: int) -> str:
-    written = TensorView.from_files(SafetensorsFile(staging / safetensors_name(name)) for name in source.files)
-    scores = compare_scores(source.tensors, source.view, written, to)
-    if source.is_adapter:
-        return scores
-    return f"{scores}; {compare_logits(source.folder, other_pairing(to), staging, to, size)}"
+    def verify(self, staging: Path) -> str:
+        written = TensorView.from_files(SafetensorsFile(staging / safetensors_name(name)) for name in self.source.files)
+        scores = compare_scores(self.source.tensors, self.source.view, written, self.to)
+        if self.source.is_adapter:
+            return scores
+        logits = compare_logits(self.folder, other_pairing(self.to), staging, self.to, self.report.bytes)
+        return f"{scores}; {logits}"
 
-
-@dataclass(frozen=True)
-class _Conversion:
-    """A conversion in progress."""
-
-    source: Source
-    layouts: dict[str, RowLayout | ScaleBlocks]
-    to: str
-    progress: Progress
-
-    def write_file(self, name: str, file: WeightFile, staging: Path) -> None:
+    def _write_file(self, file: WeightFile, target: Path, progress: Progress) -> None:
         """Write one weight file, unless an interrupted conversion has written it."""
-        target = staging / safetensors_name(name)
 
         def read(tensor: str) -> Tensor:
-            return self.read_converted(file, tensor)
+            return self._read_converted(file, tensor)
 
         if file_matches(target, file.tensors, read, header=file.header):
-            self.progress.advance(size_of(file.tensors))
+            progress.advance(size_of(file.tensors))
             return
         with atomic_file(target, fsync=False) as part:
             if file.header is not None:
-                self._copy_by_ranges(file, file.header, part)
+                self._copy_by_ranges(file, file.header, part, progress)
             else:
-                write_safetensors(part, file.tensors, read, {"format": "pt"}, self.progress.advance)
+                write_safetensors(part, file.tensors, read, {"format": "pt"}, progress.advance)
         copy_mode(file.path, target)
 
-    def read_converted(self, file: WeightFile, name: str) -> Tensor:
+    def _read_converted(self, file: WeightFile, name: str) -> Tensor:
         """Read a tensor, in the new pairing."""
         tensor = file.read(name)
         return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
 
-    def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path) -> None:
+    def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, progress: Progress) -> None:
         """Copy the header and all bytes but those of tensors that rotate."""
         source = os.open(file.path, os.O_RDONLY)
         target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -169,16 +121,16 @@ class _Conversion:
             at = len(header)
             for name, info in file.tensors.items():
                 if name in self.layouts:
-                    copy_range(source, target, at, info.begin, self.progress.advance)
-                    write_all(target, tensor_bytes(self.read_converted(file, name)))
-                    self.progress.advance(info.size)
+                    copy_range(source, target, at, info.begin, progress.advance)
+                    write_all(target, tensor_bytes(self._read_converted(file, name)))
+                    progress.advance(info.size)
                     at = info.end
-            copy_range(source, target, at, file.path.stat().st_size, self.progress.advance)
+            copy_range(source, target, at, file.path.stat().st_size, progress.advance)
         finally:
             os.close(source)
             os.close(target)
 
-    def copy_the_rest(self, staging: Path) -> tuple[str, ...]:
+    def _copy_the_rest(self, staging: Path) -> tuple[str, ...]:
         """Copy or write everything but the weights; return the weight files that were skipped."""
         config_name = "adapter_config.json" if self.source.is_adapter else "config.json"
         skipped = copy_other_files(self.source.folder, staging, [*self.source.files, config_name])
@@ -199,3 +151,18 @@ class _Conversion:
             text[switch] = self.to == "interleaved"
         write_json(staging / name, config | {PAIRING_KEY: self.to})
         copy_mode(self.source.folder / name, staging / name)
+
+
+def _check_pairing(source: Source, to: str, source_pairing: str | None, force: bool) -> None:
+    now = source_pairing or source.pairing
+    if now is None:
+        raise CheckpointError(
+            f"the family table has no pairing for {source.tensors.model_type!r}, and the config does not state one; "
+            "state the pairing of the weights (source_pairing, --from)"
+        )
+    if now == to and not force:
+        reason = "as stated" if source_pairing else "by the config or the family"
+        raise CheckpointError(
+            f"the weights in {str(source.folder)!r} are {to} already, {reason}; to convert them "
+            "nevertheless, use force (force=True, --force)"
+        )

@@ -1,13 +1,17 @@
-"""The report of a conversion."""
+"""A conversion as a value: what it writes, and its report."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.files import FileStamp, Progress, atomic_folder
 
-__all__ = ["ConversionReport", "reverse_command"]
+__all__ = ["Conversion", "ConversionReport"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class ConversionReport:
         converted: tensors whose rows were reordered.
         tensors: all tensors.
         bytes: size of the weights.
-        skipped_files: files of the source that hold weights in another format, which were not copied.
         loads_natively: whether the family's transformers class runs the new pairing.
+        skipped_files: files of the source that hold weights in another format, which were not copied.
         verified: what `verify` compared; None: nothing.
         notes: further remarks for whoever uses the new folder.
     """
@@ -32,8 +36,8 @@ class ConversionReport:
     converted: int
     tensors: int
     bytes: int
-    skipped_files: tuple[str, ...]
     loads_natively: bool
+    skipped_files: tuple[str, ...] = ()
     verified: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -54,6 +58,47 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def reverse_command(path: str, to: str) -> str:
-    """Return advice on how to bring a converted folder to the pairing that transformers runs."""
-    return f"for transformers, convert it back: rope-ext convert {path} NEW --to {other_pairing(to)}"
+class Conversion(ABC):
+    """A conversion that was checked and not yet written. Its class is made from a source and what is asked for.
+
+    Attributes:
+        folder: the folder that is read.
+        inputs: stamps of the files in it.
+        plan: JSON-ready: what the settings of an interrupted conversion must be, for it to be continued.
+        report: what is known before anything is written.
+        warnings: those of its notes that call for attention.
+    """
+
+    folder: Path
+    inputs: Mapping[str, FileStamp]
+    plan: Mapping[str, Any]
+    report: ConversionReport
+    warnings: tuple[str, ...] = ()
+
+    @abstractmethod
+    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
+        """Write all files, keeping the weight files that are there and right; return those that were skipped."""
+
+    @abstractmethod
+    def verify(self, staging: Path) -> str:
+        """Compare what was written with the source; return what was compared, in words.
+
+        Raises:
+            CheckpointError: a difference.
+        """
+
+    def run(
+        self, *, resume: bool = False, verify: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> ConversionReport:
+        """Write the new folder, whole or not at all. For the arguments and errors see `convert_checkpoint`."""
+        dst, verified = Path(self.report.path), None
+        done = Progress(self.report.bytes, progress)
+        with atomic_folder(
+            dst, source=self.folder, inputs=self.inputs, size=done.total, plan=self.plan, resume=resume
+        ) as staging:
+            skipped = self.write(staging, done)
+            if verify:
+                verified = self.verify(staging)
+        for warning in self.warnings:
+            warnings.warn(warning, stacklevel=3)
+        return replace(self.report, skipped_files=skipped, verified=verified)

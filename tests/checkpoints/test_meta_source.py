@@ -27,7 +27,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import meta_import
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 from rope_ext_hf.checkpoints.meta_params import Llama, Weight
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint, read_meta
+from rope_ext_hf.checkpoints.meta_source import read_meta
 from rope_ext_hf.checkpoints.report import ConversionReport
 from rope_ext_hf.errors import CheckpointError, FileError
 from tests.support.models import build, logits
@@ -40,10 +40,12 @@ LENGTH = 192  # long enough for the scaling of Llama 3.1 to show in the logits
 # --- Meta's model -------------------------------------------------------------------------------------------------
 
 
-def meta_to_hf(src: Path, dst: Path, to: str = "half", **options: Any) -> ConversionReport:
-    source = open_checkpoint(src)
-    assert isinstance(source, MetaSource)
-    return meta_import.meta_to_hf(source, dst, to, **options)
+def meta_to_hf(
+    src: Path, dst: Path, to: str = "half", *, max_shard_bytes: int = meta_import.MAX_SHARD_BYTES, **options: Any
+) -> ConversionReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meta_import, "MAX_SHARD_BYTES", max_shard_bytes)
+        return convert_checkpoint(src, dst, to, **options)
 
 
 def hf_to_meta(src: Path, dst: Path, **options: Any) -> ConversionReport:
@@ -609,8 +611,6 @@ def test_arguments(tmp_path: Path) -> None:
         (lambda: hf_to_meta(source, new, model_parallel=3), "kv_heads 4 cannot be divided among 3 parts"),
         (lambda: hf_to_meta(source, new, model_parallel=0), "must be a positive"),
         (lambda: hf_to_meta(source, new, model_parallel=8), "kv_heads 4 cannot be divided"),
-        (lambda: meta_to_hf(tmp_path / "meta", new, "neox"), "got 'neox'"),
-        (lambda: meta_to_hf(tmp_path / "meta", new, max_shard_bytes=0), "must be positive, got 0"),
         (lambda: convert_checkpoint(tmp_path / "meta", new, "neox"), "got to='neox'"),
         (
             lambda: convert_checkpoint(tmp_path / "meta", new, "half", source_pairing="half"),
