@@ -29,7 +29,15 @@ from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
 
-__all__ = ["PatchedSlot", "Slot", "find_slots", "patched_slots", "present_specs"]
+__all__ = [
+    "PatchedSlot",
+    "Slot",
+    "find_slots",
+    "frequency_names",
+    "patched_slots",
+    "present_specs",
+    "rotary_modules",
+]
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     text_type = root.get_text_config().model_type if hasattr(root, "get_text_config") else root.model_type
     slots = [
         _inspect(parent, attribute, module, config)
-        for parent, attribute, module, config in _candidates(model)
+        for parent, attribute, module, config in rotary_modules(model)
         if config.model_type == text_type
     ]
     if not slots:
@@ -240,7 +248,8 @@ def _with_layers(slot: Slot, several: bool, layers: Layers | None) -> Slot:
     return replace(slot, scaled_layers=choose_layer_types(slot.config, served, layers), idle=not any(served.values()))
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, Any]]:
+def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, Any]]:
+    """Where each rotary module hangs (parent, attribute), the module as loaded, and the config it was built from."""
     modules = list(model.modules())
     with_frequencies = {id(module) for module in modules for name in module._buffers if name.endswith("inv_freq")}
     for parent in modules:
@@ -255,11 +264,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, A
                 config = next((swap.original for swap in child.state.configs if swap.patched is config), config)
             if not hasattr(config, "model_type"):  # none, or something else: Idefics keeps a dropout rate there
                 continue
-            if _is_table(attribute, config) or (_frequency_names(module) and _takes_positions(module)):
+            if _is_table(attribute, config) or (frequency_names(module) and _takes_positions(module)):
                 yield parent, attribute, module, config
 
 
-def _frequency_names(module: nn.Module) -> list[str]:
+def frequency_names(module: nn.Module) -> list[str]:
     """Names of the buffers that hold inverse frequencies, originals left aside."""
     return [
         name
@@ -283,7 +292,7 @@ def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) 
     layout: Layout = "half"
     cast = True
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
-    for name in _frequency_names(module):
+    for name in frequency_names(module):
         layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
         as_loaded[layer_type] = read_rope(config, 2 * inv_freq.shape[-1], layer_type)

@@ -28,6 +28,7 @@ _NAMES = {
     "methods.registry": "frequencies list_methods register_method",
     "modules.standalone": "NTKAwareRoPE apply_rotary_pos_emb",
     "patches.describing": "Description describe",
+    "patches.fingerprint": "Fingerprint",
     "patches.loading": "from_pretrained",
     "patches.patching": "apply_plan fixed_length patch patched reset unpatch",
     "patches.planning": "PatchPlan plan_patch",
@@ -35,6 +36,7 @@ _NAMES = {
     "serving.advice": "Advice advise",
     "serving.audit": "Audit audit",
     "serving.configs": "serving_config",
+    "serving.fingerprints": "fingerprint",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
+    from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
     from rope_ext_hf.patches.patching import apply_plan as apply_plan
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
@@ -98,3 +101,4 @@ if TYPE_CHECKING:
     from rope_ext_hf.serving.audit import Audit as Audit
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config
+    from rope_ext_hf.serving.fingerprints import fingerprint as fingerprint

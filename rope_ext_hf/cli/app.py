@@ -23,7 +23,7 @@ from rope_ext_hf.errors import MethodError, RopeExtError, short
 __all__ = ["app", "main"]
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.explain, models.patch),
+    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch),
     "Measurements": (
         evaluation.demo,
         evaluation.ppl,

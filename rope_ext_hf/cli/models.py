@@ -1,4 +1,4 @@
-"""Commands about methods and models: `methods`, `describe`, `explain`, `patch`."""
+"""Commands about methods and models: `methods`, `describe`, `diff`, `explain`, `patch`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
     from rope_ext_hf.patches.describing import Description
 
-__all__ = ["describe", "explain", "methods", "patch"]
+__all__ = ["describe", "diff", "explain", "methods", "patch"]
 
 
 def methods(as_json: Json = False) -> None:
@@ -211,6 +211,36 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
         f"On the right: every query and key of {len(ids)} tokens of {document.name}, put at each distance in turn, "
         "wherever they stood."
     )
+
+
+def diff(
+    expected: Annotated[
+        str, typer.Argument(metavar="EXPECTED", help="A folder, a Hub id, 'reference', or a file of a fingerprint.")
+    ],
+    actual: Annotated[str, typer.Argument(metavar="ACTUAL", help="What is compared with it; the same kinds.")],
+    source: SourceOptions,
+    as_json: Json = False,
+) -> None:
+    """Compare what rotates how in two models, in sentences; exit code 1 where they differ. Reads no weights.
+
+    The file of a fingerprint is the JSON of `rope_ext_hf.fingerprint(model).to_dict()`, of a model in a trainer, say.
+
+    Example: `rope-ext diff reference reference`
+    """
+    from rope_ext_hf.serving.fingerprints import fingerprint
+
+    quiet_transformers()
+    one, other = (
+        fingerprint(name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+        for name in (expected, actual)
+    )
+    sentences = one.differences(other)
+    if as_json:
+        print_text(json_text({"expected": one.to_dict(), "actual": other.to_dict(), "differences": sentences}))
+    else:
+        print_text("\n".join(sentences or [f"Both rotate alike: {one.digest}."]))
+    if sentences:
+        raise typer.Exit(1)
 
 
 def patch(

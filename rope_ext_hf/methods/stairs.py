@@ -94,8 +94,8 @@ class Stairs(_TurnedQueries):
     """Beyond the window distances climb from `start` again and again: W + ((d - S) mod B).
 
     The zones of dual chunk attention, counted from each query: no boundary moves through the input, and no key is
-    stored twice. `window`: S, default half the limit; `start`: W, default a quarter of the limit; `chunk`: B, default
-    half of it. S, W and B as in STRING, of which this is the form without an end.
+    stored twice. `window`: S, default three quarters of the limit; `start`: W, default a quarter of it; `chunk`: B,
+    default half of it. S and W as in STRING, of which this is the form without an end.
     """
 
     guidance = Guidance(
@@ -106,7 +106,7 @@ class Stairs(_TurnedQueries):
     chunk: int | None = None
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        window = self.window or max(limit // 2, self.start or 0)
+        window = self.window or max(3 * limit // 4, self.start or 0)
         start = self.start or min(window, limit // 4)
         chunk = self.chunk or max(1, min(limit // 2, limit - start))
         self.check_reach(limit, "window", window)
