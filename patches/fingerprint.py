@@ -26,7 +26,7 @@ from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, rotary_modules
 
-__all__ = ["Fingerprint", "LayerRope", "fingerprint_of"]
+__all__ = ["Fingerprint", "fingerprint_of"]
 
 SAME = 1e-5
 """The largest relative difference of two numbers that computing them in another way explains."""
