@@ -115,11 +115,6 @@ class ConfigRope:
             return Rotary(self.plain.dim, self.plain.theta, self.context_length, self.plain.rotated_pairs)
         return self.plain.scaled(self.method, context_length=self.context_length)
 
-    @property
-    def original(self) -> Rotary:
-        """The rotary embedding with its scaling stripped."""
-        return self.plain
-
 
 def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
     """The rope settings of one layer type (None: of a model with one set for all layers).

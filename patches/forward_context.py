@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -100,16 +101,16 @@ class ForwardContext(ForwardState):
         if new_tokens is None:
             return None
         cache, mask = own_cache(call.get("past_key_values")), call.get("attention_mask")
-        padding = _padding_mask(mask)
+        padding, around = _padding_mask(mask), _given_outside()
         prepared = mask is not None and padding is None
         if prepared:
-            prepared, padding = _mask_given_outside()
+            prepared, padding = _mask_given_outside(around)
         return cls(
             owner=decoder,
             new_tokens=new_tokens,
             past_length=int(cache.get_seq_length()) if cache is not None else 0,
             position_ids=_one_per_token(call.get("position_ids"), axes),
-            filled_in=_positions_filled_in(),
+            filled_in=bool(around) and not around[-1].with_positions,  # the outermost is what the user calls
             padding_mask=padding,
             prepared_mask=prepared,
             cache=cache,
@@ -152,35 +153,24 @@ def _padding_mask(mask: Any) -> Tensor | None:
     return None
 
 
-def _mask_given_outside() -> tuple[bool, Tensor | None]:
+def _given_outside() -> list[GivenMask]:
+    """What the modules around the decoder of this forward were given, innermost first."""
+    inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
+    return [state for state in inside if isinstance(state, GivenMask)]
+
+
+def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:
     """Whether a prepared mask comes from the user, and the padding mask that it was prepared from."""
-    for state in running():
-        if isinstance(state, ForwardContext):
-            break
-        if isinstance(state, GivenMask):
-            padding = _padding_mask(state.attention_mask)
-            if padding is not None or state.attention_mask is None:
-                return False, padding
+    for state in around:
+        padding = _padding_mask(state.attention_mask)
+        if padding is not None or state.attention_mask is None:
+            return False, padding
     return True, None
-
-
-def _positions_filled_in() -> bool:
-    """Whether the outermost module around the decoder, which the user calls, was given no positions."""
-    outermost = None
-    for state in running():
-        if isinstance(state, ForwardContext):
-            break
-        if isinstance(state, GivenMask):
-            outermost = state
-    return outermost is not None and not outermost.with_positions
 
 
 def current_context() -> ForwardContext | None:
     """The context of the innermost forward under way in this thread."""
-    for state in running():
-        if isinstance(state, ForwardContext):
-            return state
-    return None
+    return next((state for state in running() if isinstance(state, ForwardContext)), None)
 
 
 def takes_tokens(module: nn.Module) -> bool:

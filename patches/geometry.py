@@ -106,7 +106,7 @@ def base_rope_of_config(described: ConfigRope, over: str = "own", context_length
         raise MethodError("over='patched' needs the model itself, not its config alone")
     rotary, rule = described.rotary, described.rule
     if over == "original":
-        rotary, rule = described.original, "the original length of the config"
+        rotary, rule = described.plain, "the original length of the config"
     if context_length is not None:
         rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
     return BaseRope(rotary, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -28,7 +29,6 @@ from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
-from rope_ext_hf.patches.trained_values import record_trained_values, trained_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,8 +71,8 @@ class RewritingSave:
                 "push_to_hub=True would upload this model before its config is complete; use "
                 "model.push_to_hub(repo_id), or save it to a folder and upload that"
             )
-        record_trained_values(self.model)
-        with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, trained_keys(self.model)):
+        _record_trained_values(self.model)
+        with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, _trained_keys(self.model)):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
             rewrite_config(Path(save_directory), _state(self.model))
@@ -107,7 +107,7 @@ def detach_saving(model: nn.Module) -> None:
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     if isinstance(getattr(module, "peft_config", None), dict):  # its adapters are about to be saved
-        record_trained_values(module)
+        _record_trained_values(module)
         record_patch(module)
 
 
@@ -133,6 +133,33 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
     saved = config | settings
     spelled = former_spelling(saved, record["layer_types"])
     return saved | spelled | {PATCH_KEY: record | {"former": sorted(spelled)}}
+
+
+def _trained_keys(model: nn.Module) -> list[str]:
+    """Keys in a model's state_dict of the parameters that its method trains."""
+    rotary = [module for slot in patched_slots(model) for module in slot.tables.modules()]
+    trained = {id(parameter) for module in rotary for parameter in module.parameters(recurse=False)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
+
+
+def _record_trained_values(model: nn.Module) -> None:
+    """Bring the record of the patch, and the rope settings beside it, up to date."""
+    for slot in patched_slots(model):
+        if not slot.state.spec.method.trainable:
+            continue
+        spec = slot.present_spec
+        divisors = spec.method.longrope_parameters(spec.rotary)
+        for config in (swap.patched for swap in slot.state.configs):
+            record = vars(config).get(PATCH_KEY)
+            if record is None:
+                continue
+            parameters = copy.deepcopy(config.rope_parameters)
+            for layer_type in record["layer_types"]:
+                settings = parameters if layer_type is None else parameters[layer_type]
+                if settings.get("rope_type") == "longrope":
+                    settings |= {key: divisors[key] for key in ("short_factor", "long_factor")}
+            config.rope_parameters = parameters
+            record |= spec.to_dict() | {"rope_parameters": copy.deepcopy(parameters)}
 
 
 @contextmanager

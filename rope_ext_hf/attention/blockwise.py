@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from rope_ext_hf.attention.kernels import has_kernel, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.attention.tile_batches import MergedSoftmax, batch_tiles, fold_into_batch, strided_spans
+from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
@@ -307,13 +308,17 @@ class _Attention:
         """
         rule, queries, keys = self.rule, query.shape[-2], int(key.shape[-2])
         # Keys that may be in each zone: between the farthest one of the first query and the nearest one of the last.
-        if first_query is None:
-            ranges = [(0, keys)] * len(rule.zone_distances(self.positions.reach))
-        else:
+        distances = rule.zone_distances(self._total)
+        if first_query is not None:
             ranges = [
                 (max(0, first_query - bound + 1), min(keys, first_query + queries - smallest))
-                for smallest, bound in rule.zone_distances(self._total)
+                for smallest, bound in distances
             ]
+        else:
+            # Positions out of order may be farther apart than there are keys. Where that makes further zones, the
+            # largest position is needed; other methods end with a zone without an end, and nothing waits.
+            grows = distances[-1][1] < UNBOUNDED and rule.window_size is None
+            ranges = [(0, keys)] * len(rule.zone_distances(self.positions.reach) if grows else distances)
         begin, end = ranges[0]
         local = self._local_rotation(lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
         local_keys = self._rotate(local, key[:, :, begin:end])

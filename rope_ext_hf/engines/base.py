@@ -241,6 +241,10 @@ class Engine(ABC):
             ServingError: no encoding that the engine reads computes the same; the message gives the reason.
         """
 
+    def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
+        """What `config_for` returns: how to start the engine (`how`), beside what is stated alike for every engine."""
+        return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
+
     def check_version(self, version: str | None) -> tuple[str, ...]:
         """Notes on serving with this version of the engine; None: the one that the rules were taken from.
 

@@ -82,14 +82,11 @@ class _Rules(ConfigEngine):
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         keys = config_changes(target, encoding)
-        return ServingConfig(
-            self.name,
-            self.version,
+        return self.serving(
+            target,
             encoding.name,
-            target.method,
-            target.length,
+            computed,
             config_keys=target.placed(keys),
-            computed=computed,
             notes=("Write these keys into config.json (rope-ext patch does), or patch the loaded model.",),
         )
 

@@ -238,16 +238,13 @@ class _GGUFEngine(Engine):
         self, target: Target, name: str, file: FileRope, removed: tuple[str, ...], computed: Computed
     ) -> ServingConfig:
         """How to start the program on a file with these keys and tensors."""
-        return ServingConfig(
-            self.name,
-            self.version,
+        return self.serving(
+            target,
             name,
-            target.method,
-            target.length,
+            computed,
             gguf_keys={f"{file.architecture}.{key}": v for key, v in file.keys.items() if key not in _UNREAD},
             gguf_tensors=file.tensors,
             gguf_removed=removed,
-            computed=computed,
             command=self.command(target),
             notes=(*computed.notes, *self.notes(target)),
         )

@@ -77,15 +77,12 @@ class MLX(ConfigEngine):
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         keys = self._keys(target, encoding)
-        return ServingConfig(
-            self.name,
-            self.version,
+        return self.serving(
+            target,
             encoding.name,
-            target.method,
-            target.length,
+            computed,
             command=("mlx_lm.server", "--model", "FOLDER"),
             config_keys=target.placed(keys),
-            computed=computed,
             notes=(*computed.notes, "Write these keys into config.json of a copy of the model, FOLDER."),
         )
 

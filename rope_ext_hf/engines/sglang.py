@@ -66,16 +66,13 @@ class SGLang(ConfigEngine):
         overrides = target.placed(changes)
         flags = ("--json-model-override-args", json.dumps(overrides)) if overrides else ()
         command = ("python", "-m", "sglang.launch_server", "--model-path", target.model)
-        return ServingConfig(
-            self.name,
-            self.version,
+        return self.serving(
+            target,
             encoding.name,
-            target.method,
-            target.length,
+            computed,
             command=(*command, "--context-length", str(target.length), *flags),
             overrides=overrides or None,
             config_keys=overrides,
-            computed=computed,
             notes=computed.notes,
         )
 

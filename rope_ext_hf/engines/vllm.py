@@ -98,16 +98,13 @@ class VLLM(ConfigEngine):
         changes = config_changes(target, encoding)
         overrides = target.placed(changes)
         flags = ("--hf-overrides", json.dumps(overrides)) if overrides else ()
-        return ServingConfig(
-            self.name,
-            self.version,
+        return self.serving(
+            target,
             encoding.name,
-            target.method,
-            target.length,
+            computed,
             command=("vllm", "serve", target.model, "--max-model-len", str(target.length), *flags),
             overrides=overrides or None,
             config_keys=overrides,
-            computed=computed,
             notes=computed.notes,
         )
 

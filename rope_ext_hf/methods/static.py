@@ -307,27 +307,18 @@ class Yarn(RampedMethod):
 
 
 def _yarn_parameters(method: RampedMethod, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
-    return {
-        "rope_type": "yarn",
-        "rope_theta": rotary.theta,
-        "factor": factor,
-        "beta_fast": method.beta_fast,
-        "beta_slow": method.beta_slow,
-        "truncate": method.truncate,
-        "original_max_position_embeddings": rotary.trained_length,
-        **optional,
-    }
+    betas = {"beta_fast": method.beta_fast, "beta_slow": method.beta_slow, "truncate": method.truncate}
+    return _counted_parameters("yarn", rotary, factor, **betas, **optional)
 
 
 def _llama3_parameters(rotary: Rotary, factor: float, low: float, high: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": rotary.theta,
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": rotary.trained_length,
-    }
+    return _counted_parameters("llama3", rotary, factor, low_freq_factor=low, high_freq_factor=high)
+
+
+def _counted_parameters(rope_type: str, rotary: Rotary, factor: float, **rest: float) -> dict[str, Any]:
+    """Settings of a rope type that is counted from the original length."""
+    original = {"original_max_position_embeddings": rotary.trained_length}
+    return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": factor, **rest, **original}
 
 
 @register_method("llama3")

@@ -1,6 +1,6 @@
 """The two pairings of rotated dims, `half` (i, i + d/2) and `interleaved` (2i, 2i + 1), and the order of rows in each.
 
-    >>> interleaved_to_half(torch.arange(8), heads=1)
+    >>> to_pairing(torch.arange(8), "half", heads=1)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
 
 Both compute the same attention when the rows of the query and key projections are in the order that the code expects:
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["PAIRINGS", "half_to_interleaved", "interleaved_to_half", "other_pairing", "rotate", "to_pairing"]
+__all__ = ["PAIRINGS", "other_pairing", "rotate", "to_pairing"]
 
 PAIRINGS = ("half", "interleaved")
 
@@ -28,14 +28,15 @@ def other_pairing(pairing: str) -> str:
     return "interleaved" if pairing == "half" else "half"
 
 
-def interleaved_to_half(
-    tensor: Tensor, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
+def to_pairing(
+    tensor: Tensor, to: str, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
 ) -> Tensor:
-    """Reorder a dimension whose heads are paired (2i, 2i + 1) so that they are paired (i, i + rotary_dim / 2).
+    """Reorder a dimension whose heads are in the other pairing, so that they are in this one.
 
     Args:
         tensor: any dtype and shape; dimension `dim` has heads x head_dim entries (rows of a projection weight or of its
             bias, a norm weight, ...).
+        to: "half", where dims (i, i + rotary_dim / 2) are a pair, or "interleaved", where (2i, 2i + 1) are.
         heads: heads in this tensor; a key projection may have fewer than the query projection.
         rotary_dim: rotated dims per head; default: all from `start` on. The others keep their place.
         start: first rotated dim of a head.
@@ -45,38 +46,9 @@ def interleaved_to_half(
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: the numbers do not fit the shape.
-    """
-    return _reorder(tensor, heads, rotary_dim, start, dim, into=1)
-
-
-def half_to_interleaved(
-    tensor: Tensor, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
-) -> Tensor:
-    """Undo `interleaved_to_half`; the arguments are the same."""
-    return _reorder(tensor, heads, rotary_dim, start, dim, into=0)
-
-
-def to_pairing(
-    tensor: Tensor, to: str, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
-) -> Tensor:
-    """Reorder a dimension of heads from the other pairing to this one; further arguments as `interleaved_to_half`.
-
-    Raises:
         ValueError: an unknown pairing, or numbers that do not fit the shape.
     """
     _check_pairing(to)
-    reorder = interleaved_to_half if to == "half" else half_to_interleaved
-    return reorder(tensor, heads=heads, rotary_dim=rotary_dim, start=start, dim=dim)
-
-
-def _check_pairing(pairing: str) -> None:
-    if pairing not in PAIRINGS:
-        raise ValueError(f"pairing must be one of {', '.join(PAIRINGS)}, got {pairing!r}")
-
-
-def _reorder(tensor: Tensor, heads: int, rotary_dim: int | None, start: int, dim: int, into: int) -> Tensor:
-    """Split the rotated dims in two dims and swap them; `into` is the one that holds the two members of a pair."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"dim {dim} does not exist in a tensor of shape {tuple(tensor.shape)}")
     dim %= tensor.ndim
@@ -88,10 +60,9 @@ def _reorder(tensor: Tensor, heads: int, rotary_dim: int | None, start: int, dim
     if rotated < 0 or rotated % 2 or start < 0 or start + rotated > head_dim:
         raise ValueError(f"{rotated} rotated dims from {start} on are not pairs within a head of {head_dim} dims")
     by_head = _split(tensor, dim, heads, head_dim)
-    pairs_count = rotated // 2
-    pairs = _split(
-        by_head.narrow(dim + 1, start, rotated), dim + 1, *((pairs_count, 2) if into == 1 else (2, pairs_count))
-    )
+    # The rotated dims are a (pairs, 2) or (2, pairs) array in disguise: the other pairing is its transpose.
+    sizes = (rotated // 2, 2) if to == "half" else (2, rotated // 2)
+    pairs = _split(by_head.narrow(dim + 1, start, rotated), dim + 1, *sizes)
     moved = pairs.transpose(dim + 1, dim + 2)
     if rotated == head_dim:
         whole: Tensor = moved.reshape(tensor.shape)
@@ -101,6 +72,11 @@ def _reorder(tensor: Tensor, heads: int, rotary_dim: int | None, start: int, dim
         out.narrow(dim + 1, begin, length).copy_(by_head.narrow(dim + 1, begin, length))
     _split(out.narrow(dim + 1, start, rotated), dim + 1, *moved.shape[dim + 1 : dim + 3]).copy_(moved)
     return out.view(tensor.shape)
+
+
+def _check_pairing(pairing: str) -> None:
+    if pairing not in PAIRINGS:
+        raise ValueError(f"pairing must be one of {', '.join(PAIRINGS)}, got {pairing!r}")
 
 
 def _split(tensor: Tensor, dim: int, first: int, second: int) -> Tensor:

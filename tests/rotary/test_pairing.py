@@ -13,8 +13,6 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.rotary.pairing import (
     PAIRINGS,
-    half_to_interleaved,
-    interleaved_to_half,
     other_pairing,
     rotate,
     to_pairing,
@@ -39,10 +37,10 @@ def moved_by_hand(rows: list[int], heads: int, rotary: int, start: int, to: str)
 
 
 def test_the_order_of_eight() -> None:
-    assert interleaved_to_half(torch.arange(8), heads=1).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert half_to_interleaved(torch.arange(8), heads=1).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert interleaved_to_half(torch.arange(8), heads=2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert interleaved_to_half(torch.arange(8), heads=1, rotary_dim=4, start=2).tolist() == [0, 1, 2, 4, 3, 5, 6, 7]
+    assert to_pairing(torch.arange(8), "half", heads=1).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert to_pairing(torch.arange(8), "interleaved", heads=1).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert to_pairing(torch.arange(8), "half", heads=2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert to_pairing(torch.arange(8), "half", heads=1, rotary_dim=4, start=2).tolist() == [0, 1, 2, 4, 3, 5, 6, 7]
 
 
 @pytest.mark.slow
@@ -84,7 +82,7 @@ def test_any_shape_any_slice_any_dimension(data: st.DataObject) -> None:
 )
 def test_what_does_not_fit_is_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        interleaved_to_half(torch.arange(8), **options)
+        to_pairing(torch.arange(8), "half", **options)
 
 
 def test_unknown_pairings_are_refused() -> None:
@@ -146,9 +144,9 @@ def test_pairs_matrix_and_complex_numbers_are_one_rotation(
         torch.testing.assert_close(rotated[pairing], by_matrix.to(dtype), **close)
     torch.testing.assert_close(rotate_complex(vectors, angles), rotated["interleaved"], **close)
 
-    reordered = interleaved_to_half(weight, heads=heads, rotary_dim=2 * pairs)
+    reordered = to_pairing(weight, "half", heads=heads, rotary_dim=2 * pairs)
     halved = rotate((reordered @ x).view(heads, dim), angles, "half")
-    expected = interleaved_to_half(rotated["interleaved"], heads=1, rotary_dim=2 * pairs, dim=1)
+    expected = to_pairing(rotated["interleaved"], "half", heads=1, rotary_dim=2 * pairs, dim=1)
     torch.testing.assert_close(halved, expected, **close)
     scores = [each @ each.T for each in (halved, rotated["interleaved"])]
     torch.testing.assert_close(*scores, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-3)
@@ -184,8 +182,8 @@ def test_laws_of_the_rotation(form: str, x: Tensor, m: int, n: int) -> None:
 def test_the_forms_are_one_rotation(x: Tensor, m: int) -> None:
     interleaved = rotate(x, at(m), "interleaved")
     torch.testing.assert_close(rotate_complex(x, at(m)), interleaved)
-    halved = interleaved_to_half(x, heads=1, rotary_dim=8, dim=-1)
-    expected = interleaved_to_half(interleaved, heads=1, rotary_dim=8, dim=-1)
+    halved = to_pairing(x, "half", heads=1, rotary_dim=8, dim=-1)
+    expected = to_pairing(interleaved, "half", heads=1, rotary_dim=8, dim=-1)
     torch.testing.assert_close(rotate(halved, at(m), "half"), expected)
 
 

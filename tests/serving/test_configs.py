@@ -57,7 +57,7 @@ def test_every_method_is_served_exactly_or_refused_by_name(family: str, over: st
                 continue
             served += 1
             expected = method.frequencies(
-                served_model(family).described.rotary if over == "own" else served_model(family).described.original,
+                served_model(family).described.rotary if over == "own" else served_model(family).described.plain,
                 target.length,
             )
             assert config.computed is not None

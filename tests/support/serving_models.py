@@ -52,7 +52,7 @@ def served_model(family: str) -> Model:
 def methods_for(family: str, over: str) -> list[RopeMethod]:
     """One instance of every registered method."""
     described = served_model(family).described
-    rotary = described.rotary if over == "own" else described.original
+    rotary = described.rotary if over == "own" else described.plain
     return [example_method(cls, rotary) for cls in list_methods().values()]
 
 
