@@ -225,7 +225,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
     adapter = find_adapter(source)
     names = [file for file in list_files(source) if not _left_out(Path(file))]
     inputs = file_stamps(source / file for file in names)
-    size = sum(stamp.size for stamp in inputs.values())
+    size = sum(size for _, size, _ in inputs.values())
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
         copy_files(source, names, staging)
         if adapter is None:

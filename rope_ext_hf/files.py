@@ -24,20 +24,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError, size_text
-from rope_ext_hf.full_disk import RETRY, check_full
 
 __all__ = [
-    "FileStamp",
+    "FileStamps",
     "Progress",
     "atomic_file",
     "atomic_folder",
     "check_destination",
+    "check_full",
     "check_regular",
     "copy_files",
     "copy_mode",
@@ -50,7 +50,6 @@ __all__ = [
     "parse_json_object",
     "read_json",
     "resolve_inside",
-    "write_all",
     "write_json",
 ]
 
@@ -61,6 +60,7 @@ COPY_BLOCK = 16 * 2**20  # bytes copied at a time
 FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
 # What copy_file_range answers where it cannot copy between these two files.
 COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -119,23 +119,12 @@ def list_files(folder: Path) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class FileStamp:
-    """Size and time of last change of a file, by which a replaced file is noticed.
-
-    Attributes:
-        path: the file, after links are followed.
-        size: in bytes.
-        modified: in nanoseconds since the epoch.
-    """
-
-    path: str
-    size: int
-    modified: int
+FileStamps = dict[str, tuple[str, int, int]]
+"""By the path of a file: the file after links are followed, its size in bytes, its last change in nanoseconds."""
 
 
-def file_stamps(paths: Iterable[Path]) -> dict[str, FileStamp]:
-    """Return the stamp of each file.
+def file_stamps(paths: Iterable[Path]) -> FileStamps:
+    """Return the stamp of each file, by which a replaced one is noticed.
 
     Raises:
         FileError: a file that is missing or cannot be read.
@@ -144,7 +133,7 @@ def file_stamps(paths: Iterable[Path]) -> dict[str, FileStamp]:
     for path in paths:
         with disk_errors(path):
             status = path.stat()
-            stamps[str(path)] = FileStamp(str(path.resolve()), status.st_size, status.st_mtime_ns)
+            stamps[str(path)] = (str(path.resolve()), status.st_size, status.st_mtime_ns)
     return stamps
 
 
@@ -252,11 +241,10 @@ def copy_mode(source: Path, target: Path) -> None:
     target.chmod(stat.S_IMODE(source.stat().st_mode) | stat.S_IWUSR)
 
 
-def copy_range(source: int, target: int, begin: int, end: int, progress: Callable[[int], None]) -> None:
+def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, progress: Callable[[int], None]) -> None:
     """Append bytes begin..end of one open file to another, inside the kernel where it supports that.
 
     Args:
-        source, target: file descriptors.
         progress: called with the count of every block.
 
     Raises:
@@ -265,25 +253,18 @@ def copy_range(source: int, target: int, begin: int, end: int, progress: Callabl
     at = begin
     while at < end:
         count = min(COPY_BLOCK, end - at)
+        target.flush()  # the kernel appends to what is in the file
         try:
-            copied = os.copy_file_range(source, target, count, offset_src=at)
+            copied = os.copy_file_range(source.fileno(), target.fileno(), count, offset_src=at)
         except (AttributeError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in COPY_UNSUPPORTED:
                 raise
-            data = os.pread(source, count, at)
-            copied = len(data)
-            write_all(target, memoryview(data))
+            source.seek(at)
+            copied = target.write(source.read(count))
         if not copied:
             raise FileError(f"a file ended at byte {at} while it was being copied; it was expected to have {end}")
         at += copied
         progress(copied)
-
-
-def write_all(target: int, data: memoryview) -> None:
-    """Write all of these bytes to a file descriptor."""
-    at = 0
-    while at < len(data):
-        at += os.write(target, data[at : at + COPY_BLOCK])
 
 
 @dataclass
@@ -318,6 +299,23 @@ def disk_errors(path: Path, advice: str = RETRY) -> Iterator[None]:
         check_full(error, path, advice)
         where = str(error.filename or path)
         raise FileError(f"{where!r} could not be read or written: {error.strerror or error}") from error
+
+
+def check_full(error: OSError, path: Path | None, advice: str = RETRY) -> None:
+    """Raise FileError where an error means a full disk.
+
+    Args:
+        path: what was written, on that disk; None: unknown.
+        advice: what to do about it.
+    """
+    if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise FileError(f"a disk is full; {advice}") from error
+    if error.errno == errno.EDQUOT:
+        raise FileError(f"the disk quota for {str(path)!r} is used up; {advice}") from error
+    if error.errno == errno.ENOSPC and path is not None:
+        there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
+        free = size_text(shutil.disk_usage(there).free)
+        raise FileError(f"the disk of {str(path)!r} is full ({free} free); {advice}") from error
 
 
 def fsync_path(path: Path) -> None:
@@ -364,7 +362,7 @@ def atomic_folder(
     dst: Path,
     *,
     source: Path | None = None,
-    inputs: Mapping[str, FileStamp] | None = None,
+    inputs: FileStamps | None = None,
     size: int = 0,
     plan: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -392,8 +390,7 @@ def atomic_folder(
         with _exclusive(dst, staging):
             check_destination(dst, source)
             _check_room(staging, dst, size)
-            stamps = {path: [stamp.size, stamp.modified] for path, stamp in (inputs or {}).items()}
-            _open_staging(staging, json.loads(json.dumps({**(plan or {}), "inputs": stamps})), resume)
+            _open_staging(staging, json.loads(json.dumps({**(plan or {}), "inputs": inputs or {}})), resume)
             try:
                 with _background_fsync(staging):
                     yield staging
@@ -426,7 +423,7 @@ def _exclusive(dst: Path, staging: Path) -> Iterator[None]:
         lock.release()
 
 
-def _check_unchanged(inputs: Mapping[str, FileStamp]) -> None:
+def _check_unchanged(inputs: FileStamps) -> None:
     now = file_stamps(map(Path, inputs))
     if changed := next((path for path, stamp in inputs.items() if now[path] != stamp), None):
         raise FileError(

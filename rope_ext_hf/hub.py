@@ -20,9 +20,8 @@ import torch
 
 from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import check_full, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.full_disk import check_full
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.family_settings import check_sizes

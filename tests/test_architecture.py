@@ -21,7 +21,7 @@ PACKAGE = "rope_ext_hf"
 FOLDERS = {ROOT / PACKAGE: PACKAGE, ROOT / "patches": f"{PACKAGE}.patches", ROOT / "eval": f"{PACKAGE}.eval"}
 FLOORS = (
     ("errors", "reference"),
-    ("bounds", "foreign_logs", "full_disk"),
+    ("bounds", "foreign_logs"),
     ("files",),
     ("downloads",),
     ("methods",),

@@ -114,10 +114,10 @@ def test_ranges_are_copied_without_the_kernels_help_too(
         monkeypatch.setattr(os, "copy_file_range", refuse)
     monkeypatch.setattr(files, "COPY_BLOCK", 1000)
     seen: list[int] = []
-    with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb", buffering=0) as target:
-        copy_range(source.fileno(), target.fileno(), 100, 5000, seen.append)
-        copy_range(source.fileno(), target.fileno(), 7, 7, seen.append)
-        copy_range(source.fileno(), target.fileno(), 9000, len(data), seen.append)
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "copy").open("wb") as target:
+        copy_range(source, target, 100, 5000, seen.append)
+        copy_range(source, target, 7, 7, seen.append)
+        copy_range(source, target, 9000, len(data), seen.append)
     assert (tmp_path / "copy").read_bytes() == data[100:5000] + data[9000:]
     assert sum(seen) == 4900 + len(data) - 9000
 
@@ -133,7 +133,7 @@ def test_other_errors_of_the_kernel_are_errors(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "copy").open("wb") as target,
         pytest.raises(OSError, match="broken"),
     ):
-        copy_range(source.fileno(), target.fileno(), 0, 4, lambda count: None)
+        copy_range(source, target, 0, 4, lambda count: None)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

@@ -182,11 +182,7 @@ def _rotated_rows(weight: Tensor, layout: RowLayout) -> Iterator[tuple[str, Tens
     """Yield the side and the rotated rows (heads, dims, width) of each head block."""
     if weight.ndim != 2:
         raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
-    repeats = weight.view(layout.repeat, layout.rows // layout.repeat, weight.shape[1])
-    at = 0
-    for block in layout.blocks:
-        part = repeats.narrow(1, at, block.count * block.size)
-        at += part.shape[1]
+    for block, part in layout.parts(weight):
         if block.rotary:
             heads = part.reshape(layout.repeat * block.count, block.size, weight.shape[1])
             yield block.side, heads.narrow(1, block.start, block.rotary)

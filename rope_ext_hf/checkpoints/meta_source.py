@@ -27,7 +27,7 @@ from rope_ext_hf.checkpoints.meta_params import (
 from rope_ext_hf.checkpoints.source import Source, read_source
 from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, TensorInfo, TensorView, TorchFile
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import FileStamp, file_stamps, list_files, resolve_inside
+from rope_ext_hf.files import FileStamps, file_stamps, list_files, resolve_inside
 from rope_ext_hf.hub import model_folder
 
 __all__ = ["MetaSource", "open_checkpoint", "part_name", "read_meta"]
@@ -51,7 +51,7 @@ class MetaSource:
     parts: tuple[TorchFile, ...]
     split: int
     stated_length: int | None
-    inputs: dict[str, FileStamp]
+    inputs: FileStamps
 
     def weights(self) -> Iterator[Weight]:
         """Return every tensor that a Hugging Face folder of this model holds."""

@@ -8,7 +8,6 @@ file is copied in ranges of bytes inside the kernel; only tensors that rotate go
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from torch import Tensor
@@ -32,9 +31,9 @@ from rope_ext_hf.files import (
     copy_mode,
     copy_range,
     read_json,
-    write_all,
     write_json,
 )
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
@@ -114,25 +113,20 @@ class PairingConversion(Conversion):
 
     def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, progress: Progress) -> None:
         """Copy the header and all bytes but those of tensors that rotate."""
-        source = os.open(file.path, os.O_RDONLY)
-        target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            write_all(target, memoryview(header))
+        with file.path.open("rb") as source, part.open("wb") as target:
+            target.write(header)
             at = len(header)
             for name, info in file.tensors.items():
                 if name in self.layouts:
                     copy_range(source, target, at, info.begin, progress.advance)
-                    write_all(target, tensor_bytes(self._read_converted(file, name)))
+                    target.write(tensor_bytes(self._read_converted(file, name)))
                     progress.advance(info.size)
                     at = info.end
             copy_range(source, target, at, file.path.stat().st_size, progress.advance)
-        finally:
-            os.close(source)
-            os.close(target)
 
     def _copy_the_rest(self, staging: Path) -> tuple[str, ...]:
         """Copy or write everything but the weights; return the weight files that were skipped."""
-        config_name = "adapter_config.json" if self.source.is_adapter else "config.json"
+        config_name = ADAPTER_CONFIG if self.source.is_adapter else "config.json"
         skipped = copy_other_files(self.source.folder, staging, [*self.source.files, config_name])
         if self.source.index is not None:
             weight_map = {t: safetensors_name(n) for n, file in self.source.files.items() for t in file.tensors}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.files import FileStamp, Progress, atomic_folder
+from rope_ext_hf.files import FileStamps, Progress, atomic_folder
 
 __all__ = ["Conversion", "ConversionReport"]
 
@@ -70,7 +70,7 @@ class Conversion(ABC):
     """
 
     folder: Path
-    inputs: Mapping[str, FileStamp]
+    inputs: FileStamps
     plan: Mapping[str, Any]
     report: ConversionReport
     warnings: tuple[str, ...] = ()

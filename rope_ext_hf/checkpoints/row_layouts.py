@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -89,16 +89,20 @@ class RowLayout:
             to: "half" or "interleaved".
         """
         flat = tensor if tensor.shape[:1] == (self.rows,) else tensor.reshape(self.rows)
-        repeats = flat.reshape(self.repeat, self.rows // self.repeat, *flat.shape[1:])  # -1 fails for empty tensors
-        parts, at = [], 0
-        for block in self.blocks:
-            part = repeats.narrow(1, at, block.count * block.size)
-            at += part.shape[1]
-            if block.rotary:
-                part = to_pairing(part, to, heads=block.count, rotary_dim=block.rotary, start=block.start, dim=1)
-            parts.append(part)
+        parts = [
+            to_pairing(part, to, heads=block.count, rotary_dim=block.rotary, start=block.start, dim=1)
+            if block.rotary
+            else part
+            for block, part in self.parts(flat)
+        ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(tensor.shape)
+
+    def parts(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
+        """Yield each block of a tensor (rows, ...) with its rows in every repeat: (repeat, count * size, ...)."""
+        repeats = tensor.reshape(self.repeat, self.rows // self.repeat, *tensor.shape[1:])  # -1 fails for empty tensors
+        sizes = [block.count * block.size for block in self.blocks]
+        yield from zip(self.blocks, torch.split(repeats, sizes, dim=1), strict=True)
 
 
 @dataclass(frozen=True)
@@ -386,9 +390,8 @@ def attention_modules(config: Any, tensors: RotaryTensors) -> frozenset[str]:
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     """Return at most so many of the items, evenly spaced, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    steps = torch.linspace(0, len(items) - 1, min(most, len(items)))
+    return [items[i] for i in steps.round().int().tolist()]
 
 
 def _scale_rows(config: Any) -> int | None:

@@ -24,9 +24,10 @@ from rope_ext_hf.checkpoints.weight_files import (
 )
 from rope_ext_hf.downloads import WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import FileStamp, copy_files, file_stamps, list_files, read_json, resolve_inside
+from rope_ext_hf.files import FileStamps, copy_files, file_stamps, list_files, read_json, resolve_inside
 from rope_ext_hf.hub import empty_model, loading, model_folder
 from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, config_pairing, stated_rotary
@@ -65,7 +66,7 @@ class Source:
     rotary: Rotary
     files: dict[str, WeightFile]
     index: dict[str, Any] | None
-    inputs: dict[str, FileStamp]
+    inputs: FileStamps
     tensors: RotaryTensors
     expected: frozenset[str]
     pairing: str | None
@@ -123,14 +124,13 @@ def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
         CheckpointError, FileError: something missing, contradictory or outside the folder.
         UnsupportedModelError: a family that the table does not list.
     """
-    inputs: dict[str, FileStamp] = {}
+    inputs: FileStamps = {}
     files, index = _open_files(folder, inputs)
     list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
-    adapter = _is_adapter(files)
-    config = _read_config(folder, adapter, trust_remote_code, inputs)
-    pairing = getattr(config, PAIRING_KEY, None)
-    if adapter:
-        pairing = read_json(resolve_inside(folder, "adapter_config.json")).get(PAIRING_KEY, pairing)
+    inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if _is_adapter(files) else "config.json")])
+    adapter = find_adapter(folder) if _is_adapter(files) else None
+    config = _read_config(folder, adapter, trust_remote_code)
+    pairing = (adapter and adapter.pairing) or getattr(config, PAIRING_KEY, None)
     if pairing not in (None, *PAIRINGS):
         raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
     with loading(f"the model that the config of {str(folder)!r} describes"):
@@ -146,7 +146,7 @@ def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
         index=index,
         inputs=inputs,
         tensors=tensors,
-        expected=frozenset() if adapter else expected,
+        expected=frozenset() if adapter is not None else expected,
         pairing=pairing or config_pairing(config),
     )
 
@@ -173,19 +173,11 @@ def _is_adapter(files: Collection[str]) -> bool:
 # --- config and model ----------------------------------------------------------------------------------------------
 
 
-def _read_config(folder: Path, adapter: bool, trust_remote_code: bool, inputs: dict[str, FileStamp]) -> Any:
+def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool) -> Any:
     """The config of the model, or of the model that an adapter was trained on."""
     where = folder
-    own = resolve_inside(folder, "adapter_config.json" if adapter else "config.json")
-    inputs |= file_stamps([own])
-    if adapter and not (folder / "config.json").is_file():
-        base = read_json(own).get("base_model_name_or_path")
-        if not base or not isinstance(base, str):
-            raise CheckpointError(
-                f"{str(folder)!r} is an adapter without the name of its model; add base_model_name_or_path to its "
-                "adapter_config.json"
-            )
-        where = model_folder(base, weights=False)
+    if adapter is not None and not (folder / "config.json").is_file():
+        where = model_folder(adapter.base, weights=False)
     with loading(f"the config of {str(where)!r}"):
         return _remote_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
 
@@ -225,7 +217,7 @@ def _rotated_modules(config: Any, model: PreTrainedModel | None, tensors: Rotary
 # --- weight files --------------------------------------------------------------------------------------------------
 
 
-def _open_files(folder: Path, inputs: dict[str, FileStamp]) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:
+def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:
     """Open the weight files that transformers would load; add their stamps to `inputs`."""
     names = [(f"{stem}{known.suffix}", known) for known in FORMATS for stem in known.stems]
     existing = [
@@ -246,14 +238,14 @@ def _index_name(name: str) -> str:
     return f"{name}.index.json"
 
 
-def _open_file(folder: Path, name: str, known: WeightFormat, inputs: dict[str, FileStamp]) -> WeightFile:
+def _open_file(folder: Path, name: str, known: WeightFormat, inputs: FileStamps) -> WeightFile:
     path = resolve_inside(folder, name)
     inputs |= file_stamps([path])
     return known.open(path)
 
 
 def _open_shards(
-    folder: Path, index_name: str, known: WeightFormat, inputs: dict[str, FileStamp]
+    folder: Path, index_name: str, known: WeightFormat, inputs: FileStamps
 ) -> tuple[dict[str, WeightFile], dict[str, Any]]:
     inputs |= file_stamps([resolve_inside(folder, index_name)])
     index = read_json(folder / index_name)

@@ -201,11 +201,8 @@ def _finite(tensor: Tensor) -> Tensor:
 
 def _rotated_heads(outputs: Tensor, layout: RowLayout, unrotated: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield side and rotated rows (tokens, heads, rotated dims) of each head block; add the others to `unrotated`."""
-    at = 0
-    repeats = outputs.T.reshape(TOKENS, layout.repeat, -1)  # (tokens, repeats, rows)
-    for block in layout.blocks:
-        heads = repeats[..., at : at + block.count * block.size].reshape(TOKENS, -1, block.size)
-        at += block.count * block.size
+    for block, part in layout.parts(outputs):
+        heads = part.reshape(-1, block.size, TOKENS).permute(2, 0, 1)
         end = block.start + block.rotary
         unrotated += [heads[..., : block.start], heads[..., end:]]
         if block.rotary:

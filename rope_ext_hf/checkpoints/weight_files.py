@@ -46,21 +46,16 @@ __all__ = [
     "write_safetensors",
 ]
 
-# Names of https://github.com/huggingface/safetensors, Dtype, with bits per number. Tensors of those that torch has no
-# dtype for can be copied but not read.
-DTYPE_BITS: dict[str, int] = {
-    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64},
-    **{"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
-    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
-    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
-}
+# Names of https://github.com/huggingface/safetensors, Dtype.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16},
     **{"U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64},
     **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
-    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu},
 }
+DTYPE_BITS = {name: 8 * dtype.itemsize for name, dtype in TORCH_DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits per number; tensors of those that torch has no dtype for can be copied but not read."""
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 

@@ -199,7 +199,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         (tmp_path / "copy").open("wb") as target,
         pytest.raises(rope.FileError, match="ended at byte"),
     ):
-        copy_range(source.fileno(), target.fileno(), 0, len(VALID), lambda count: None)
+        copy_range(source, target, 0, len(VALID), lambda count: None)
 
 
 def test_dtypes_that_torch_lacks_are_not_read(tmp_path: Path) -> None:
