@@ -201,10 +201,8 @@ def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_co
     Raises:
         CheckpointError: no such model, or weights in a pairing that its class does not run.
     """
-    source = model_source(name)
-    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
+    config, record = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with loading(f"the model {short(str(name))!r}"):
-        config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
         model = empty_model(config, trust_remote_code=trust_remote_code)
         check_pairing(model)
         return model if record is None else restore_patch(model, record)

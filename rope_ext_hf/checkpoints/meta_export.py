@@ -65,8 +65,14 @@ class MetaExport(Conversion):
         weights = tuple(self.llama.weights(self.llama.generation.split))
         _check_tensors(source.view, source.folder, self.llama, weights)
         self.now = source_pairing or source.pairing or "half"
-        count = _check_count(model_parallel, self.llama)
-        self.parts = _Parts(weights, source.view, self.now, count, self.llama.tied)
+        self.count = count = _check_count(model_parallel, self.llama)
+        self.weights = {weight.meta: weight for weight in weights}
+        dtypes = {weight.meta: source.view.tensors[weight.hf].dtype for weight in weights}
+        self.infos = {w.meta: TensorInfo.from_shape(dtypes[w.meta], w.part_shape(count)) for w in weights}
+        # Output weights that equal the embeddings and are divided alike share their storage, which torch writes once.
+        alike = count == 1 or self.weights[EMBEDDING].split == self.weights[OUTPUT].split
+        self.same = {OUTPUT: EMBEDDING} if self.llama.tied and alike else {}
+        self.own = {name: info for name, info in self.infos.items() if name not in self.same}
         self.folder, self.inputs = source.folder, source.inputs
         self.plan = {"to": "meta", "parts": model_parallel, "source_pairing": self.now}
         self.warnings = _losses(source, self.llama)
@@ -76,14 +82,14 @@ class MetaExport(Conversion):
             to="meta",
             converted=2 * self.llama.layers if self.now == "half" else 0,
             tensors=len(weights),
-            bytes=model_parallel * self.parts.size,
+            bytes=count * size_of(self.own),
             loads_natively=False,
             notes=(*self.warnings, *_theta_note(self.llama)),
         )
 
     def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
-        self.parts.write(staging, progress)
-        for index in range(self.parts.count):
+        self._write_parts(staging, progress)
+        for index in range(self.count):
             copy_mode(next(iter(self.source.files.values())).path, staging / part_name(index))
         skipped = copy_other_files(self.folder, staging, [*self.source.files, "config.json", "params.json"])
         write_json(staging / "params.json", self.llama.to_params())
@@ -93,6 +99,28 @@ class MetaExport(Conversion):
     def verify(self, staging: Path) -> str:
         copy = read_meta(staging).view()
         return compare_views(self.source.tensors, self.source.view, copy, self.now, "interleaved")
+
+    def _read(self, name: str, indexes: list[int]) -> list[Tensor]:
+        """Read a tensor once and return these parts of it."""
+        weight = self.weights[name]
+        tensor = weight.to_pairing(self.source.view.read(weight.hf), self.now, "interleaved")
+        return [weight.part(tensor, index, self.count) for index in indexes]
+
+    def _is_written(self, path: Path, index: int) -> bool:
+        return file_matches(path, self.infos, lambda name: self._read(name, [index])[0], open_file=TorchFile)
+
+    def _write_parts(self, folder: Path, progress: Progress) -> None:
+        """Write the parts that do not exist or differ from what they should be, all at the same time."""
+        todo = [i for i in range(self.count) if not self._is_written(folder / part_name(i), i)]
+        progress.advance((self.count - len(todo)) * size_of(self.own))
+        tensors = {name: (TORCH_DTYPES[info.dtype], info.shape) for name, info in self.own.items()}
+        with ExitStack() as stack:
+            paths = [stack.enter_context(atomic_file(folder / part_name(i), fsync=False)) for i in todo]
+            writes = [stack.enter_context(open_writer(path, tensors, self.same)) for path in paths]
+            for name, info in self.own.items():
+                for tensor, write in zip(self._read(name, todo), writes, strict=True):
+                    write(name, tensor_bytes(tensor))
+                    progress.advance(info.size)
 
 
 def _check_representable(source: Source) -> Llama:
@@ -136,42 +164,6 @@ def _check_count(parts: int, llama: Llama) -> int:
         if getattr(llama, size) % parts:
             raise CheckpointError(f"{size} {getattr(llama, size)} cannot be divided among {parts} parts")
     return parts
-
-
-class _Parts:
-    """The model-parallel parts of a new folder, written at the same time; all have one size."""
-
-    def __init__(self, weights: tuple[Weight, ...], source: TensorView, now: str, count: int, tied: bool) -> None:
-        self.weights = {weight.meta: weight for weight in weights}
-        self.source, self.now, self.count = source, now, count
-        self.infos = {w.meta: TensorInfo.from_shape(source.tensors[w.hf].dtype, w.part_shape(count)) for w in weights}
-        # Output weights that equal the embeddings and are divided alike share their storage, which torch writes once.
-        self.shared = tied and (count == 1 or self.weights[EMBEDDING].split == self.weights[OUTPUT].split)
-        self.own = {name: info for name, info in self.infos.items() if not (self.shared and name == OUTPUT)}
-        self.size = size_of(self.own)
-
-    def _read(self, name: str, indexes: list[int]) -> list[Tensor]:
-        """Read a tensor once and return these parts of it."""
-        weight = self.weights[name]
-        tensor = weight.to_pairing(self.source.read(weight.hf), self.now, "interleaved")
-        return [weight.part(tensor, index, self.count) for index in indexes]
-
-    def _is_written(self, path: Path, index: int) -> bool:
-        return file_matches(path, self.infos, lambda name: self._read(name, [index])[0], open_file=TorchFile)
-
-    def write(self, folder: Path, done: Progress) -> None:
-        """Write the parts that do not exist or differ from what they should be."""
-        todo = [i for i in range(self.count) if not self._is_written(folder / part_name(i), i)]
-        done.advance((self.count - len(todo)) * self.size)
-        same = {OUTPUT: EMBEDDING} if self.shared else {}
-        tensors = {name: (TORCH_DTYPES[info.dtype], info.shape) for name, info in self.own.items()}
-        with ExitStack() as stack:
-            paths = [stack.enter_context(atomic_file(folder / part_name(i), fsync=False)) for i in todo]
-            writes = [stack.enter_context(open_writer(path, tensors, same)) for path in paths]
-            for name, info in self.own.items():
-                for tensor, write in zip(self._read(name, todo), writes, strict=True):
-                    write(name, tensor_bytes(tensor))
-                    done.advance(info.size)
 
 
 def _losses(source: Source, llama: Llama) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -139,41 +138,27 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
     return f"logits of both folders: equal to {difference:.0e} standard deviations"
 
 
-@dataclass
-class _Side:
-    """One attention module of one side.
-
-    Attributes:
-        heads: rotated rows by side ("q", "k", ...), (tokens, heads, rotated dims).
-        unrotated: all other rows.
-    """
-
-    heads: dict[str, Tensor] = field(default_factory=dict)
-    unrotated: list[Tensor] = field(default_factory=list)
-
-
 def _scores(
     tensors: RotaryTensors, attention: str, modules: Mapping[str, list[str]], view: TensorView, pairing: str
 ) -> tuple[Tensor, Tensor]:
     """Scores of one attention module in this pairing, and its rows that do not rotate."""
-    side = _Side()
+    rotated: dict[str, Tensor] = {}  # by side ("q", "k", ...): (tokens, heads, rotated dims)
+    unrotated: list[Tensor] = []
     layouts = tensors.layouts_in(attention)
     for module in sorted(modules, key=lambda name: "norm" in name):  # a norm scales what its projection gave
         outputs = _outputs(tensors, modules[module], view)
-        for role, heads in _rotated_heads(outputs, layouts[module], side.unrotated):
-            side.heads[role] = heads * side.heads.get(role, 1.0)
+        for side, heads in _rotated_heads(outputs, layouts[module], unrotated):
+            rotated[side] = heads * rotated.get(side, 1.0)
     scores = []
     for pair in (("q", "k"), ("index_q", "index_k")):
-        sides = [side.heads[role] for role in pair if role in side.heads]
-        if sides:
+        if sides := [rotated[side] for side in pair if side in rotated]:
             queries, keys = sides[0], sides[-1]  # an adapter of one side only is compared with itself
             angles = _random("angles", TOKENS, 1, queries.shape[-1] // 2) * torch.pi
             queries, keys = (rotate(x, angles, pairing) for x in (queries, keys))
             shared = max(1, queries.shape[1] // keys.shape[1])  # query heads per key head
             keys = keys.repeat_interleave(shared, 1)[:, : queries.shape[1]]
             scores.append(torch.einsum("thd,uhd->htu", queries, keys))
-    unrotated = torch.cat([rows.flatten() for rows in side.unrotated]) if side.unrotated else torch.empty(0)
-    return torch.cat(scores), unrotated
+    return torch.cat(scores), torch.cat([torch.empty(0), *(rows.flatten() for rows in unrotated)])
 
 
 def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tensor:
