@@ -22,8 +22,8 @@ _NAMES = {
     "checkpoints.migration": "migrate_to_rope",
     "checkpoints.report": "ConversionReport",
     "engines.base": "ServingConfig",
-    "errors": "CheckpointError CorpusError FileError LengthError MethodError RopeExtError ServingError "
-    "UnsupportedModelError",
+    "errors": "CheckpointError CorpusError FileError FingerprintError LengthError MethodError RopeExtError "
+    "ServingError UnsupportedModelError",
     "methods.base": "Frequencies RopeMethod Rotary",
     "methods.registry": "frequencies list_methods register_method",
     "modules.standalone": "NTKAwareRoPE apply_rotary_pos_emb",
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.errors import CheckpointError as CheckpointError
     from rope_ext_hf.errors import CorpusError as CorpusError
     from rope_ext_hf.errors import FileError as FileError
+    from rope_ext_hf.errors import FingerprintError as FingerprintError
     from rope_ext_hf.errors import LengthError as LengthError
     from rope_ext_hf.errors import MethodError as MethodError
     from rope_ext_hf.errors import RopeExtError as RopeExtError

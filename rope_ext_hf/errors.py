@@ -6,6 +6,7 @@
     ├── UnsupportedModelError          no rotary embedding, or one that cannot be replaced
     ├── LengthError (ValueError)       row lengths or the state of a cache are unknown to a length-dependent method
     ├── CheckpointError (ValueError)   a model folder that is missing, damaged, contradictory or not convertible
+    ├── FingerprintError               a model that rotates otherwise than expected
     ├── CorpusError (ValueError)       a text that is missing, unreadable or too short
     ├── ServingError (ValueError)      a serving engine cannot compute what was measured, or refuses the config
     └── FileError                      a file or folder that is missing, unsafe, damaged or cannot be written
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointError",
     "CorpusError",
     "FileError",
+    "FingerprintError",
     "LengthError",
     "MethodError",
     "RopeExtError",
@@ -60,6 +62,10 @@ class LengthError(RopeExtError, ValueError):
 
 class CheckpointError(RopeExtError, ValueError):
     """A model folder that is missing, or contradicts itself."""
+
+
+class FingerprintError(RopeExtError):
+    """A model that rotates otherwise than expected; the message names how."""
 
 
 class CorpusError(RopeExtError, ValueError):

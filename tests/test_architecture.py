@@ -34,6 +34,7 @@ FLOORS = (
     ("pictures",),
     ("eval",),
     ("serving",),
+    ("training",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,119 @@
+"""`RopeCallback`: a Trainer callback that checks what the model rotates, and measures its loss by length.
+
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[RopeCallback()])
+
+A scaling that a wrapper, a config file or a checkpoint drops raises no error, and the loss hides it: what is trained is
+then another model than what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from rope_ext_hf.errors import FingerprintError, MethodError
+from rope_ext_hf.eval.measuring import perplexity
+from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
+from rope_ext_hf.serving.fingerprints import fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["RopeCallback"]
+
+FILE = "rope_fingerprint.json"
+
+
+class RopeCallback(TrainerCallback):  # type: ignore[misc]
+    """Stop a training whose model does not rotate as asked for, and log its loss at several lengths.
+
+    The model is compared with `expected` when training begins, after the first step, and at every save, in every
+    process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json.
+
+    Args:
+        expected: a `Fingerprint`, or what `rope.fingerprint` takes: a model, a folder, a config; None: the model as it
+            is when training begins.
+        data: text whose loss is measured, as `rope_ext_hf.eval.perplexity` takes it; None: none is.
+        lengths: context lengths in tokens that it is measured at, on the same target tokens.
+        every: steps between measurements.
+        max_spans: spans of text per length.
+        tokenizer: of the text; default: the one beside the model's weights.
+
+    Raises:
+        MethodError: text without lengths, or lengths without text.
+        FingerprintError: from the training, where the model or a saved folder rotates otherwise; the message names how.
+
+    Losses are in the trainer's log as `loss_at_4096`, in nats per token. Works with transformers' and TRL's trainers.
+    """
+
+    def __init__(
+        self,
+        expected: Fingerprint | nn.Module | str | Path | Any = None,
+        *,
+        data: Any = None,
+        lengths: Sequence[int] = (),
+        every: int = 100,
+        max_spans: int = 8,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        if (data is None) != (not lengths):
+            raise MethodError("data and lengths belong together: give the text and the lengths it is measured at")
+        if every < 1:
+            raise MethodError(f"every must be at least 1 step, got {every}")
+        self.expected = expected if isinstance(expected, Fingerprint) or expected is None else fingerprint(expected)
+        self.data, self.lengths, self.every, self.max_spans = data, tuple(lengths), every, max_spans
+        self.tokenizer = tokenizer
+        self._first = True
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = _unwrapped(kwargs["model"])
+        self.expected = self.expected or fingerprint_of(model)
+        self._first = True
+        self._check(fingerprint_of(model), "the model that is to be trained")
+        self._measure(model, state, kwargs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        model = _unwrapped(kwargs["model"])
+        if self._first:  # wrappers and kernels that a trainer puts in are there now
+            self._first = False
+            self._check(fingerprint_of(model), "the model after the first step")
+        if state.global_step % self.every == 0:
+            self._measure(model, state, kwargs)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._check(fingerprint_of(_unwrapped(kwargs["model"])), "the model that was saved")
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
+            with atomic_file(folder / FILE) as part:
+                part.write_text(json_text(self.expected.to_dict()) + "\n", encoding="utf-8")
+            self._check(fingerprint(folder), f"the folder {str(folder)!r}")
+
+    def _check(self, actual: Fingerprint, what: str) -> None:
+        assert self.expected is not None
+        if sentences := self.expected.differences(actual):
+            raise FingerprintError(f"{what} does not rotate as expected: {' '.join(sentences)}")
+
+    def _measure(self, model: Any, state: TrainerState, kwargs: dict[str, Any]) -> None:
+        """Log the loss by length; in all processes, since the weights of one may be shared with others."""
+        if self.data is None:
+            return
+        tokenizer = self.tokenizer or kwargs.get("processing_class")
+        training = model.training
+        results = perplexity(model, self.data, lengths=self.lengths, max_spans=self.max_spans, tokenizer=tokenizer)
+        model.train(training)
+        losses = {f"loss_at_{result.length}": result.loss for result in results}
+        state.log_history.append({"step": state.global_step, **losses})
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model that a trainer may have wrapped."""
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    return model

@@ -1,0 +1,84 @@
+"""`RopeCallback` in transformers' Trainer: mistakes stop a training, a right model trains and is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import FingerprintError, MethodError
+from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.training import RopeCallback
+from tests.patches.test_fingerprint import MISTAKES
+from tests.support.models import TRAINED, build, tokens
+
+TEXT = [Tokens("made up", tokens(600, seed=9)[0], tuple(range(1, 601)))]
+
+
+def trainer(model: Any, folder: Path, callback: RopeCallback, steps: int = 4) -> Trainer:
+    rows = [{"input_ids": tokens(TRAINED, seed=seed)[0], "labels": tokens(TRAINED, seed=seed)[0]} for seed in range(4)]
+    arguments = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=1, save_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, learning_rate=1e-3,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_stops_the_training_before_it_begins(name: str, tmp_path: Path) -> None:
+    expected, actual, _ = MISTAKES[name]
+    with pytest.raises(FingerprintError, match="the model that is to be trained does not rotate as expected"):
+        trainer(actual(), tmp_path, RopeCallback(expected())).train()
+
+
+@pytest.mark.slow
+def test_a_right_model_trains_and_is_measured(tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), "yarn", factor=4)
+    callback = RopeCallback(rope.fingerprint(model), data=TEXT, lengths=[TRAINED, 4 * TRAINED], every=2)
+    running = trainer(model, tmp_path, callback)
+    running.train()
+    measured = [entry for entry in running.state.log_history if f"loss_at_{TRAINED}" in entry]
+    assert [entry["step"] for entry in measured] == [0, 2, 4]
+    assert all(0 < entry[f"loss_at_{4 * TRAINED}"] < 20 for entry in measured)
+    assert model.training
+    saved = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
+    assert saved == callback.expected
+    assert saved.differences(rope.fingerprint(tmp_path / "checkpoint-4")) == []
+
+
+@pytest.mark.slow
+def test_a_module_that_changes_while_training_stops_at_the_save(tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), "linear", factor=4)
+
+    class Careless(RopeCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_step_end(*args, **kwargs)
+            rope.unpatch(model)
+
+    with pytest.raises(FingerprintError, match=r"the model that was saved.* The scaling is missing"):
+        trainer(model, tmp_path, Careless()).train()
+
+
+@pytest.mark.slow
+def test_a_folder_that_lost_the_patch_stops_at_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rope.patch(build("llama"), "yarn", factor=4)
+    running = trainer(model, tmp_path, RopeCallback())
+    save = running._save
+
+    def plainly(folder: str, *args: Any, **kwargs: Any) -> None:
+        save(folder, *args, **kwargs)
+        build("llama").config.save_pretrained(folder)
+
+    monkeypatch.setattr(running, "_save", plainly)
+    with pytest.raises(FingerprintError, match=r"the folder .*checkpoint-2.* The scaling is missing"):
+        running.train()
+
+
+def test_text_and_lengths_belong_together() -> None:
+    with pytest.raises(MethodError, match="belong together"):
+        RopeCallback(data="stdlib")
+    with pytest.raises(MethodError, match="at least 1 step"):
+        RopeCallback(every=0)
