@@ -21,6 +21,7 @@ from rope_ext_hf.patches.layer_types import rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
+from rope_ext_hf.patches.recipes import recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
@@ -83,6 +84,7 @@ class Description:
     theta: float
     notes: tuple[str, ...] = ()
     short_inputs: tuple[str, ...] = ()
+    recipe: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; the wavelength of a pair that does not rotate is None."""
@@ -108,6 +110,7 @@ class Description:
             f"      tokens        {'  '.join(f'{self.wavelengths[i]:>9.4g}' for i in shown)}",
             f"  saved as          {self.save_route}",
         ]
+        lines += [f"  published         {self.recipe}"] if self.recipe else []
         lines += [f"  short inputs      {text}" for text in self.short_inputs]
         return "\n".join([*lines, *(f"  note              {note}" for note in self.notes)])
 
@@ -166,6 +169,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         save_route=f"as it was loaded (rope type {rope_type})",
         patched=False,
         notes=tuple(text for text in (note, described.note) if text),
+        recipe=recipe_note(slot.config, rotary, method if specs else None),
     )
 
 
@@ -202,6 +206,7 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
         short_inputs=cost_notes(method, rotary),
+        recipe=recipe_note(slot.config, rotary, method),
     )
 
 

@@ -39,6 +39,7 @@ from rope_ext_hf.patches.layer_types import Layers, rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
+from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
 __all__ = ["PatchPlan", "plan_patch", "plan_replay"]
@@ -131,6 +132,7 @@ def _plan(
     attention: list[tuple[nn.Module, Layer]] = []
     if isinstance(spec.method, RemappingMethod) and not _on_meta_device(model):
         attention = probe_layers(model, slots, spec.method, spec.rotary)
+    unlike_published = recipe_warning(config, spec.rotary, spec.method, spec.target_length)
     # 3. how the configs state it; these are copies
     layer_types = list(dict.fromkeys(layer_type for slot in slots for layer_type in slot.scaled_layers))
     one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
@@ -147,7 +149,7 @@ def _plan(
         encoding,
         base.rule,
         notes=tuple(note for note in notes if note),
-        warning=sliding if every_layer else None,
+        warning=sliding if every_layer else unlike_published,
         configs=configs,
         below=live,
     )

@@ -33,7 +33,8 @@ _NAMES = {
     "patches.patching": "apply_plan fixed_length patch patched reset unpatch",
     "patches.planning": "PatchPlan plan_patch",
     "rotary.embedding": "RotaryEmbedding",
-    "serving.advice": "Advice advise",
+    "serving.advice": "Advice",
+    "serving.advising": "advise",
     "serving.audit": "Audit audit",
     "serving.configs": "serving_config",
     "serving.fingerprints": "fingerprint",
@@ -98,7 +99,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
     from rope_ext_hf.serving.advice import Advice as Advice
-    from rope_ext_hf.serving.advice import advise as advise
+    from rope_ext_hf.serving.advising import advise as advise
     from rope_ext_hf.serving.audit import Audit as Audit
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config

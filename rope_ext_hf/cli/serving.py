@@ -43,7 +43,7 @@ def advise(
 
     Example: `rope-ext advise reference --target-length 1k`
     """
-    from rope_ext_hf.serving.advice import advise as advise_on
+    from rope_ext_hf.serving.advising import advise as advise_on
 
     wanted = parse_length(target_length)
     batches = parse_numbers("--batch", batch, "1,8")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import typer
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
@@ -292,7 +295,8 @@ def test_commands_parse(folder: Path, length: int, stated: int | None) -> None:
     advice = rope.advise(folder, length, context_length=stated)
     lines = [line for commands in advice.commands.values() for line in commands if not line.startswith("#")]
     parsed = [parse(line) for line in lines if line.startswith("rope-ext")]
-    assert parsed.count("serve-config") == len([name for name in advice.commands if name.startswith("serve with")])
+    served = [name for name in advice.commands if name.startswith(("serve with", "as published"))]
+    assert parsed.count("serve-config") == len(served)
     assert {"serve with llama.cpp", "serve with gguf"} - set(advice.commands)  # one program
     if advice.choices:
         assert {"ppl", "passkey", "describe", "patch"} <= set(parsed)
@@ -321,6 +325,59 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "yarn" in patched.extended_by[0]
     text = run(app, ["advise", "reference-1024", "--target-length", "2k"]).output
     assert "# serve with vllm" in text
+
+
+def run_line(line: str) -> str:
+    """The output of a command that advice printed."""
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def served_by_vllm(text: str) -> tuple[list[str], dict[str, Any]]:
+    """The words of the server command in a text, and the values of the config that it overrides."""
+    words = shlex.split(text[text.index("vllm serve") :].replace("\\\n", " "))
+    return words, json.loads(words[words.index("--hf-overrides") + 1])
+
+
+@of_model("Qwen3-8B")
+def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> None:
+    """The entry and the length are those of the model's card and of vLLM's example of context extension."""
+    text = run_line(f"rope-ext advise {folder} --target-length 128k")
+    assert "context_length=32768, target_length=131072" in " ".join(text.split())
+    assert re.search(r"yarn +static +rise by \+0\.\d\d / \+0\.\d\d", text)  # what it costs short inputs
+    section = text.split("# as published for Qwen3\n")[1].split("\n\n")[0].replace(" \\\n", " ")
+    described, configured = section.splitlines()
+    words, overrides = served_by_vllm(run_line(configured))
+    assert words[:3] == ["vllm", "serve", str(folder)]
+    assert words[words.index("--max-model-len") + 1] == "131072"
+    entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000}
+    assert overrides["rope_parameters"] == overrides["rope_parameters"] | entry
+    assert "Inputs within the context length lose as well: with a factor of 4" in run_line(described)
+    other = run_line(f"rope-ext advise {folder} --target-length 128k --context-length 32768")
+    assert "This is as published for Qwen3" in other
+    assert served_by_vllm(other)[1] == overrides
+
+
+@of_model("Llama-3.1-8B")
+def test_a_server_command_for_twice_the_context_of_llama_is_two_commands_away(folder: Path) -> None:
+    text = run_line(f"rope-ext advise {folder} --target-length 256k").replace(" \\\n", " ")
+    assert re.search(r"yarn +static +rise by \+0\.\d\d / \+0\.\d\d", text)
+    (line,) = (each for each in text.splitlines() if each.startswith("rope-ext serve-config") and "vllm" in each)
+    words, overrides = served_by_vllm(run_line(line))
+    assert words[words.index("--max-model-len") + 1] == "262144"
+    config = AutoConfig.from_pretrained(folder)
+    wavelengths = {}
+    for scaling in ("llama3", "longrope"):
+        inv_freq, magnitude = ROPE_INIT_FUNCTIONS[scaling](config, torch.device("cpu"), seq_len=262144)
+        wavelengths[scaling] = 2 * torch.pi / inv_freq
+        for key, value in overrides.items():
+            setattr(config, key, value)
+    trained, extended = wavelengths.values()
+    assert trained[19] < 131072 / 32  # YaRN leaves pairs alone that complete 32 cycles within the context length
+    torch.testing.assert_close(extended[:20], trained[:20], rtol=1e-5, atol=0)
+    assert extended[-1] == pytest.approx(2 * trained[-1].item(), rel=1e-5)
+    assert magnitude == pytest.approx(0.1 * math.log(2) + 1, rel=1e-6)
 
 
 def test_impossible_lengths(tmp_path: Path) -> None:

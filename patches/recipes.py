@@ -1,0 +1,134 @@
+"""What publishers state about the context of their models, read from `recipes.toml`, and how a result compares with it.
+
+>>> [recipe.extended_length for recipe in recipes() if recipe.name == "Qwen3"]
+[131072]
+
+The comments at the top of recipes.toml explain every field.
+"""
+
+# No postponed annotations: `strict` checks values against the types themselves.
+import copy
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.patches.config import PATCH_KEY
+from rope_ext_hf.patches.geometry import undo_saved_patch
+
+__all__ = ["find_recipe", "recipe_note", "recipe_warning", "recipes"]
+
+
+@strict
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How long the context of a model is, as its publisher states it; recipes.toml explains the attributes."""
+
+    name: str
+    example: str
+    model_types: list[str]
+    where: dict[str, Any]
+    context_length: int
+    source: str
+    entry: dict[str, Any] | None = None
+    extended_length: int | None = None
+
+    def fits(self, config: Any) -> bool:
+        """Whether a text config, without patches, is one of these models."""
+        if config.model_type not in self.model_types:
+            return False
+        rope = getattr(config, "rope_parameters", None) or {}
+        values = config.to_dict() | rope.get("full_attention", rope)
+        return all(
+            values.get(key) in (stated if isinstance(stated, list) else [stated]) for key, stated in self.where.items()
+        )
+
+    @property
+    def stated_length(self) -> int:
+        """`max_position_embeddings` of the published config, the largest of several."""
+        stated = self.where["max_position_embeddings"]
+        return int(max(stated) if isinstance(stated, list) else stated)
+
+    def arguments(self, stated_length: int) -> dict[str, Any]:
+        """The arguments of `patch` that give the published result.
+
+        Args:
+            stated_length: the length in tokens that the config states.
+        """
+        context = {} if stated_length == self.context_length else {"context_length": self.context_length}
+        if self.entry is None:
+            return context
+        factor = self.entry["factor"]
+        whole = factor * self.context_length == self.extended_length  # else it is rounded, or for images
+        extended = {"target_length": self.extended_length} if whole else {"factor": factor}
+        return {"method": self.entry["rope_type"]} | context | extended
+
+    def equals(self, method: RopeMethod, rotary: Rotary) -> bool:
+        """Whether a method over a rotary embedding is the entry."""
+        return (
+            self.entry is not None
+            and rotary.own is None
+            and rotary.context_length == self.context_length
+            and (method.name, getattr(method, "factor", None)) == (self.entry["rope_type"], self.entry["factor"])
+        )
+
+
+@cache
+def recipes() -> tuple[Recipe, ...]:
+    """Every recipe, in the order of the file."""
+    text = files("rope_ext_hf.patches").joinpath("recipes.toml").read_text(encoding="utf-8")
+    return tuple(Recipe(**values) for values in tomllib.loads(text)["recipe"])
+
+
+def find_recipe(config: Any) -> Recipe | None:
+    """The recipe of a text config without patches; None: there is none."""
+    return next((recipe for recipe in recipes() if recipe.fits(config)), None)
+
+
+def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
+    """What is published about the context of a model, with the arguments of `patch` that give it.
+
+    Args:
+        config: the text config, patched or not.
+        rotary, method: the result; no method: the model as loaded.
+
+    Returns:
+        One line; None where nothing is published, or the model as loaded is what is.
+    """
+    if PATCH_KEY in vars(config):
+        config = copy.deepcopy(config)
+        undo_saved_patch(config)
+    recipe = find_recipe(config)
+    if recipe is None:
+        return None
+    if method is not None and recipe.equals(method, rotary):
+        return f"This is as published for {recipe.name}: {recipe.source}"
+    read = config.max_position_embeddings
+    arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments(read).items())
+    if recipe.entry is not None:
+        what = f"{recipe.entry['rope_type']} with factor {recipe.entry['factor']:g} over {recipe.context_length:,}"
+        extended = f"{what} tokens, for {recipe.extended_length:,}. To get that: {arguments}."
+        return f"Published for {recipe.name}: {extended} {recipe.source}"
+    if recipe.context_length in (read, rotary.context_length):
+        return None
+    differs = f"{recipe.context_length:,} tokens; its config states {read:,}. To extend from there: {arguments}."
+    return f"Published for {recipe.name}: {differs} {recipe.source}"
+
+
+def recipe_warning(config: Any, rotary: Rotary, method: RopeMethod, length: int | None) -> str | None:
+    """`recipe_note` where a patch is easily taken for what is published: the same factor or length, over another one.
+
+    Args:
+        length: the extended length in tokens.
+    """
+    recipe = find_recipe(config)
+    if recipe is None or recipe.entry is None or recipe.equals(method, rotary):
+        return None
+    same = length == recipe.extended_length or getattr(method, "factor", None) == recipe.entry["factor"]
+    if method.name != recipe.entry["rope_type"] or not same:
+        return None
+    return f"this patch is not the published one. {recipe_note(config, rotary, method)}"

@@ -1,0 +1,127 @@
+"""Published recipes: which configs they fit, what transformers computes from their entries, what users are told."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import rope_ext_hf as rope
+from rope_ext_hf.patches.recipes import find_recipe, recipes
+from rope_ext_hf.serving.target import Model, make_target
+from tests.support.serving_models import FOLDER
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unrecognized keys")
+BY_NAME = {recipe.name: recipe for recipe in recipes()}
+PLAIN = {"rope_scaling": None}
+FITTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-7b-yarn": ("Qwen2.5 (7B and larger)", PLAIN | {"hidden_size": 3584}),
+    "qwen3-8b-yarn": ("Qwen3", PLAIN),
+    "served/qwen3-vl-8b": ("Qwen3-VL", {}),
+    "llama-3.1": ("Llama 3.1, 3.2 and 3.3", {}),
+    "llama-3.2": ("Llama 3.1, 3.2 and 3.3", {}),
+    "gemma-3-4b": ("Gemma 3 (4B and larger)", {}),
+    "gpt-oss-20b": ("gpt-oss", {}),
+    "deepseek-v3": ("DeepSeek-V3", {}),
+    "phi-3-mini-128k": ("Phi-3 128k and Phi-4-mini", {}),
+    "qwen2.5-7b-yarn ": ("", PLAIN),  # another size
+    "qwen3-8b-yarn ": ("", {}),  # the entry stands in it already
+    "served/mistral-7b-v0.3": ("", {}),
+    "vicuna-7b-16k": ("", {}),
+    "ministral-3": ("", {}),
+}
+"""Published configs, the recipe of each, and what of the file is changed."""
+QWEN_3_5 = {
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
+"""Qwen/Qwen3.5-27B, config.json (text_config)"""
+
+
+def config_of(file: str, changes: dict[str, Any]) -> Any:
+    values = json.loads((FOLDER / f"{file.strip()}.json").read_text(encoding="utf-8"))["config"] | changes
+    return AutoConfig.for_model(values.pop("model_type"), **values).get_text_config()
+
+
+def qwen3(**changes: Any) -> Any:
+    """A tiny model with the context of Qwen/Qwen3-8B."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of("qwen3-8b-yarn", PLAIN | changes))
+
+
+@pytest.mark.parametrize("file", FITTING)
+def test_recipes_fit_published_configs(file: str) -> None:
+    name, changes = FITTING[file]
+    found = find_recipe(config_of(file, changes))
+    assert (found.name if found else "") == name
+
+
+def test_every_recipe_states_what_it_needs() -> None:
+    assert len(BY_NAME) == len(recipes())
+    for recipe in recipes():
+        assert recipe.source.startswith("https://")
+        assert (recipe.entry is None) == (recipe.extended_length is None)
+        assert "max_position_embeddings" in recipe.where
+        if recipe.entry:
+            assert recipe.entry["original_max_position_embeddings"] == recipe.context_length
+            assert recipe.extended_length > recipe.context_length
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in BY_NAME.items() if recipe.entry])
+def test_the_arguments_give_what_transformers_computes_from_the_entry(name: str) -> None:
+    recipe = BY_NAME[name]
+    files = {name: config_of(file, changes) for file, (name, changes) in FITTING.items()}
+    config = AutoConfig.for_model(**QWEN_3_5) if name == "Qwen3.5" else files[name]
+    assert find_recipe(config) is recipe
+    target = make_target(
+        Model("MODEL", copy.deepcopy(config), composite=False, specs=[]),
+        **recipe.arguments(config.max_position_embeddings),
+    )
+    config.rope_parameters = config.rope_parameters | recipe.entry
+    inv_freq, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    torch.testing.assert_close(torch.tensor(target.inv_freq), inv_freq, rtol=2e-6, atol=0)
+    assert target.attention_factor == pytest.approx(magnitude, rel=1e-6)
+    assert target.length == recipe.entry["factor"] * recipe.context_length
+
+
+def test_a_model_is_described_with_its_recipe() -> None:
+    model = qwen3()
+    wanted = "yarn with factor 4 over 32,768 tokens, for 131,072. "
+    wanted += "To get that: method='yarn', context_length=32768, target_length=131072."
+    assert wanted in (rope.describe(model).recipe or "")
+    assert wanted in str(rope.describe(model))
+    with pytest.warns(UserWarning, match="this patch is not the published one.*context_length=32768"):
+        rope.patch(model, "yarn", target_length=131072)  # factor 3.2 over 40,960
+    assert wanted in (rope.describe(model).recipe or "")
+    with pytest.warns(UserWarning, match="not the published one"):
+        rope.patch(model, "yarn", factor=4)  # over 40,960: for 163,840
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rope.patch(model, "yarn", target_length=65536)  # nobody takes it for the published one
+        rope.patch(model, "yarn", context_length=32768, target_length=131072)
+    assert rope.describe(model).recipe == f"This is as published for Qwen3: {BY_NAME['Qwen3'].source}"
+    rope.unpatch(model)
+    assert wanted in (rope.describe(model).recipe or "")
+    assert rope.describe(qwen3(max_position_embeddings=4096)).recipe is None
+
+
+def test_a_config_that_states_more_than_its_publisher_is_named() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("deepseek-v3", {}))
+        llama = AutoModelForCausalLM.from_config(config_of("llama-3.1", {}))
+    stated = rope.describe(model).recipe or ""
+    assert "131,072 tokens; its config states 163,840. To extend from there: context_length=131072." in stated
+    assert rope.describe(llama).recipe is None
