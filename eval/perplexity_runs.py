@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ from rope_ext_hf.eval.results import (
 )
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import by_method, length_table
+from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_text, loaded_label
 from rope_ext_hf.pictures.result_plots import curves
+from rope_ext_hf.pictures.svg_charts import line_chart
 
 __all__ = ["PerplexityMeasurement", "loss_increase", "loss_lines"]
 
 Increase = tuple[float, float, float]
+TOLERANCE = 0.05
+"""By what share a loss may be higher and still count as that of short inputs."""
 
 
 @register_run_kind
@@ -94,6 +97,36 @@ class PerplexityRuns(RunKind):
 
     def draw(self, run: Run[Result], path: Path, title: str) -> None:
         curves(loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
+
+    def chart(self, run: Run[Result]) -> str:
+        caption = (
+            "Bits per byte by context length, lower is better. The dotted line is the length that the model is for."
+        )
+        return line_chart(loss_lines(run.results), run.context_length, caption)
+
+    def conclusion(self, run: Run[Result]) -> str:
+        """The best method at the longest length, how far it holds the loss of short inputs, and what it costs there."""
+        at = {name: {r.length: r for r in row} for name, row in by_method(run.results).items()}
+        plain, length = loaded_label(run), run.context_length
+        longest = max(result.length for result in run.results)
+        there = {name: row[longest] for name, row in at.items() if longest in row}
+        reached = {name: result.bits_per_byte for name, result in there.items() if not result.nonfinite}
+        if not reached:
+            return f"At {longest:,} tokens no loss is finite."
+        best = min(reached, key=lambda name: reached[name])
+        name = AS_LOADED if best == plain else best
+        others = f"; {AS_LOADED} has {reached[plain]:.2f}" if best != plain and plain in reached else ""
+        text = f"At {length_text(longest, length)}, {name} has the lowest loss"
+        text += f", {reached[best]:.2f} bits per byte{others}."
+        short_inputs = at.get(plain, {}).get(length)
+        if short_inputs is None or longest <= length:
+            return text
+        near = {n for n, result in at[best].items() if result.loss <= (1 + TOLERANCE) * short_inputs.loss}
+        held = list(takewhile(near.__contains__, sorted(n for n in at[best] if n > length)))
+        reach = f"Up to {length_text(held[-1], length)} it is" if held else f"Beyond {length:,} tokens it is nowhere"
+        text += f" {reach} within {TOLERANCE:.0%} of the loss as loaded at {length:,} tokens"
+        cost = loss_increase(run, at[best][longest].method)
+        return f"{text}; at {length:,} it changes the loss by {cost[0]:+.3f} nats per token." if cost else f"{text}."
 
     def speed(self, run: Run[Result]) -> str:
         return throughput_text(run.results)

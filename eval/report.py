@@ -19,9 +19,18 @@ from typing import Any
 from rope_ext_hf.errors import FileError, one_line, printable
 from rope_ext_hf.eval.journal import plain_files, read_plain
 from rope_ext_hf.eval.results import labels, method_key
+from rope_ext_hf.eval.run_commands import read_commands
 from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.files import atomic_file, json_text
-from rope_ext_hf.pictures.html_page import MAX_PICTURE_BYTES, embedded_picture, html_page, html_table, provenance
+from rope_ext_hf.pictures.html_page import (
+    MAX_PICTURE_BYTES,
+    commands_section,
+    embedded_picture,
+    html_page,
+    html_table,
+    paragraph,
+    provenance,
+)
 
 __all__ = ["write_files"]
 
@@ -48,7 +57,7 @@ def write_files(run: Run[Any]) -> Files:
     results = _write(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     table = _write(run.folder / "results.csv", _csv(run))
     picture = _draw(run, run.folder / f"{run.kind.name}.png")
-    page = _write(run.folder / "report.html", _page(run, picture))
+    page = _write(run.folder / "report.html", _page(run))
     return Files(results, table, page, picture)
 
 
@@ -93,7 +102,7 @@ def _draw(run: Run[Any], path: Path) -> Path | None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _page(run: Run[Any], picture: Path | None) -> str:
+def _page(run: Run[Any]) -> str:
     settings, kind = run.settings, run.kind
     others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
@@ -103,12 +112,16 @@ def _page(run: Run[Any], picture: Path | None) -> str:
         f"{len(settings['items'])} {kind.items}. Read on {settings['device']}{speed and f' at {speed}'}. {versions}."
     )
     table = run.table(detailed=True)
+    methods = list({method_key(result.method): result.method for result in run.results}.values())
     return html_page(
         _title(run),
-        summary,
-        *(_embedded(path) for path in [*([picture] if picture else []), *others]),
-        "<p>Nothing is finished yet.</p>" if table is None else html_table(table),
-        provenance("Everything these numbers depend on", settings),
+        kind.conclusion(run) if run.results else "Nothing is finished yet.",
+        kind.chart(run),
+        *(_embedded(path) for path in others),
+        "" if table is None else html_table(table),
+        paragraph(summary),
+        commands_section("To repeat or continue it", read_commands(run.folder)),
+        provenance("Everything these numbers depend on", settings | {"methods": methods}),
     )
 
 

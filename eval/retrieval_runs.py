@@ -6,7 +6,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,10 +22,15 @@ from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialSco
 from rope_ext_hf.eval.retrieval_prompts import insert
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import by_method, length_table
+from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_text, loaded_label
 from rope_ext_hf.pictures.result_plots import heat_map
+from rope_ext_hf.pictures.svg_charts import heat_charts
 
 __all__ = ["RetrievalMeasurement", "Trial", "by_method_and_depth"]
+
+
+MOST = 0.9
+"""The share of exact answers that counts as nearly all."""
 
 
 @register_run_kind
@@ -83,6 +90,29 @@ class RetrievalRuns(RunKind):
             "grey where no better than chance"
         )
         heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
+
+    def chart(self, run: Run[Retrieval]) -> str:
+        caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."
+        return heat_charts(by_method_and_depth(run.results), run.context_length, caption)
+
+    def conclusion(self, run: Run[Retrieval]) -> str:
+        """The method that answers most at the longest length, how far it answers nearly all, and what it costs."""
+        at = {
+            name: {n: fmean(r.exact_match for r in row if r.length == n) for n in sorted({r.length for r in row})}
+            for name, row in by_method(run.results).items()
+        }
+        plain, length = loaded_label(run), run.context_length
+        longest = max(result.length for result in run.results)
+        reached = {name: shares[longest] for name, shares in at.items() if longest in shares}
+        best = max(reached, key=lambda name: reached[name])
+        name = AS_LOADED if best == plain else best
+        others = f"; {AS_LOADED} {reached[plain]:.0%}" if best != plain and plain in reached else ""
+        text = f"At {length_text(longest, length)}, {name} gives {reached[best]:.0%} of the answers exactly{others}."
+        held = list(takewhile(lambda n: at[best][n] >= MOST, at[best]))
+        text += f" It gives at least {MOST:.0%} {f'up to {length_text(held[-1], length)}' if held else 'at no length'}"
+        if best != plain and length in at[best] and length in at.get(plain, {}):
+            text += f"; at {length:,} tokens {at[best][length]:.0%}, as loaded {at[plain][length]:.0%}"
+        return f"{text}."
 
 
 @dataclass

@@ -134,6 +134,14 @@ class RunKind(ABC):
     def draw(self, run: Run[Any], path: Path, title: str) -> None:
         """Draw a run with at least one result as a PNG; ImportError without matplotlib."""
 
+    def chart(self, run: Run[Any]) -> str:
+        """The results as an SVG figure of the HTML page; empty where there is nothing to draw."""
+        return ""
+
+    def conclusion(self, run: Run[Any]) -> str:
+        """What a run with at least one result shows, in a sentence or two."""
+        return ""
+
     def speed(self, run: Run[Any]) -> str:
         """How fast the text was read, in words; empty where it was not timed."""
         return ""

@@ -17,8 +17,9 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.results import MethodResult, labels, method_key
 from rope_ext_hf.eval.runs import Run
 
-__all__ = ["by_method", "length_table"]
+__all__ = ["AS_LOADED", "by_method", "length_table", "length_text", "loaded_label"]
 
+AS_LOADED = "the model as loaded"
 R = TypeVar("R", bound=MethodResult)
 
 
@@ -29,6 +30,17 @@ def by_method(results: Sequence[R]) -> dict[str, list[R]]:
     for result in results:
         rows[names[method_key(result.method)]].append(result)
     return rows
+
+
+def loaded_label(run: Run[Any]) -> str:
+    """The label of the model as loaded among the results of a run."""
+    key = method_key(run.settings["loaded"])
+    return labels([*(result.method for result in run.results), run.settings["loaded"]])[key]
+
+
+def length_text(length: int, context_length: int) -> str:
+    """A length in tokens and in context lengths of the model."""
+    return f"{length:,} tokens ({multiple_text(length, context_length)})"
 
 
 def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:

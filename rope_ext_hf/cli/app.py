@@ -17,7 +17,7 @@ from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving
 from rope_ext_hf.cli.console import print_error, print_text, short_warnings
-from rope_ext_hf.cli.options import expand_options, unknown_option
+from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, short
 
 __all__ = ["app", "main"]
@@ -91,6 +91,7 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse its own options, which may stand anywhere on the line: errors advise to add one to what was typed."""
+        ctx.meta[ARGUMENTS] = list(args)
         own: list[str] = []
         rest: list[str] = []
         waiting = list(args)

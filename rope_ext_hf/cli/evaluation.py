@@ -22,6 +22,7 @@ from rope_ext_hf.cli.console import (
     quiet_transformers,
 )
 from rope_ext_hf.cli.options import (
+    ARGUMENTS,
     EvalOptions,
     Json,
     Lengths,
@@ -52,6 +53,7 @@ _NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this packa
 
 
 def demo(
+    context: typer.Context,
     out: Out = _RESULTS,
     spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
     trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 3,
@@ -88,11 +90,11 @@ def demo(
         model, lengths=asked, task="key-value", keys=5, trials=trials, distractors=4, settings=methods(asked[-1])
     )
     make_folder(out)
-    loss = _measure(model, text, out)
+    loss = _measure(context, model, text, out)
     if not as_json:
         _print_run(loss, as_json)
     _stop_if_not_finite(loss)
-    retrieval = _measure(model, questions, out)
+    retrieval = _measure(context, model, questions, out)
     if not as_json:
         _print_run(retrieval, as_json)
     overview = Overview(loss.results, retrieval.results, trained)
@@ -186,7 +188,7 @@ def _perplexity(
         )
         make_folder(out)
         _preflight(empty, load, plan, spans.most_spans, workers)
-        run = _measure(load.model(model), plan, out, workers)
+        run = _measure(methods.context, load.model(model), plan, out, workers)
     if workers.rank == 0:
         _print_run(run, as_json)
     _stop_if_not_finite(run)
@@ -253,7 +255,7 @@ def passkey(
         )
         make_folder(out)
         _preflight(empty, load, plan)
-        run = _measure(load.model(model), plan, out)
+        run = _measure(methods.context, load.model(model), plan, out)
     _print_run(run, as_json)
 
 
@@ -331,9 +333,12 @@ def _own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-def _measure(model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None) -> Run[Any]:
+def _measure(
+    context: typer.Context, model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
+) -> Run[Any]:
     """Measure a plan in a run's folder, and show progress."""
     from rope_ext_hf.cli.time_left import TimeLeft
+    from rope_ext_hf.eval.run_commands import add_command
     from rope_ext_hf.eval.runner import Progress, Workers, measure
 
     workers = workers or Workers()
@@ -350,6 +355,7 @@ def _measure(model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Wor
             def started(self, folder: Path, done: int, units: int) -> None:
                 left.total *= 1 - done / units
                 if first:
+                    add_command(folder, context.meta[ARGUMENTS])
                     bar.set_total(round(share * sum(passes)))
                     print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
 
 __all__ = [
+    "ARGUMENTS",
     "EvalOptions",
     "Json",
     "Lengths",
@@ -62,6 +63,8 @@ Lengths = Annotated[str, typer.Option(metavar="LENGTHS", help="Context lengths i
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
+ARGUMENTS = "rope_ext_hf.arguments"
+"""Where a context's `meta` has everything that was typed after `rope-ext`."""
 MOST_NESTING = 100  # of brackets in a value
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "picture",
     "plot_text",
     "short_length",
+    "space_out",
 ]
 
 PLAIN = "#222222"

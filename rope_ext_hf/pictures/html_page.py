@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +13,15 @@ from rich.text import Text
 
 from rope_ext_hf.errors import printable
 
-__all__ = ["MAX_PICTURE_BYTES", "embedded_picture", "html_page", "html_table", "provenance"]
+__all__ = [
+    "MAX_PICTURE_BYTES",
+    "commands_section",
+    "embedded_picture",
+    "html_page",
+    "html_table",
+    "paragraph",
+    "provenance",
+]
 
 MAX_PICTURE_BYTES = 20_000_000
 
@@ -28,13 +36,17 @@ _PAGE = """<!doctype html>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }}
 h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
+figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; gap: 1rem; }} figcaption {{ flex: 100%; }}
+svg {{ flex: 1 1 20rem; max-width: 29rem; height: auto; font-size: 11px; fill: currentColor; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
+td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
+@media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
-pre {{ overflow-x: auto; font-size: .8rem; }}
+pre {{ overflow-x: auto; font-size: .8rem; }} code {{ overflow-wrap: anywhere; white-space: pre-wrap; }}
 </style>
 </head>
 <body>
@@ -89,6 +101,17 @@ def provenance(summary: str, values: Mapping[str, Any]) -> str:
     """A section that opens to these values, as JSON."""
     text = html.escape(json.dumps(values, indent=1))
     return f"<h2>Provenance</h2>\n<details><summary>{html.escape(summary)}</summary><pre>{text}</pre></details>"
+
+
+def paragraph(text: str) -> str:
+    """Plain text as a paragraph."""
+    return f"<p>{html.escape(printable(text))}</p>"
+
+
+def commands_section(title: str, commands: Sequence[str]) -> str:
+    """Commands under a title; empty without any."""
+    lines = "".join(f"<p><code>{html.escape(printable(command))}</code></p>\n" for command in commands)
+    return f"<h2>{html.escape(title)}</h2>\n{lines}" if lines else ""
 
 
 def embedded_picture(name: str, data: bytes) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.drawing import LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
 
-__all__ = ["curves", "draw_curves", "draw_heat_map", "heat_map", "line_styles"]
+__all__ = ["RetrievalCell", "curves", "draw_curves", "draw_heat_map", "heat_map", "line_styles", "method_family"]
 
 
 class RetrievalCell(Protocol):
@@ -30,19 +30,19 @@ class RetrievalCell(Protocol):
     def above_chance(self) -> bool: ...
 
 
-def _family(name: str) -> str:
+def method_family(name: str) -> str:
     """The label without its factor."""
     return name.rpartition(" x")[0] or name
 
 
 def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How the line of each method is drawn; the factors of one method share a colour."""
-    families = list(dict.fromkeys(_family(name) for name in names if name != LOADED))
+    families = list(dict.fromkeys(method_family(name) for name in names if name != LOADED))
     markers = "osD^vP*Xhd"
     styles: dict[str, dict[str, Any]] = {}
     for name in names:
-        siblings = [other for other in names if _family(other) == _family(name)]
-        which, nth = families.index(_family(name)) if name != LOADED else 0, siblings.index(name)
+        siblings = [other for other in names if method_family(other) == method_family(name)]
+        which, nth = families.index(method_family(name)) if name != LOADED else 0, siblings.index(name)
         styles[name] = {
             "marker": markers[(which + 3 * nth) % len(markers)],
             "markersize": 5,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -189,7 +191,8 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(first, second):\n    return first + second\n" * 40, encoding="utf-8")
     common = ["ppl", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--data", str(text)]
-    code, out, err = run(*common, "--out", str(tmp_path / "out"), "--dtype", "float32")
+    arguments = [*common, "--out", str(tmp_path / "out"), "--dtype", "float32"]
+    code, out, err = run(*arguments)
     assert code == 0, err
     assert "as loaded" in out
     assert "ntk x4" in out
@@ -201,6 +204,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     assert saved["provenance"]["versions"]["torch"]
     assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert all(r["tokens"] == saved["results"][0]["tokens"] for r in saved["results"])
+    assert shlex.join(["rope-ext", *arguments]) in html.unescape((folder / "report.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 from rope_ext_hf.eval import perplexity_runs
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Retrieval, Setting, label, labels
+from rope_ext_hf.eval.run_commands import add_command, read_commands
 from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.pictures import result_plots
@@ -64,6 +66,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.images: list[bytes] = []
         self.text = ""
+        self.drawn: list[str] = []
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -73,6 +76,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.tags[-1:] == ["text"]:
+            self.drawn.append(data)
 
 
 def printed(run: Run[Any]) -> str:
@@ -90,7 +95,10 @@ def test_every_file_is_written(tmp_path: Path) -> None:
         *("perplexity.png", "report.html", "results.csv", "results.json")
     ]
     assert files.picture is not None
-    assert Page(files.page).images == [files.picture.read_bytes()]
+    page = Page(files.page)
+    assert page.images == []  # a chart in the page's own colours instead
+    assert page.tags.count("svg") == 1
+    assert {"yarn x4", "as loaded"} <= set(page.drawn)
     assert len(json.loads(files.json.read_text(encoding="utf-8"))["results"]) == 4
     with files.csv.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -113,7 +121,11 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("passkey.png", "report.html", "results.csv", "results.json")
     ]
-    assert Page(files.page).text.count("90%  1.5") == 8
+    page = Page(files.page)
+    assert page.text.count("90%  1.5") == 8
+    assert page.tags.count("svg") == 2  # methods
+    assert page.drawn.count("90%") == 8
+    assert page.drawn.count("1.5") == 8
     with files.csv.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["depth"] for row in rows] == ["0", "1"] * 4
@@ -130,6 +142,7 @@ def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
     files = write_files(run)
     page = Page(files.page)
     assert "script" not in page.tags
+    assert "svg" in page.tags
     assert files.picture is not None
     for text in (files.page.read_text(encoding="utf-8"), files.csv.read_text(encoding="utf-8"), printed(run)):
         assert "\x1b" not in text
@@ -157,7 +170,7 @@ def test_a_picture_that_fails_costs_the_picture_only(tmp_path: Path, monkeypatch
     with pytest.warns(UserWarning, match=r"perplexity\.png could not be drawn: no font"):
         files = write_files(run)
     assert files.picture is None
-    assert Page(files.page).images == []  # the picture of before would not belong to these numbers
+    assert not (tmp_path / "perplexity.png").exists() or Page(files.page).images == []
     assert files.csv.exists()
 
 
@@ -201,9 +214,89 @@ def test_only_plain_pictures_are_embedded(tmp_path: Path) -> None:
     (folder / "folder.png").mkdir()
     (folder / "text.png").write_bytes(b"no picture")
     (folder / "own.png").write_bytes(PNG + b"own")
-    images = Page(write_files(run).page).images
-    assert len(images) == 2
-    assert images[1] == PNG + b"own"
+    assert Page(write_files(run).page).images == [PNG + b"own"]
+
+
+# --- what the page says
+
+LOADED_RISES = {64: 1.0, 128: 3.0, 256: 4.0}
+
+
+def conclusion(folder: Path, losses: dict[str, dict[int, float]], **settings: Any) -> str:
+    """What the page of these losses says; a method is a factor of YaRN, or empty."""
+    methods = {factor: Yarn(factor=float(factor)).to_dict() if factor else None for factor in losses}
+    results = [result(n, loss, methods[factor]) for factor, row in losses.items() for n, loss in row.items()]
+    text = Page(write_files(a_run(folder, results, **settings)).page).text
+    return next(line for line in text.splitlines() if line.startswith("At "))
+
+
+def test_the_page_begins_with_a_conclusion(tmp_path: Path) -> None:
+    """A loss of n nats is n * 10 / ln 2 / 12 bits per byte: 10 tokens are 12 bytes."""
+    held = conclusion(tmp_path, {"": LOADED_RISES, "2": {64: 1.01, 128: 1.04, 256: 3.0}, "4": {256: 2.0, 64: 1.2}})
+    assert held == (
+        "At 256 tokens (4x), yarn x4 has the lowest loss, 2.40 bits per byte; the model as loaded has 4.81. Beyond 64 "
+        "tokens it is nowhere within 5% of the loss as loaded at 64 tokens; at 64 it changes the loss by +0.200 nats "
+        "per token."
+    )
+    held = conclusion(tmp_path, {"": LOADED_RISES, "2": {64: 1.01, 128: 1.04, 256: 3.0}})
+    assert "Up to 128 tokens (2x) it is within 5% of the loss as loaded at 64 tokens; at 64 " in held
+    assert held.endswith("by +0.010 nats per token.")
+
+
+def test_a_conclusion_where_no_method_helps_or_nothing_is_finite(tmp_path: Path) -> None:
+    held = conclusion(tmp_path, {"": {64: 1.0, 128: 1.02}, "2": {64: 1.5, 128: 1.6}})
+    assert held == (
+        "At 128 tokens (2x), the model as loaded has the lowest loss, 1.23 bits per byte. Up to 128 tokens (2x) it is "
+        "within 5% of the loss as loaded at 64 tokens."
+    )
+    assert conclusion(tmp_path, {"": {64: 1.0, 128: math.nan}}) == "At 128 tokens no loss is finite."
+    assert conclusion(tmp_path, {"2": {64: 1.0}}).endswith("yarn x2 has the lowest loss, 1.20 bits per byte.")
+
+
+def test_a_conclusion_of_retrieval(tmp_path: Path) -> None:
+    shares = {None: {64: 1.0, 128: 0.0}, "yarn": {64: 0.95, 128: 0.92}}
+    results = [
+        Retrieval(YARN if m else None, "code", 1, n, d, 10, 19, share, 1.5, 0.9, 0.05)
+        for m, row in shares.items()
+        for n, share in row.items()
+        for d in (0, 1)
+    ]
+    page = Page(write_files(a_run(tmp_path, results, kind="passkey")).page)
+    assert (
+        "At 128 tokens (2x), yarn x4 gives 92% of the answers exactly; the model as loaded 0%. It gives at least 90% "
+        "up to 128 tokens (2x); at 64 tokens 95%, as loaded 100%."
+    ) in page.text
+
+
+def test_the_page_has_the_methods_and_the_commands(tmp_path: Path) -> None:
+    run = a_run(tmp_path, RESULTS)
+    assert "To repeat" not in Page(write_files(run).page).text  # run from Python
+    for data in ("my text.txt", "$(reboot)", "my text.txt"):
+        add_command(tmp_path, ["ppl", "model", "--data", data])
+    text = Page(write_files(run).page).text
+    assert "To repeat or continue it" in text
+    assert text.count("rope-ext ppl model --data 'my text.txt'") == 1
+    assert "rope-ext ppl model --data '$(reboot)'" in text
+    assert json.loads(text[text.index("{\n") :])["methods"] == [None, YARN]
+
+
+@pytest.mark.parametrize("held", ["; reboot", '"reboot"', '[["reboot"]]', "[1]", "\xff", "[" * 10_000, "{}"])
+def test_commands_of_somebody_else_are_left_out(tmp_path: Path, held: str) -> None:
+    (tmp_path / "commands.jsonl").write_bytes(held.encode("latin-1"))
+    assert read_commands(tmp_path) == []
+
+
+def test_commands_of_somebody_else_are_quoted(tmp_path: Path) -> None:
+    arguments = ["ppl", "; reboot", "`reboot`", "a\nreboot"]
+    (tmp_path / "commands.jsonl").write_text(json.dumps(arguments), encoding="utf-8")
+    (command,) = read_commands(tmp_path)
+    assert subprocess.run(
+        ["sh", "-c", command.replace("rope-ext", "printf '%s|'", 1)], capture_output=True, text=True, check=True
+    ).stdout == "".join(f"{each}|" for each in arguments)
+    (tmp_path / "commands.jsonl").unlink()
+    (tmp_path / "other.jsonl").write_text(json.dumps(arguments), encoding="utf-8")
+    (tmp_path / "commands.jsonl").symlink_to(tmp_path / "other.jsonl")
+    assert read_commands(tmp_path) == []
 
 
 # --- labels

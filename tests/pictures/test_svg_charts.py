@@ -1,0 +1,87 @@
+"""Charts of a page: what is drawn where, by parsing the SVG as XML."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from rope_ext_hf.pictures.svg_charts import LINE, WIDTH, heat_charts, line_chart
+
+POINTS = {"as loaded": [(256, 1.0), (1024, 5.0)], "yarn x4": [(256, 1.25), (512, 1.5), (1024, 2.0)]}
+
+
+@dataclass(frozen=True)
+class Cell:
+    exact_match: float
+    rank: float = 1.0
+    above_chance: bool = True
+
+
+def numbers(element: ElementTree.Element, *names: str) -> list[float]:
+    return [float(element.attrib[name]) for name in names]
+
+
+def test_points_stand_where_their_values_are() -> None:
+    figure = ElementTree.fromstring(line_chart(POINTS, 256, "Bits per byte."))
+    assert figure.findtext("figcaption") == "Bits per byte."
+    groups = {group.findtext("title"): group for group in figure.iter("g")}
+    assert set(groups) == set(POINTS)
+    where = {
+        (name, n, value): numbers(circle, "cx", "cy")
+        for name, row in POINTS.items()
+        for (n, value), circle in zip(row, groups[name].iter("circle"), strict=True)
+    }
+    assert len({tuple(place) for place in where.values()}) == 5
+    across = {n: x for (_, n, _), (x, _) in where.items()}
+    assert across[512] - across[256] == pytest.approx(across[1024] - across[512])  # octaves
+    (_, low), (_, high) = where["as loaded", 256, 1.0], where["as loaded", 1024, 5.0]
+    for (_, _, value), (_, y) in where.items():
+        assert y == pytest.approx(low + (high - low) * (value - 1) / 4, abs=0.1)
+
+
+def test_names_do_not_cover_each_other() -> None:
+    """However close the lines end, and however many they are."""
+    points = {f"method {i}": [(256, 1.0), (512, 1.0 + i / 1000)] for i in range(24)}
+    figure = ElementTree.fromstring(line_chart(points, 256, ""))
+    heights = sorted(numbers(text, "y")[0] for group in figure.iter("g") for text in group.iter("text"))
+    assert all(b - a >= LINE - 0.11 for a, b in pairwise(heights))
+    (svg,) = figure.iter("svg")
+    _, _, width, height = map(float, svg.attrib["viewBox"].split())
+    assert width == WIDTH
+    assert heights[0] > 0
+    assert heights[-1] < height
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, 1e-9, 1e300])
+def test_one_value_alone_is_drawn(value: float) -> None:
+    figure = ElementTree.fromstring(line_chart({"as loaded": [(256, value)]}, 64, ""))
+    (circle,) = figure.iter("circle")
+    assert all(map(math.isfinite, numbers(circle, "cx", "cy")))
+
+
+def test_without_points_there_is_no_chart() -> None:
+    assert line_chart({"as loaded": []}, 256, "") == heat_charts({}, 256, "") == ""
+
+
+def test_a_heat_map_has_a_cell_per_depth_and_length() -> None:
+    rows = {0.0: {256: Cell(1.0), 512: Cell(0.25, 3.5)}, 1.0: {256: Cell(0.5, 9.0, above_chance=False)}}
+    figure = ElementTree.fromstring(heat_charts({"yarn x4": rows, "as loaded": rows}, 256, "Exact answers."))
+    charts = list(figure.iter("svg"))
+    assert len(charts) == 2
+    rects = list(charts[0].iter("rect"))
+    assert [float(rect.attrib["fill-opacity"]) for rect in rects] == [0.65, 0.2, 0.35]
+    texts = [text.text for text in charts[0].iter("text")]
+    assert [text for text in texts if text in ("100%", "25%", "50%", "1.0", "3.5", "9.0")] == [
+        *("100%", "1.0", "25%", "3.5", "100%", "50%", "9.0")  # the second 100% is a depth
+    ]
+
+
+def test_names_are_text() -> None:
+    name = "</svg><script>alert(1)</script>\x1b"
+    for chart in (line_chart({name: [(1, 1.0)]}, 1, name), heat_charts({name: {0.5: {1: Cell(1.0)}}}, 1, name)):
+        assert "script" not in {element.tag for element in ElementTree.fromstring(chart).iter()}
+        assert "\x1b" not in chart
