@@ -80,7 +80,7 @@ def load(
     | `stdlib` | the held-out modules of Python's standard library |
     | `FILE` | a UTF-8 text file, whatever its name: one; also `.gz`, `.zst` |
     | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or per item of the one list; also `.gz`, `.zst` |
-    | `FILE.parquet` | one per row, read by the package `datasets` |
+    | `FILE.parquet` | one per row, read by the package `pyarrow` |
     | `FOLDER` | of all such files under it (text: .txt .md .rst .py), sorted; not hidden ones nor links out of it |
     | `PATTERN` | of the files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
     | `hf:OWNER/NAME` | one per row of a dataset of the Hugging Face Hub, streamed |
@@ -335,14 +335,10 @@ def _json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tup
 
 
 def _parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, Content]]:
-    datasets = _optional("datasets", "files in .parquet")
-    with _quiet(datasets):
-        rows = datasets.load_dataset(
-            "parquet", data_files=glob.escape(where), split="train", streaming=True, batch_size=_PARQUET_ROWS
-        )
-        columns = {name: getattr(kind, "dtype", "") in _TEXT_TYPES for name, kind in (rows.features or {}).items()}
-        chosen = _choose_column(columns, where, column)
-        yield from _texts(enumerate(rows.select_columns([chosen]), 1), where, chosen)
+    table = _optional("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
+    chosen = _choose_column({field.name: str(field.type) in _TEXT_TYPES for field in table.schema_arrow}, where, column)
+    batches = table.iter_batches(_PARQUET_ROWS, columns=[chosen])
+    yield from _texts(enumerate((row for batch in batches for row in batch.to_pylist()), 1), where, chosen)
 
 
 @contextmanager
@@ -357,17 +353,6 @@ def _few_retries(datasets: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(datasets.config, name, value)
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Without the log of `datasets`, whose errors become a CorpusError."""
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
 
 
 def _texts(rows: Iterable[tuple[int, object]], where: str, column: str | None) -> Iterator[tuple[str, Content]]:

@@ -525,7 +525,7 @@ def test_only_the_hub_is_asked(hub: Hub, name: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("module", "data"), [("datasets", "hf:a/b"), ("pyarrow", "a.txt.zst"), ("datasets", "a.parquet")]
+    ("module", "data"), [("datasets", "hf:a/b"), ("pyarrow", "a.txt.zst"), ("pyarrow.parquet", "a.parquet")]
 )
 def test_a_missing_package_says_what_to_install(
     module: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
