@@ -22,10 +22,11 @@ import torch
 import transformers
 from record import record
 from train_reference import BYTE_OFFSET, END_OF_TEXT, TRAINED_LENGTH, encode, mean_loss, windows
+from training_text import stdlib_training
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path
 
 TOKENIZER = ByT5Tokenizer(extra_ids=0)

@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from train_reference import BYTE_OFFSET, encode
 from training import take_steps
+from training_text import stdlib_training
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
 SEED = 0
 WORDS, MASK = 1024, 256 + BYTE_OFFSET

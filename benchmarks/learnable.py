@@ -20,13 +20,13 @@ from record import record
 from torch import Tensor, nn
 from train_reference import encode
 from training import take_steps
+from training_text import stdlib_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.plan import Tokens, tokenize
-from rope_ext_hf.eval.stdlib_corpus import stdlib_training
 from rope_ext_hf.reference import path
 
 SEED = 0

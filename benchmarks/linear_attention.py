@@ -36,9 +36,10 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from train_reference import BYTE_OFFSET, encode
 from training import take_steps
+from training_text import stdlib_training
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
 HEADS, DIM = 2, 64
 KERNELS = ("elu", "relu", "cosine")

@@ -27,11 +27,12 @@ import torch
 from reference_card import write_card
 from torch import Tensor, nn
 from torch.nn import functional
+from training_text import stdlib_training
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.retrieval_prompts import TASKS, Part, Prompt, training_prompt
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
 SEED = 20240517
 TRAINED_LENGTH = 256

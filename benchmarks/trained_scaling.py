@@ -21,6 +21,7 @@ import torch
 from record import record
 from torch.nn import functional
 from train_reference import encode
+from training_text import stdlib_training
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
@@ -28,7 +29,6 @@ from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.corpora import load as load_corpus
 from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.results import difference
-from rope_ext_hf.eval.stdlib_corpus import stdlib_training
 from rope_ext_hf.reference import path
 
 SEED = 20240517

@@ -1,4 +1,4 @@
-"""Text that is always there: the sources of Python's standard library, split into training and held-out text."""
+"""Text that is always there: the sources of Python's standard library that the bundled model never read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from rope_ext_hf.errors import CorpusError
 from rope_ext_hf.eval.documents import Document
 
-__all__ = ["HELD_OUT", "stdlib_held_out", "stdlib_training"]
+__all__ = ["HELD_OUT", "stdlib_held_out"]
 
 HELD_OUT = (
     "_pydecimal",
@@ -22,9 +22,6 @@ HELD_OUT = (
 )
 """Modules no training of the reference model ever reads."""
 
-# Tests are absent from many distributions; encodings are tables of code points, not text.
-_NOT_TEXT = frozenset({"__pycache__", "encodings", "idle_test", "site-packages", "test", "tests"})
-
 
 def stdlib_held_out() -> list[Document]:
     """The held-out modules this Python installation has (some distributions split a few off), in `HELD_OUT`'s order."""
@@ -37,19 +34,4 @@ def stdlib_held_out() -> list[Document]:
     ]
     if not documents:
         raise CorpusError(f"no source of the standard library found in {root}; give a text file with --data FILE")
-    return documents
-
-
-def stdlib_training() -> list[Document]:
-    """Every readable module of the standard library that is neither held out nor a test, sorted by name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    documents = []
-    for file in sorted(root.rglob("*.py")):
-        name = file.relative_to(root).with_suffix("").as_posix()
-        if name in HELD_OUT or not _NOT_TEXT.isdisjoint(file.relative_to(root).parts):
-            continue
-        try:
-            documents.append(Document(name, file.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:
-            continue
     return documents

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_text import stdlib_training
 
 from rope_ext_hf import CorpusError
 from rope_ext_hf.eval import corpora
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
 
 TEXTS = ["Grüße, world", "zwei\nlines", "three"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate(TEXTS, 1)]

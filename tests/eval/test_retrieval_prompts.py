@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+from training_text import stdlib_training
 
 from rope_ext_hf.eval.retrieval_prompts import (
     HELD_OUT_VERBS,
@@ -21,7 +22,7 @@ from rope_ext_hf.eval.retrieval_prompts import (
     other_answers,
     training_prompt,
 )
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out, stdlib_training
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
 TRAINED = {name: task for name, task in TASKS.items() if task.training}
 FILLER = b"\0" * 1000  # occurs in no statement
