@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,7 +21,6 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding, arrange
-from rope_ext_hf.rotary.phase import phase_to_radians
 
 __all__ = ["AxialRotaryEmbedding"]
 
@@ -155,26 +155,21 @@ class AxialRotaryEmbedding(nn.Module):
             position_ids = position_ids.expand(axes, -1, -1)
         if position_ids.ndim != 3 or position_ids.shape[0] != axes:
             raise ValueError(f"position_ids must be ({axes}, batch, length), got {tuple(position_ids.shape)}")
-        phases, factors = [], []
+        parts = []
         for child, positions in zip(self.tables, position_ids.to(x.device, torch.int64), strict=True):
             assert isinstance(child, RotaryEmbedding)
-            frequency: Tensor = child.frequency.to(x.device)
-            factor: Tensor | float = child.attention_factor
-            if child.length_dependent:
-                frequency, factor = child.phase_per_position(child.resolve_lengths(positions.amax(-1) + 1))
-            phases.append(positions[..., None] * frequency)  # (batch, length, pairs of the table)
-            factors.append(factor)
+            # Positions along an axis go up and down within one input, so its length is the largest of them, plus 1.
+            parts.append(child.of_rows(x, positions, partial(_longest, positions)))
         columns = self.columns.to(x.device)
-        angle = phase_to_radians(torch.cat(phases, dim=-1).index_select(-1, columns))
-        scale: Tensor | float = 1.0
-        if any(isinstance(factor, Tensor) or factor != 1.0 for factor in factors):
-            scale = torch.cat(
-                [torch.ones_like(phase, dtype=torch.float32) * f for phase, f in zip(phases, factors, strict=True)], -1
-            ).index_select(-1, columns)
-        return arrange(angle, scale, self.layout, x.dtype if self.cast else None)
+        cos, sin = (torch.cat(every, dim=-1).index_select(-1, columns) for every in zip(*parts, strict=True))
+        return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
 
     def extra_repr(self) -> str:
         return f"sections={self.sections}, arrangement={self.arrangement!r}, table={self.table!r}"
+
+
+def _longest(positions: Tensor) -> Tensor:
+    return positions.amax(-1) + 1
 
 
 def _axis_of_pair(sections: Sequence[int], arrangement: str) -> list[int]:

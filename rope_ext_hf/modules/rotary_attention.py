@@ -19,7 +19,6 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.forward_state import ForwardState, pop, push
 
 __all__ = ["KeyValueCache", "RotaryAttention"]
 
@@ -192,15 +191,7 @@ class RotaryAttention(nn.Module):
 
     def _angles(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of all keys. Under a length-dependent method a row's length is that of all its tokens."""
-        if not self.rotary.length_dependent:
-            cos, sin = self.rotary(x, position_ids)
-            return cos, sin
-        lengths = position_ids.masked_fill(~padding_mask, 0).amax(-1) + 1
-        push(ForwardState(owner=self, tables=(self.rotary,), row_lengths=self.rotary.resolve_lengths(lengths)))
-        try:
-            cos, sin = self.rotary(x, position_ids)
-        finally:
-            pop(self)
+        cos, sin = self.rotary.of_rows(x, position_ids, lambda: position_ids.masked_fill(~padding_mask, 0).amax(-1) + 1)
         return cos, sin
 
     def _mask(self, padding_mask: Tensor, length: int) -> Tensor:

@@ -33,23 +33,17 @@ alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("b
 ("complex")."""
 
 
-def arrange(
-    angle: Tensor, attention_factor: Tensor | float, layout: Layout, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor] | Tensor:
-    """cos and sin of angles, arranged as a model reads them.
+def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None) -> tuple[Tensor, Tensor] | Tensor:
+    """cos and sin, arranged as a model reads them.
 
     Args:
-        angle: (batch, length, pairs), radians in float32 or float64.
-        attention_factor: what cos and sin are multiplied by; a tensor broadcasts against `angle`.
+        cos, sin: (batch, length, pairs) float32.
         layout: see `Layout`.
         dtype: of cos and sin; None: float32. The complex layout has its own, complex64.
 
     Returns:
         cos and sin, or one complex tensor: see `RotaryEmbedding.forward`.
     """
-    cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
-    if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
-        cos, sin = cos * attention_factor, sin * attention_factor
     if layout == "complex":
         return torch.complex(cos, sin)
     if dtype is not None:
@@ -265,6 +259,20 @@ class RotaryEmbedding(nn.Module):
         # A copy: a cache keeps these lengths while later forwards write to the buffer.
         return self.longest_seen.to(lengths.device, copy=True).expand_as(lengths)
 
+    def of_rows(self, x: Tensor, position_ids: Tensor, lengths: Callable[[], Tensor]) -> Any:
+        """`forward` where the length of each row, (rows,) integers, does not follow from its positions alone.
+
+        Args:
+            lengths: called under a method that depends on them.
+        """
+        if not self.length_dependent:
+            return self(x, position_ids)
+        push(ForwardState(owner=self, tables=(self,), row_lengths=self.resolve_lengths(lengths())))
+        try:
+            return self(x, position_ids)
+        finally:
+            pop(self)
+
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """Angles for the positions of one call.
 
@@ -296,7 +304,10 @@ class RotaryEmbedding(nn.Module):
                     "use a static method, or hold one length with rope_ext_hf.fixed_length(model, length)"
                 )
             angle = phase_to_radians(positions.to(torch.int64) * frequency)
-        return arrange(angle, attention_factor, self.layout, x.dtype if self.cast else None)
+        cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
+        if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
+            cos, sin = cos * attention_factor, sin * attention_factor
+        return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
 
     def _trained_angle(self, positions: Tensor) -> Tensor:
         """Angles in radians that gradients flow through."""
