@@ -32,6 +32,7 @@ __all__ = [
     "UnsupportedModelError",
     "bounded",
     "did_you_mean",
+    "duration",
     "multiple_text",
     "one_line",
     "printable",
@@ -108,6 +109,14 @@ def printable(text: str) -> str:
         return text
     shown = [c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text]
     return "".join(shown)
+
+
+def duration(seconds: float) -> str:
+    """In words: seconds, minutes or hours."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(1, round(seconds))} s"
 
 
 def size_text(count: int) -> str:

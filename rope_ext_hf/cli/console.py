@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "duration",
     "make_folder",
     "print_error",
     "print_note",
@@ -84,14 +83,6 @@ def quiet_transformers() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)
-
-
-def duration(seconds: float) -> str:
-    """In words: seconds, minutes or hours."""
-    for unit, size in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(1, round(seconds))} s"
 
 
 def make_folder(path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import (
-    duration,
     make_folder,
     print_error,
     print_note,
@@ -33,7 +32,7 @@ from rope_ext_hf.cli.options import (
     parse_lengths,
     parse_numbers,
 )
-from rope_ext_hf.errors import short
+from rope_ext_hf.errors import duration, short
 from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rope_ext_hf.cli.console import duration
+from rope_ext_hf.errors import duration
 
 __all__ = ["TimeLeft"]
 

@@ -157,14 +157,23 @@ def _note(text: str) -> list[str]:
 
 
 def _wrapped(command: str) -> str:
-    """A command line, its options on further lines where it is long."""
+    """A command line, its options on further lines where it is long, and JSON broken after commas."""
     lines = [""]
     for part in command.replace(" --", "\n--").split("\n"):
         if lines[-1] and len(lines[-1]) + len(part) > _WIDTH - 3:
             lines.append("  " + part)
         else:
             lines[-1] += (" " if lines[-1] else "") + part
-    return " \\\n".join(lines)
+    return " \\\n".join(_json_wrapped(line) for line in lines)
+
+
+def _json_wrapped(line: str) -> str:
+    """A line with JSON in single quotes, where line ends change nothing, on lines that are not too long."""
+    if "'{" not in line:
+        return line
+    return "\n".join(
+        textwrap.wrap(line, _WIDTH, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def signed(values: Iterable[float]) -> list[str]:

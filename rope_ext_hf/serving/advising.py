@@ -15,7 +15,9 @@ from torch import nn
 
 from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.engines.comparison import reference_engine
-from rope_ext_hf.errors import MethodError, ServingError, one_line
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
+from rope_ext_hf.eval.preflight import estimate_flops
+from rope_ext_hf.hub import empty_model
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import (
@@ -46,6 +48,8 @@ _OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
 _MEASURED_SPANS = 8
 """Of every length, in the commands that measure: enough to compare methods, and no whole corpus."""
+_SUSTAINED = 1e14
+"""Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 
 
 def advise(
@@ -272,6 +276,15 @@ class _Planner:
                     continue
         return dict.fromkeys(configs, Default.name if self.options else ""), configs
 
+    def _time(self, passes: Sequence[int]) -> str:
+        """About how long passes of so many tokens take on an accelerator, in words; empty where that is unknown."""
+        try:
+            model = empty_model(self.opened.config)
+        except CheckpointError:  # the text half of a composite model may have no class that loads alone
+            return ""
+        seconds = estimate_flops(model, passes, scored=0) / _SUSTAINED
+        return f", about {duration(seconds)} at {_SUSTAINED / 1e12:g} TFLOP/s"
+
     def commands(
         self,
         served: Mapping[str, str],
@@ -288,8 +301,9 @@ class _Planner:
         result: dict[str, tuple[str, ...]] = {}
         if compared:
             asked = f"--method {','.join(compared)} --target-length {target}{self.options} --lengths {lengths}"
-            tokens = _MEASURED_SPANS * (len(compared) + 1) * sum(map(int, lengths.split(",")))
-            result[f"measure on your own text: bits per byte ({tokens:,} tokens are read), then retrieval"] = (
+            passes = [int(length) for length in lengths.split(",")] * (_MEASURED_SPANS * (len(compared) + 1))
+            reading = f"{sum(passes):,} tokens are read{self._time(passes)}"
+            result[f"measure on your own text: {reading}"] = (
                 f"rope-ext ppl {quoted} {asked} --max-spans {_MEASURED_SPANS} --data 'texts/*.txt'",
                 f"rope-ext passkey {quoted} {asked}",
             )

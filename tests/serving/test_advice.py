@@ -30,7 +30,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.1-8B": ("llama-3.1", {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}),
     "Qwen3-8B": (
         "qwen3-8b-yarn",
-        {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_scaling": None},
+        {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_scaling": None}
+        | {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936},
     ),
     "Mistral-7B": ("served/mistral-7b-v0.3", {"num_hidden_layers": 32, "num_key_value_heads": 8}),
     "Gemma-3-4B": ("gemma-3-4b", {"num_hidden_layers": 34, "num_key_value_heads": 4, "layer_types": None}),
@@ -225,6 +226,19 @@ def test_the_text_is_narrow_and_names_methods_once() -> None:
     measuring = next(key for key in advice.commands if key.startswith("measure"))
     assert "tokens are read" in measuring
     assert sum(command.startswith("llama-server") for each in advice.commands.values() for command in each) == 1
+
+
+@of_model("Qwen3-8B")
+def test_every_line_fits_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    text = run_line("rope-ext advise Qwen3-8B --target-length 128k")
+    assert max(map(len, text.splitlines())) <= 120
+    measuring = next(line for line in text.splitlines() if line.startswith("# measure"))
+    # 6 models, 8 spans of each length, 2 operations for each of 7 billion weights and token; and attention
+    (minutes, unit), pairs = re.findall(r"about (\d+) (\w+) at 100 TFLOP/s", measuring)[0], 40960**2 / 2 + 131072**2 / 2
+    assert unit == "minutes"
+    operations = 48 * (2 * 6.9e9 * (40960 + 131072) + 4 * pairs * 36 * 32 * 128)
+    assert int(minutes) == pytest.approx(operations / 1e14 / 60, rel=0.1)
 
 
 # --- memory, by hand --------------------------------------------------------------------------------------------------
