@@ -4,10 +4,12 @@
     >>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
     tensor(1.4434e-05, dtype=torch.float64)
 
-Importing this package registers every method.
+Every file of this folder is imported, so that a class decorated with `register_method` is known wherever methods are.
 """
 
-from rope_ext_hf.methods import dynamic, remapping, score_biases, stairs, static
+import importlib
+import pkgutil
+
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import (
     frequencies,
@@ -21,14 +23,12 @@ __all__ = [
     "Frequencies",
     "RopeMethod",
     "Rotary",
-    "dynamic",
     "frequencies",
     "list_methods",
     "method_from_dict",
     "register_method",
-    "remapping",
     "resolve_method",
-    "score_biases",
-    "stairs",
-    "static",
 ]
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

@@ -197,7 +197,11 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
 ) -> None:
     rotary = patch_geometry(llama)
     given = {} if temperature is None else {"temperature": temperature}
-    method = bind(llama, example_method(list_methods()[name], rotary, **given), 16 * TRAINED)
+    example = example_method(list_methods()[name], rotary, **given)
+    try:
+        method = bind(llama, example, 16 * TRAINED)
+    except MethodError:  # without a parameter that follows from the target, some do not reach so far
+        method = bind(llama, example, None)
     longest = method.unchanged_length(rotary)
     ids = torch.randint(3, 60, (1, 2 * TRAINED), generator=torch.Generator().manual_seed(0))
 
@@ -216,9 +220,8 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
 def test_windows_state_how_far_short_inputs_stay() -> None:
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
     kept = {
-        name: cls().bind(rotary, 65536).unchanged_length(rotary)
-        for name, cls in list_methods().items()
-        if issubclass(cls, RemappingMethod)
+        name: list_methods()[name]().bind(rotary, 65536).unchanged_length(rotary)
+        for name in ("rerope", "leaky-rerope", "self-extend", "dca", "alibi")
     }
     # the last query of dca's 4,096 tokens gets the temperature
     assert kept["rerope"] == kept["leaky-rerope"] == 2049
