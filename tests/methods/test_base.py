@@ -211,10 +211,14 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
             with rope.patched(llama, method):
                 return float((llama(ids[:, :length]).logits - before).abs().max())
 
+    stated = (
+        f"{name} states that inputs up to {longest} tokens stay as they are (`unchanged_length`; `exact_length` of a "
+    )
+    stated += "a remapping method)"
     if longest:
-        assert change(min(longest, 2 * TRAINED)) < 1e-4
+        assert change(min(longest, 2 * TRAINED)) < 1e-4, f"{stated}, and these change: lower it"
     if longest < 2 * TRAINED:
-        assert change(max(2, longest + 1)) > 1e-3
+        assert change(max(2, longest + 1)) > 1e-3, f"{stated}, and one token more changes nothing: raise it"
 
 
 def test_windows_state_how_far_short_inputs_stay() -> None:

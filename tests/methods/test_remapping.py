@@ -8,7 +8,40 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
+from rope_ext_hf.methods.remapping import RemappingMethod
+from tests.support.method_examples import example_method
 from tests.support.models import TRAINED, build
+
+REMAPPING = [name for name, cls in rope.list_methods().items() if issubclass(cls, RemappingMethod)]
+
+
+@pytest.mark.parametrize("name", REMAPPING)
+@pytest.mark.parametrize(("first", "last"), [(0, 150), (0, 1), (149, 150), (37, 113), (128, 131)])
+def test_tiles_hold_every_pair_once_and_in_its_zone(name: str, first: int, last: int) -> None:
+    """Attention reads keys by `tiles`; which zone a pair is in, and so its distance, `zone` decides."""
+    rotary = rope.Rotary(dim=16, theta=10_000.0, trained_length=TRAINED)
+    method: Any = example_method(rope.list_methods()[name], rotary)
+    method = method.bind(rotary, None)
+    m, n = torch.arange(first, last)[:, None], torch.arange(last)
+    held, zones = torch.zeros(last - first, last, dtype=torch.long), torch.zeros(last - first, last, dtype=torch.long)
+    for tile in method.tiles(first, last):
+        for (q0, q1), (k0, k1), mask in tile.rectangles(0):
+            whole = torch.ones(q1 - q0, k1 - k0, dtype=torch.long)
+            part = {"full": whole, "causal": whole.tril(), "anticausal": whole.triu()}[mask]
+            held[q0 - first : q1 - first, k0:k1] += part
+            zones[q0 - first : q1 - first, k0:k1] += part * tile.zone
+
+    def pairs(where: torch.Tensor) -> list[tuple[int, int]]:
+        return [(first + int(query), int(key)) for query, key in where.nonzero()[:5]]
+
+    wrong = pairs(held != (n <= m).long())
+    assert not wrong, f"{name}: tiles({first}, {last}) must hold each pair (m, n <= m) once, and no other; see {wrong}"
+    stated = method.zone(m, n).expand_as(zones)
+    wrong = pairs((zones != stated) & (n <= m))
+    assert not wrong, f"{name}: tiles({first}, {last}) must give each pair (m, n) the zone of zone(m, n); see {wrong}"
+    bounds = torch.tensor(method.zone_distances(last))[stated]
+    wrong = pairs(((m - n < bounds[..., 0]) | (m - n >= bounds[..., 1])) & (n <= m))
+    assert not wrong, f"{name}: zone_distances({last}) must hold the distances m - n of all pairs; see {wrong}"
 
 
 @pytest.mark.parametrize(
