@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -201,7 +201,7 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     try:
         method = bind(llama, example, 16 * TRAINED)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far
-        method = bind(llama, example, None)
+        method = bind(llama, example, TRAINED)
     longest = method.unchanged_length(rotary)
     ids = torch.randint(3, 60, (1, 2 * TRAINED), generator=torch.Generator().manual_seed(0))
 
@@ -224,7 +224,7 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
 def test_windows_state_how_far_short_inputs_stay() -> None:
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
     kept = {
-        name: list_methods()[name]().bind(rotary, 65536).unchanged_length(rotary)
+        name: cast("type[RemappingMethod]", list_methods()[name])().bind(rotary, 65536).unchanged_length(rotary)
         for name in ("rerope", "leaky-rerope", "self-extend", "dca", "alibi")
     }
     # the last query of dca's 4,096 tokens gets the temperature
