@@ -6,7 +6,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp coverage mutate fuzz lint docs figures pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -93,6 +93,12 @@ figures: .venv/ready
 
 pictures: .venv/ready
 	$(RUN)/python -m docs.make_figures --pictures
+
+# Perplexity, retrieval and cost of a model, into docs/real-models.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
+LENGTHS ?= 32k,64k,128k
+tables: .venv/ready
+	$(RUN)/python benchmarks/real_models.py --model $(MODEL) --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)
+	$(RUN)/python -m docs.make_figures
 
 # Ten minutes at most, on one GPU: tests, benchmarks, and models of 1B and 8B at 8k to 131k tokens. The result goes to
 # build/gpu.json, and what was slower or larger than predicted is said at the end.

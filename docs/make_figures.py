@@ -22,6 +22,7 @@ from .figures import (  # noqa: F401, each registers its figures
     interface,
     measurements,
     models,
+    real_models,
     recipes,
     reference_model,
     serving,

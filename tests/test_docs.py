@@ -16,7 +16,7 @@ import torch
 
 from docs import links, make_figures
 from docs.figures.registry import FIGURE
-from tests.support.forks import run_blocks, run_commands, run_forked
+from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -260,13 +260,34 @@ def test_older_measurements_name_their_command_and_versions() -> None:
 def test_make_bench_runs_every_benchmark() -> None:
     sources = {file.name: file.read_text("utf-8") for file in (ROOT / "benchmarks").glob("*.py")}
     scripts = {name for name, text in sources.items() if re.search(r"^from record import record\b", text, re.MULTILINE)}
-    scripts -= {"gpu.py"}  # which `make gpu` runs
+    scripts -= {"gpu.py", "real_models.py"}  # which `make gpu` and `make tables` run
     bench = read("Makefile").partition("\nbench:")[2].partition("\n\n")[0]
     trained = {"docstring_model.py"}  # whose model factors.py measures
     assert set(re.findall(r"benchmarks/(\w+\.py)", bench)) == scripts | trained
     for name in scripts - {"conversion.py"}:  # which has nothing to do on a GPU
         assert '"--device"' in read(f"benchmarks/{name}"), name
         assert re.search(rf"benchmarks/{name} --device", bench), name
+
+
+@pytest.mark.slow
+def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
+    """What `make tables` does, for the bundled model."""
+    from docs.figures.real_models import section
+
+    small = (
+        "--lengths 384 --methods yarn --data stdlib?max_documents=2 --spans 2 --targets 64 --task key-value --trials 1"
+    )
+    files = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results.jsonl")]
+    script = ROOT / "benchmarks" / "real_models.py"
+    run_forked(run_script, script, "--model", "reference", *small.split(), *files, folder=tmp_path)
+    line = json.loads((tmp_path / "results.jsonl").read_text(encoding="utf-8"))
+    assert [(row["method"], row["length"]) for row in line["rows"]] == [
+        (method, length) for method in ("as loaded", "yarn") for length in (256, 384)
+    ]
+    assert line["rows"][0]["increase"] == [0.0, 0.0, 0.0]
+    page = section(line)
+    assert all(f"{row['loss']:.3f} (" in page for row in line["rows"])
+    assert page.count("| yarn |") == 3
 
 
 # --- links ----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def _targets() -> list[tuple[str, str, RopeMethod, Target]]:
 
 
 @cache
-def _served(engine: str) -> list[str | None]:
+def _served_ways(engine: str) -> list[str | None]:
     """How an engine serves each of these; None where it is refused."""
 
     def encoding(target: Target) -> str | None:
@@ -65,7 +65,7 @@ def engines() -> str:
     """Every engine with its version, its page, and how many of the configurations it serves."""
     rows = []
     for name, engine in list_engines().items():
-        served = _served(name)
+        served = _served_ways(name)
         page = f"[{engine.title or name}]({page_of(name)})" if _has_page(name) else engine.title or name
         rows.append((f"`{name}`", page, engine.version, f"{sum(each is not None for each in served)} of {len(served)}"))
     return markdown_table(["`--engine`", "page", "rules read in", "methods of these models served"], rows)
@@ -79,13 +79,16 @@ def engines_without_a_page() -> str:
 
 
 def _served_table(engine: str) -> str:
+    """One row for each way to write methods; model and base stand in the first of theirs."""
     ways = ("as published", "native", "longrope", "divisors", None)
     cells: dict[tuple[str, str], dict[str | None, list[str]]] = {}
-    for (family, over, method, _), way in zip(_targets(), _served(engine), strict=True):
-        cells.setdefault((family, over), {}).setdefault(way, []).append(f"`{method.name}`")
-    used = [way for way in ways if any(way in cell for cell in cells.values())]
-    rows = ([*key, *(", ".join(cell.get(way, [])) or "–" for way in used)] for key, cell in cells.items())
-    return markdown_table(["model", "over", *(way or "refused" for way in used)], rows)
+    for (family, over, method, _), way in zip(_targets(), _served_ways(engine), strict=True):
+        cells.setdefault((family, over), {}).setdefault(way, []).append(method.name)
+    rows = []
+    for key, cell in cells.items():
+        lines = [(way or "refused", ", ".join(cell[way])) for way in ways if way in cell]
+        rows += [[*(key if index == 0 else ("", "")), *line] for index, line in enumerate(lines)]
+    return markdown_table(["model", "over", "how", "methods"], rows)
 
 
 def _traps_table(engine: str) -> str:

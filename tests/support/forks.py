@@ -54,9 +54,9 @@ def _child(
     function(*arguments)
 
 
-def run_script(path: Path) -> None:
-    """Run a file as `python FILE` would."""
-    sys.argv = [str(path)]
+def run_script(path: Path, *arguments: str) -> None:
+    """Run a file as `python FILE ARGUMENTS` would."""
+    sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
 
