@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -138,6 +139,12 @@ class KeyRotation:
         room = (0, 0, 0, count - tokens)
         return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
 
+    def ending_with(self, other: KeyRotation) -> KeyRotation:
+        """This rotation, with another one's of the last tokens."""
+        before = self.cos.shape[-2] - other.cos.shape[-2]
+        pairs = (self.cos, other.cos), (self.sin, other.sin)
+        return KeyRotation(*(torch.cat((mine[..., :before, :], last), dim=-2) for mine, last in pairs))
+
     def to(self, device: torch.device) -> KeyRotation:
         return self if self.cos.device == device else KeyRotation(self.cos.to(device), self.sin.to(device))
 
@@ -149,7 +156,7 @@ class KeyRotation:
         """Rotated keys (rows, heads, tokens, head_dim), in new memory."""
         start, pairs = layout.start, layout.dim // 2
         if can_fuse(keys):
-            return rotate_fused(keys, *self._signed(layout), start=start, half=layout.pairing == "half")
+            return self.apply_fused(keys, layout)
         out = torch.empty_like(keys)
         # Autograd records writes into a tensor that has a history.
         if layout.dim < keys.shape[-1] or keys.requires_grad:
@@ -178,6 +185,11 @@ class KeyRotation:
             to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
             to_second.copy_((second * cos).addcmul_(first, sin))
         return out
+
+    def apply_fused(self, keys: Tensor, layout: KeyLayout, *, in_place: int = 0) -> Tensor:
+        """`apply` by the Triton kernel; the last `in_place` tokens are returned as they are, and rotated in `keys`."""
+        half = layout.pairing == "half"
+        return rotate_fused(keys, *self._signed(layout), start=layout.start, half=half, in_place=in_place)
 
     def _signed(self, layout: KeyLayout) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles by which this layout's keys rotate."""
@@ -288,9 +300,17 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
 @contextmanager
 def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_reading: KeyRotation) -> Iterator[None]:
     """Replace `update` of these layers: it stores new keys rotated one way and returns all keys rotated the other."""
+    from transformers.cache_utils import DynamicLayer
+
+    @cache
+    def both(device: torch.device) -> KeyRotation:
+        return after_reading.ending_with(before_storing).to(device)
+
     for layer, layout in layers:
-        # An attribute of the instance hides the method of the class, which other caches go on using.
-        layer.update = _rotating_update(layer.update, before_storing, after_reading, layout)
+        # An attribute of the instance hides the method of the class, which other caches go on using. Layers of this
+        # class return what they store, the new keys last.
+        both_ways = both if type(layer) is DynamicLayer else None
+        layer.update = _rotating_update(layer, before_storing, after_reading, both_ways, layout)
     try:
         yield
     finally:
@@ -299,17 +319,34 @@ def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_readi
 
 
 def _rotating_update(
-    update: Callable[..., tuple[Tensor, Tensor]],
+    layer: Any,
     before_storing: KeyRotation,
     after_reading: KeyRotation,
+    both_ways: Callable[[torch.device], KeyRotation] | None,
     layout: KeyLayout,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The `update` of a layer with rotations around it.
+
+    Args:
+        both_ways: gives the rotation after reading, ending with that before storing; None where the layer returns other
+            tensors than it stores.
+    """
+    update = layer.update
+    which = int(layout.in_values)  # of keys and values: what is rotated
+
     def rotating(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        storing, reading = (r.to(key_states.device) for r in (before_storing, after_reading))
-        if layout.in_values:
-            keys, values = update(key_states, storing.apply(value_states, layout), *args, **kwargs)
-            return keys, reading.last(values.shape[-2]).apply(values, layout)
-        keys, values = update(storing.apply(key_states, layout), value_states, *args, **kwargs)
-        return reading.last(keys.shape[-2]).apply(keys, layout), values
+        given = [key_states, value_states]
+        new, device = given[which], key_states.device
+        stored = layer.values if layout.in_values else layer.keys
+        if both_ways is not None and can_fuse(new) and can_fuse(stored):  # one launch instead of two
+            found = list(update(*given, *args, **kwargs))
+            rotation = both_ways(device).last(found[which].shape[-2])
+            found[which] = rotation.apply_fused(found[which], layout, in_place=new.shape[-2])
+        else:
+            given[which] = before_storing.to(device).apply(new, layout)
+            found = list(update(*given, *args, **kwargs))
+            reading = after_reading.to(device).last(found[which].shape[-2])
+            found[which] = reading.apply(found[which], layout)
+        return found[0], found[1]
 
     return graph_break(rotating)  # not compiled: the wrapper lives for a single forward

@@ -48,8 +48,10 @@ def _compiles(device: torch.device) -> bool:
     return True
 
 
-def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool) -> Tensor:
+def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool, in_place: int = 0) -> Tensor:
     """Rotated keys or queries in new memory; dims that are not rotated are copied.
+
+    The last `in_place` tokens are rotated in `x` itself, and returned as they were.
 
     Args:
         x: (rows, heads, tokens, head_dim), of any strides.
@@ -69,8 +71,8 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool)
         _rotate[(blocks * rows * heads,)](
             x, out, cos, sin,
             *x.stride(), *out.stride(), cos.stride(0), *cos.stride()[2:], sin.stride(0), *sin.stride()[2:],
-            heads, tokens, blocks,
-            START=start, DIM=2 * pairs, OTHERS=others, HALF=half,
+            heads, tokens, blocks, tokens - in_place,
+            START=start, DIM=2 * pairs, OTHERS=others, HALF=half, IN_PLACE=in_place > 0,
             TOKENS=tokens_block, PAIRS=pairs_block, OTHERS_BLOCK=triton.next_power_of_2(max(1, others)),
         )  # fmt: skip
     return out
@@ -88,8 +90,8 @@ if triton is not None:
         x, out, cos, sin,
         x_row, x_head, x_token, x_dim, out_row, out_head, out_token, out_dim,
         cos_row, cos_token, cos_pair, sin_row, sin_token, sin_pair,
-        heads, tokens, blocks,
-        START: tl.constexpr, DIM: tl.constexpr, OTHERS: tl.constexpr, HALF: tl.constexpr,
+        heads, tokens, blocks, first_in_place,
+        START: tl.constexpr, DIM: tl.constexpr, OTHERS: tl.constexpr, HALF: tl.constexpr, IN_PLACE: tl.constexpr,
         TOKENS: tl.constexpr, PAIRS: tl.constexpr, OTHERS_BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program: a block of tokens of one head. Offsets are int64: keys may have more than 2^31 elements."""
@@ -111,8 +113,14 @@ if triton is not None:
         b = tl.load(read + second * x_dim, mask=inside).to(tl.float32)
         c = tl.load(cos + row * cos_row + token * cos_token + pair * cos_pair, mask=inside)
         s = tl.load(sin + row * sin_row + token * sin_token + pair * sin_pair, mask=inside)
-        tl.store(write + first * out_dim, (a * c - b * s).to(out.dtype.element_ty), mask=inside)
-        tl.store(write + second * out_dim, (b * c + a * s).to(out.dtype.element_ty), mask=inside)
+        rotated_a, rotated_b = a * c - b * s, b * c + a * s
+        if IN_PLACE:
+            stays = token >= first_in_place
+            tl.store(read + first * x_dim, rotated_a.to(x.dtype.element_ty), mask=inside & stays)
+            tl.store(read + second * x_dim, rotated_b.to(x.dtype.element_ty), mask=inside & stays)
+            rotated_a, rotated_b = tl.where(stays, a, rotated_a), tl.where(stays, b, rotated_b)
+        tl.store(write + first * out_dim, rotated_a.to(out.dtype.element_ty), mask=inside)
+        tl.store(write + second * out_dim, rotated_b.to(out.dtype.element_ty), mask=inside)
         if OTHERS > 0:
             other = tl.arange(0, OTHERS_BLOCK)[None]
             present = (token < tokens) & (other < OTHERS)

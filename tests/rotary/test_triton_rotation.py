@@ -34,10 +34,22 @@ def compare(device: str) -> None:
                 cos, sin = torch.randn(2, of_rows, 1, tokens, layout.dim // 2, generator=generator).to(device)
                 wanted = KeyRotation(cos.cpu().double(), sin.cpu().double()).apply(x.cpu().double(), layout)
                 sign = -1 if layout.negative_angle else 1
-                found = rotate_fused(x, cos, sign * sin, start=layout.start, half=layout.pairing == "half")
+                options = {"start": layout.start, "half": layout.pairing == "half"}
+                found = rotate_fused(x, cos, sign * sin, **options)
                 assert (found.shape, found.dtype) == (x.shape, dtype)
-                error = (found.cpu().double() - wanted).abs() / wanted.abs().clamp(min=1)
-                assert error.max() <= {torch.float32: 1e-6}.get(dtype, torch.finfo(dtype).eps), (dtype, layout)
+                check(found, wanted)
+                before, kept = x.clone(), max(0, tokens - 3)
+                found = rotate_fused(x, cos, sign * sin, **options, in_place=tokens - kept)
+                check(found[..., :kept, :], wanted[..., :kept, :])
+                check(x[..., kept:, :], wanted[..., kept:, :])
+                assert torch.equal(found[..., kept:, :], before[..., kept:, :])
+                assert torch.equal(x[..., :kept, :], before[..., :kept, :])
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    if wanted.numel():
+        error = (found.cpu().double() - wanted).abs() / wanted.abs().clamp(min=1)
+        assert error.max() <= {torch.float32: 1e-6}.get(found.dtype, torch.finfo(found.dtype).eps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs the kernel itself")

@@ -413,14 +413,22 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             return int(SDPBackend.EFFICIENT_ATTENTION.value)
         return int(SDPBackend.MATH.value)
 
-    def _rotate_fused(self, x: CudaTensor, cos: Tensor, sin: Tensor, *, start: int, half: bool) -> Tensor:
+    def _rotate_fused(
+        self, x: CudaTensor, cos: Tensor, sin: Tensor, *, start: int, half: bool, in_place: int = 0
+    ) -> Tensor:
         """The Triton kernel, by what it is compared with: torch's operators on the CPU."""
         self._one_device("rotate_fused", [x, cos, sin], [x], None)
         self.launches += 1
         self.operators["rotate_fused"] += 1
         layout = KeyLayout("half" if half else "interleaved", start, 2 * cos.shape[-1])
         plain = _held(x).detach()
-        result: Tensor = self._wrap(KeyRotation(_held(cos), _held(sin)).apply(plain, layout), x.device)
+        rotated = KeyRotation(_held(cos), _held(sin)).apply(plain, layout)
+        if in_place:
+            stored, returned = (part[..., plain.shape[-2] - in_place :, :] for part in (plain, rotated))
+            before = stored.clone()
+            stored.copy_(returned)
+            returned.copy_(before)
+        result: Tensor = self._wrap(rotated, x.device)
         return result
 
     def _flash(
