@@ -294,11 +294,12 @@ class TokenScorer:
 
     def _hidden(self, ids: Tensor, cache: SpanCache, start: int = 0) -> Iterator[tuple[int, Tensor]]:
         """The decoder's output for tokens after the `start` tokens of a cache: (first position, (tokens, hidden))."""
-        # An attention-level method has an attention of its own, which needs neither masks nor more memory.
+        # An attention-level method has an attention of its own, which needs neither masks nor more memory. It would
+        # compare given positions with those in the cache, which waits for the device.
         own = isinstance(patched_method(self.model), RemappingMethod)
         with nullcontext() if own else reading_in_chunks(self.model, cache.see):
             for piece in torch.split(ids, self.chunk) if len(ids) else ():
-                positions = torch.arange(start, start + len(piece), device=ids.device)[None]
+                positions = None if own else torch.arange(start, start + len(piece), device=ids.device)[None]
                 out = self.decoder(input_ids=piece[None], position_ids=positions, past_key_values=cache, use_cache=True)
                 yield start, out.last_hidden_state[0]
                 start += len(piece)

@@ -161,9 +161,14 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
             layer.__dict__ |= _copied(saved)  # copied, because transformers updates states in place
 
 
+CONSTANT = "_sliding_window_tensor"
+"""An attribute of transformers' layers with a window, which goes to the device at first use and then stays there."""
+
+
 def _changing(layer: Any) -> dict[str, Any]:
     """The attributes of a layer, without keys and values in memory allocated once."""
-    return {k: v for k, v in vars(layer).items() if not isinstance(layer, Preallocated) or k not in ("keys", "values")}
+    kept = (CONSTANT, "keys", "values") if isinstance(layer, Preallocated) else (CONSTANT,)
+    return {name: value for name, value in vars(layer).items() if name not in kept}
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

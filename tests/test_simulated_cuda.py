@@ -247,9 +247,9 @@ def counts_of_a_step(name: str | None, params: dict[str, Any], layers: int, trit
 
 LAUNCHES = {  # per layer with Triton and without, and once per step; transformers' own model: 51 and 22
     "yarn": (51, 51, 25),
-    "dynamic-ntk": (53, 55, 22 + 90),
+    "dynamic-ntk": (52, 55, 22 + 90),
     "dynamic-ntk even": (51, 51, 22 + 90),
-    "dynamic-yarn": (53, 55, 22 + 90),
+    "dynamic-yarn": (52, 55, 22 + 90),
     "rerope": (52, 55, 22 + 60),
     "leaky-rerope": (52, 55, 22 + 60),
     "self-extend": (52, 55, 22 + 60),
@@ -269,10 +269,11 @@ def test_launches_of_a_decoding_step(method: str, triton: bool) -> None:
     assert four[1:] == (0, 0, 0)  # neither waits nor copies
 
 
-@pytest.mark.parametrize("method", [None, "yarn", "dynamic-yarn", "self-extend"])
-def test_copies_of_a_span(device: SimulatedCuda, method: str | None) -> None:
-    """The scorer sends ids once and brings losses back once; frequencies follow a length that is held, and go back."""
-    model = build("llama").to("cuda")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic-ntk even", "dynamic-yarn", "self-extend", "dca"])
+def test_copies_of_a_span(device: SimulatedCuda, method: str | None, family: str) -> None:
+    """The scorer sends ids once and brings losses back once, also where frequencies follow the length that is held."""
+    model = build(family).to("cuda")
     if method is not None:
         name, params = METHODS[method]
         rope.patch(model, name, **params)
@@ -280,8 +281,8 @@ def test_copies_of_a_span(device: SimulatedCuda, method: str | None) -> None:
     first = scorer.losses(ids, 10)
     device.reset()
     torch.testing.assert_close(scorer.losses(ids, 10), first)
-    assert (device.to_device, device.to_host) == (3 if method == "dynamic-yarn" else 1, 1), device.places
-    assert device.waits <= (0 if method != "self-extend" else 400 // 64 + 1), device.places
+    assert (device.to_device, device.to_host) == (1, 1), device.places
+    assert not device.waits, device.places
 
 
 # --- what is built on models -----------------------------------------------------------------------------------------

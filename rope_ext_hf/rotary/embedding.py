@@ -33,6 +33,10 @@ alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("b
 ("complex")."""
 
 
+COPIES_KEPT = 4
+"""Lists of integers that a rotary module keeps on its device, the frequencies of several lengths among them."""
+
+
 def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None) -> tuple[Tensor, Tensor] | Tensor:
     """cos and sin, arranged as a model reads them.
 
@@ -123,7 +127,9 @@ class RotaryEmbedding(nn.Module):
         self._fixed_by: int | None = None  # the thread inside `at_length`
         # The frequencies are kept twice. `_values`, Python integers, hold them for good; the buffer `frequency` is
         # their copy on the device, made again whenever the module is moved, because `to_empty` does not fill buffers.
+        # `_copies` has those of the last few lengths: holding a length again copies nothing to the device.
         self._values: tuple[int, ...] = ()
+        self._copies: dict[tuple[int, ...], Tensor] = {}
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         if axis_of_pair is not None:
             self.register_buffer("axes", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
@@ -199,15 +205,26 @@ class RotaryEmbedding(nn.Module):
 
     def _refresh_buffer(self) -> None:
         if self.frequency.device.type != "meta":
-            with torch.inference_mode(False):  # the buffer may outlive the inference mode it is made in
-                self.frequency = torch.tensor(self._values, dtype=torch.int64, device=self.frequency.device)
-                if self.axis_of_pair is not None:
-                    self.axes = torch.tensor(self.axis_of_pair, dtype=torch.int64, device=self.frequency.device)
+            self.frequency = self._copy(self._values)
+            if self.axis_of_pair is not None:
+                self.axes = self._copy(self.axis_of_pair)
+
+    def _copy(self, values: tuple[int, ...]) -> Tensor:
+        """These integers on the module's device."""
+        device, copy = self.frequency.device, self._copies.pop(values, None)
+        if copy is None or copy.device != device:
+            with torch.inference_mode(False):  # a buffer may outlive the inference mode it is made in
+                copy = torch.tensor(values, dtype=torch.int64, device=device)
+        self._copies[values] = copy  # the last one now
+        if len(self._copies) > COPIES_KEPT:
+            del self._copies[next(iter(self._copies))]
+        return copy
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         longest = self._longest_before_move()
         trained = self._trained_before_move() if self.method.trainable else None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._copies.clear()
         if trained is not None and self.trained.device.type != "meta":  # float32 as before, whatever `fn` made of it
             self.trained.data = trained.to(self.trained.device)
         self._refresh_buffer()
