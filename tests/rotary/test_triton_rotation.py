@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -34,12 +35,12 @@ def compare(device: str) -> None:
                 cos, sin = torch.randn(2, of_rows, 1, tokens, layout.dim // 2, generator=generator).to(device)
                 wanted = KeyRotation(cos.cpu().double(), sin.cpu().double()).apply(x.cpu().double(), layout)
                 sign = -1 if layout.negative_angle else 1
-                options = {"start": layout.start, "half": layout.pairing == "half"}
-                found = rotate_fused(x, cos, sign * sin, **options)
+                rotate = partial(rotate_fused, x, cos, sign * sin, start=layout.start, half=layout.pairing == "half")
+                found = rotate()
                 assert (found.shape, found.dtype) == (x.shape, dtype)
                 check(found, wanted)
                 before, kept = x.clone(), max(0, tokens - 3)
-                found = rotate_fused(x, cos, sign * sin, **options, in_place=tokens - kept)
+                found = rotate(in_place=tokens - kept)
                 check(found[..., :kept, :], wanted[..., :kept, :])
                 check(x[..., kept:, :], wanted[..., kept:, :])
                 assert torch.equal(found[..., kept:, :], before[..., kept:, :])
