@@ -15,19 +15,10 @@ and the means of rows and columns, so that dims with large weights do not count 
 The verdict is the sign of the mean score over heads. It needs `MIN_SIGMA` standard errors (from the differences between
 heads or, if larger, from energies in random order) and `MIN_LAYER_AGREEMENT` of the layers; else the answer is None.
 
-Measured by `benchmarks/detection.py` on models of 1.6 to 1.8 million parameters, trained for 9 minutes on bytes of
-Python's standard library: score and standard error, all verdicts right, by a text too. 555 random initialisations of 20
-families reached at most 3.4 standard errors.
+`benchmarks/detection.py` measures it: docs/detection.md has the scores, and how many random initialisations got none.
 
-    model                          half paired        interleaved
-    bundled (3.8M, 36 minutes)     0.099 +- 0.004    -0.100 +- 0.012
-    qwen2, biases                  0.235 +- 0.014    -0.235 +- 0.017
-    qwen3, norms of q and k        0.173 +- 0.009    -0.189 +- 0.008
-    glm, half of a head rotates    0.132 +- 0.013    -0.129 +- 0.022
-    cohere, norms of q and k       0.075 +- 0.010    -0.167 +- 0.011
-
-The energies of pairs alone, without their neighbours, left half-paired qwen3 (log ratio 0.13 +- 0.13) and cohere (0.01
-+- 0.09) undecided: neighbouring frequencies are similar too, which raises adjacent dims of half-paired weights.
+The energies of pairs alone, without their neighbours, left half-paired models with norms of q and k undecided:
+neighbouring frequencies are similar too, which raises adjacent dims of half-paired weights.
 """
 
 from __future__ import annotations

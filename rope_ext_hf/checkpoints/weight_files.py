@@ -4,7 +4,7 @@
     file.tensors["lm_head.weight"].shape
     file.read("lm_head.weight")               # reads this one tensor
 
-A file format is a class with the members of `WeightFile` and an entry in `FORMATS`.
+A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`.
 
 safetensors (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header, then the tensors
 without gaps. The header is parsed here because the safetensors library gives neither the offsets, by which files are
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,31 +90,6 @@ def size_of(tensors: Mapping[str, TensorInfo]) -> int:
     return sum(info.size for info in tensors.values())
 
 
-class WeightFile(Protocol):
-    """A file that holds tensors by name; none of them is in memory before it is read.
-
-    Attributes:
-        path: where it is.
-        tensors: by name, in the order of the file.
-        header: what stands before the tensors, where these follow without gaps in this order, so that the file can be
-            copied by ranges of bytes; None for other formats, which are written anew as safetensors.
-    """
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-    @property
-    def header(self) -> bytes | None: ...
-    def read(self, name: str) -> Tensor:
-        """Read one tensor into memory of its own.
-
-        Raises:
-            CheckpointError: a dtype that torch lacks, or the file has become shorter.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class TensorView:
     """Tensors by name, wherever they are stored.
@@ -142,7 +117,10 @@ class SafetensorsFile:
     """A safetensors file.
 
     Attributes:
-        header: its first bytes, length included.
+        path: where it is.
+        tensors: what it holds by name, in the order of the file.
+        header: its first bytes, length included. The tensors follow it without gaps, so that the file can be copied by
+            ranges of bytes.
         metadata: the strings of `__metadata__`.
 
     Raises:
@@ -180,7 +158,11 @@ class SafetensorsFile:
             raise CheckpointError(f"{str(path)!r} is not a valid safetensors file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor; see `WeightFile`."""
+        """Read one tensor into memory of its own.
+
+        Raises:
+            CheckpointError: a dtype that torch lacks, or the file has become shorter.
+        """
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
@@ -237,11 +219,13 @@ def write_safetensors(
 class TorchFile:
     """A file of `torch.save` (.bin, .pth, .pt) that holds plain tensors by name; no code in it is run.
 
+    Attributes: see `SafetensorsFile`; without a header, it is written anew as safetensors.
+
     Raises:
         CheckpointError: damaged, or with anything else than tensors in it.
     """
 
-    header = None
+    header: bytes | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -257,7 +241,7 @@ class TorchFile:
         }
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, with the strides that it was saved with; see `WeightFile`."""
+        """Read one tensor, with the strides that it was saved with, into memory of its own."""
         where = self._locations[name]
         numbers = _read_numbers(self.path, where.begin, where.end, where.dtype)
         return numbers.as_strided(where.shape, where.stride)
@@ -267,6 +251,10 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPE_NAMES:
         raise CheckpointError(f"{name!r} is {dtype}, which safetensors has no name for")
     return _DTYPE_NAMES[dtype]
+
+
+WeightFile = SafetensorsFile | TorchFile
+"""A file that holds tensors by name; none of them is in memory before it is read."""
 
 
 # --- all formats ---------------------------------------------------------------------------------------------------
