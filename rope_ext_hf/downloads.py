@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from functools import cache, partial
 from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
@@ -108,11 +109,16 @@ def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Pa
     )
     if missing := next((file for file in files if not (folder / file).is_file()), None):
         raise CheckpointError(f"{missing!r} of {name!r} could not be downloaded from the Hub. Try again")
-    mismatches = HfApi().verify_repo_checksums(name, revision=folder.name).mismatches
-    damaged = [file["path"] for file in mismatches if file["path"] in arriving]
+    with TemporaryDirectory() as arrived:  # what was there before is neither read again nor held to be damaged
+        for file in arriving:
+            link = Path(arrived, file)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to((folder / file).resolve())
+        result = HfApi().verify_repo_checksums(name, revision=folder.name, local_dir=arrived)
+    damaged = [file["path"] for file in result.mismatches]
     for file in damaged:
         (folder / file).resolve().unlink()
-        (folder / file).unlink(missing_ok=True)  # where that was a link
+        (folder / file).unlink(missing_ok=True)  # the link to it
     if damaged:
         raise CheckpointError(
             f"{damaged[0]!r} of {name!r} arrived damaged: its checksum is not the one that the Hub states. Try again"

@@ -287,7 +287,7 @@ def test_a_file_that_was_changed_in_the_cache_is_left_alone(hub: Hub, tmp_path: 
     assert hub.run("describe", "some/edited").code == 0
     config = next(hub.cache.glob("hub/models--some--edited/snapshots/*/config.json"))
     longer = json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 777})
-    config.resolve().write_text(longer)
+    config.resolve().write_text(longer)  # no longer what its checksum says
     assert hub.run("ppl", "some/edited", *ONE_SPAN, "--out", str(tmp_path)).code == 0  # its tokenizer arrives
     assert config.read_text() == longer
 
