@@ -23,7 +23,7 @@ from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.patches.slots import patch_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,11 +86,9 @@ def _is_record(key: str) -> bool:
 
 def record_patch(model: nn.Module) -> None:
     """Record the patch of a model with the adapters that it lists, whose settings are about to be saved."""
-    configs = [swap.patched for slot in patched_slots(model) for swap in slot.state.configs]
-    record = next((vars(config)[PATCH_KEY] for config in configs if PATCH_KEY in vars(config)), None)
-    if record is not None:
+    if (state := patch_state(model)) is not None:
         for settings in getattr(model, "peft_config", {}).values():
-            settings.__dict__["to_dict"] = RecordingToDict(settings, record)
+            settings.__dict__["to_dict"] = RecordingToDict(settings, state.record)
 
 
 def stop_recording(model: nn.Module) -> None:

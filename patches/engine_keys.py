@@ -84,7 +84,7 @@ def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict
         return {}
     former = former_keys(config["model_type"], config["rope_parameters"], layer_types)
     former = {key: value for key, value in former.items() if key not in config}
-    alone, both = (_settings_read_from({**config, **extra}) for extra in ({}, former))
+    alone, both = _settings_read_from(config), _settings_read_from({**config, **former})
     return former if alone is not None and alone == both else {}
 
 

@@ -64,3 +64,11 @@ class PatchState:
     configs: list[ConfigSwap]
     below: tuple[PatchSpec, ...] = ()
     engines: EngineAgreement | None = None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a saved config, and the folder of an adapter, keep of the patch."""
+        record: dict[str, Any] = next(
+            vars(swap.patched)[PATCH_KEY] for swap in self.configs if PATCH_KEY in vars(swap.patched)
+        )
+        return record

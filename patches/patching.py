@@ -28,7 +28,7 @@ from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.planning import PatchPlan, plan_patch, plan_replay
 from rope_ext_hf.patches.saving import attach_saving, detach_saving
-from rope_ext_hf.patches.slots import PatchedSlot, find_slots, patched_slots, present_specs
+from rope_ext_hf.patches.slots import PatchedSlot, find_slots, patch_state, patched_slots, present_specs
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 __all__ = ["apply_plan", "fixed_length", "patch", "patched", "patched_method", "replay", "reset", "unpatch"]
@@ -154,15 +154,17 @@ def unpatch(model: M) -> M:
 
 def _strip(model: nn.Module) -> None:
     """Take every patch off."""
+    state = patch_state(model)
+    configs = state.configs if state else []
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):
             if isinstance(child, PatchedSlot):
                 setattr(parent, attribute, child.replaced)
-                for swap in child.state.configs:
-                    swap.sync_user_changes()
-                _swap_configs(model, {id(swap.patched): swap.original for swap in child.state.configs})
                 for hook in child.hooks:
                     hook.remove()
+    for swap in configs:
+        swap.sync_user_changes()
+    _swap_configs(model, {id(swap.patched): swap.original for swap in configs})
     detach_saving(model)
     detach(model)
 
@@ -195,22 +197,13 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
     """
     if not isinstance(length, int) or length < 1:
         raise MethodError(f"length must be a whole number of at least 1 token, got {length!r}")
-    slots = patched_slots(model)
-    own = (
-        {}
-        if slots
-        else {
-            rope.method.name
-            for slot in find_slots(model)
-            for rope in slot.as_loaded.values()
-            if rope.method.depends_on_length(rope.plain)
-        }
-    )
-    if own:
-        raise UnsupportedModelError(
-            f"this model's own {min(own)} follows the input inside transformers and cannot be held from here; "
-            "patch it first: rope_ext_hf.patch(model, ...)"
-        )
+    slots = () if patched_slots(model) else find_slots(model)
+    for own in (rope for slot in slots for rope in slot.as_loaded.values()):
+        if own.method.depends_on_length(own.plain):
+            raise UnsupportedModelError(
+                f"this model's own {own.method.name} follows the input inside transformers and cannot be held from "
+                "here; patch it first: rope_ext_hf.patch(model, ...)"
+            )
     with ExitStack() as stack:
         for table in _tables(model):
             if table.method.depends_on_length(table.rotary):

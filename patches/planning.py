@@ -40,7 +40,7 @@ from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.patches.slots import Slot, find_slots, patch_state
 
 __all__ = ["PatchPlan", "plan_patch", "plan_replay"]
 
@@ -162,10 +162,10 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
     What the user changed in the config of a patched model is carried over to the original first.
     """
     unpatched: dict[int, Any] = {}
-    for slot in patched_slots(model):
-        for swap in slot.state.configs:
-            swap.sync_user_changes()
-            unpatched[id(swap.patched)] = swap.original
+    state = patch_state(model)
+    for swap in state.configs if state else ():
+        swap.sync_user_changes()
+        unpatched[id(swap.patched)] = swap.original
     originals = {id(text_config): text_config}
     for module in model.modules():
         config = module.__dict__.get("config")

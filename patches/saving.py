@@ -28,7 +28,7 @@ from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.patch_state import PatchState
-from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
+from rope_ext_hf.patches.slots import PatchedSlot, patch_state, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -234,13 +234,15 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
             rewrite_config(staging, _state(model))
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
-                write_json(staging / file, with_record(read_json(staging / file), _record(model)))
+                write_json(staging / file, with_record(read_json(staging / file), _state(model).record))
         card = _card(model, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
 
 
 def _state(model: nn.Module) -> PatchState:
-    return patched_slots(model)[0].state
+    state = patch_state(model)
+    assert state is not None, "only a patched model is saved with a patch"
+    return state
 
 
 def _left_out(name: Path) -> bool:
@@ -249,15 +251,8 @@ def _left_out(name: Path) -> bool:
     return name.suffix in (".png", ".jpg", ".svg")
 
 
-def _record(model: PreTrainedModel) -> dict[str, Any]:
-    record: dict[str, Any] = next(
-        getattr(part, PATCH_KEY) for part in (model.config, model.config.get_text_config()) if hasattr(part, PATCH_KEY)
-    )
-    return record
-
-
 def _card(model: PreTrainedModel, name: str, base: str | None) -> str:
-    record = _record(model)
+    record = _state(model).record
     method = ", ".join(f"{key}={value}" for key, value in record["method"].items() if not isinstance(value, list))
     library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
     return (

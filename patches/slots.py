@@ -34,6 +34,7 @@ __all__ = [
     "Slot",
     "find_slots",
     "frequency_names",
+    "patch_state",
     "patched_slots",
     "present_specs",
     "rotary_modules",
@@ -206,6 +207,11 @@ def _with_replaced(state: dict[str, Any], prefix: str, *_: Any) -> None:
 def patched_slots(model: nn.Module) -> list[PatchedSlot]:
     """The slots of a model that hold one of our modules."""
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
+
+
+def patch_state(model: nn.Module) -> PatchState | None:
+    """What a patched model remembers, which all its slots share; None for a model that runs as loaded."""
+    return next((slot.state for slot in patched_slots(model)), None)
 
 
 def present_specs(model: nn.Module) -> tuple[PatchSpec, ...]:

@@ -17,8 +17,8 @@ def reference_engine() -> Engine:
 
 def other_engines() -> list[Engine]:
     """The engines that read a config.json as the reference saves it, and their former versions."""
-    readers = [engine for engine in list_engines().values() if issubclass(engine, ConfigEngine)]
-    versions = [version for engine in readers for version in (engine.former, None if engine.reference else engine)]
+    engines = [engine for engine in list_engines().values() if issubclass(engine, ConfigEngine)]
+    versions = [version for engine in engines for version in (engine.former, None if engine.reference else engine)]
     return [version() for version in versions if version is not None]
 
 

@@ -37,11 +37,9 @@ def yarn(
     truncate: bool = True,
 ) -> list[float]:
     """YaRN's frequencies: a ramp in the dim index between kept and interpolated ones."""
-
-    def index(cycles: float) -> float:
-        return dim * math.log(original / (cycles * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = index(beta_fast), index(beta_slow)
+    low, high = [
+        dim * math.log(original / (cycles * 2 * math.pi)) / (2 * math.log(theta)) for cycles in (beta_fast, beta_slow)
+    ]
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
