@@ -194,6 +194,7 @@ def make_plan(
         if prefix is None:  # nothing stands before the first token, so it cannot be scored
             spans = [s if s.start >= 0 else s._replace(start=0, score_from=max(1, s.score_from)) for s in spans]
         cut.append((document, [span for span in spans if span.score_from < span.score_to]))
+    left_out += sum(not spans for _, spans in cut)
     if max_spans is not None:
         cut = _subsample(cut, ordered, max_spans)
     kept = tuple((document, tuple(sorted(spans, key=_reading_order))) for document, spans in cut if spans)
@@ -204,7 +205,7 @@ def make_plan(
             f"no document has {missing[-1]} tokens, the longest length asked for; "
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
         )
-    return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out + len(documents) - len(kept))
+    return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out)
 
 
 def _reading_order(span: Span) -> tuple[int, int, int, int]:

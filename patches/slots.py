@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -242,9 +243,21 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     if not slots:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; "
-            "its positions are learned, absolute, ALiBi, or built into its attention"
+            + (_ROTATES_INSIDE if _rotates_inside(model) else "its positions are learned, absolute or ALiBi")
         )
     return [_with_layers(slot, len(slots) > 1, layers) for slot in slots]
+
+
+_ROTATES_INSIDE = (
+    "its attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that computes "
+    "cos and sin for them, as Llama and GPT-NeoX have"
+)
+
+
+def _rotates_inside(model: nn.Module) -> bool:
+    """Whether the file of a model's class has a function that rotates."""
+    names = vars(sys.modules.get(type(model).__module__, object))
+    return any("rotary" in name or "rotate" in name for name in names)
 
 
 def _with_layers(slot: Slot, several: bool, layers: Layers | None) -> Slot:

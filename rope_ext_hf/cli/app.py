@@ -86,6 +86,9 @@ class Command(TyperCommand):
         return ordinary, parameters
 
 
+_PATTERN_HINT = "; a shell turns a pattern such as texts/*.txt into several arguments: quote it, --data 'texts/*.txt'"
+
+
 class Group(TyperGroup):
     """`rope-ext` itself: every error a user can cause becomes one line, every warning too."""
 
@@ -125,7 +128,8 @@ class Group(TyperGroup):
         except Exception as error:
             if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
                 raise
-            print_error(error.format_message())
+            text = error.format_message()
+            print_error(text + _PATTERN_HINT if "unexpected extra argument" in text else text)
             code = 2
         raise SystemExit(code if isinstance(code, int) else 0)
 

@@ -498,3 +498,10 @@ def test_a_loss_that_is_not_finite_ends_with_exit_code_1(tmp_path: Path) -> None
     assert "the loss is not finite: as loaded at 256 in" in err
     (written,) = (tmp_path / "out").iterdir()
     assert json.loads((written / "results.json").read_text())["results"][0]["loss"] is None
+
+
+def test_an_unquoted_pattern_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        app(["ppl", "reference", "--lengths", "256", "--data", "books/1.txt", "books/2.txt"])
+    assert stopped.value.code == 2
+    assert "quote it, --data 'texts/*.txt'" in capsys.readouterr().err
