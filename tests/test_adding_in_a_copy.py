@@ -1,4 +1,4 @@
-"""A method, a family, a protocol, an engine and an option, added to a copy of the tree as CONTRIBUTING.md says.
+"""Two methods, a family, a protocol, an engine and an option, added to a copy of the tree as CONTRIBUTING.md says.
 
 One source file each, `make figures`, and nothing else: the tests that run over everything registered then pass in the
 copy. A test that fails here names a second place that somebody who adds one of these would have to find.
@@ -32,6 +32,59 @@ class SlowHalf(RopeMethod):
         inv_freq = rotary.inv_freq(length.device)
         slow = torch.arange(rotary.dim // 2, device=length.device) >= rotary.dim // 4
         return torch.where(slow, inv_freq / self.factor, inv_freq), 1.0
+'''
+
+REMAPPING_METHOD = '''"""Distances beyond a window, a third as long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from rope_ext_hf.methods.base import UNBOUNDED
+from rope_ext_hf.methods.registry import register_method
+from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
+from rope_ext_hf.methods.tiles import Tile, band_tiles
+
+__all__: list[str] = []
+
+
+@register_method("far-thirds")
+@dataclass(frozen=True, kw_only=True)
+class FarThirds(RemappingMethod):
+    """Beyond the window, distances grow a third as fast."""
+
+    window: int = 16
+
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
+        self.check_reach(limit, "window", self.window)
+        if target_length is not None:
+            self.check_reach(limit, "the longest distance", self.window + (target_length - self.window) / 3)
+        return replace(self)
+
+    @property
+    def exact_length(self) -> int:
+        return self.window + 1
+
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        return (0, self.window), (self.window, UNBOUNDED)
+
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        return (m - n >= self.window).long()
+
+    def key_position(self, n: Tensor) -> RemappedPosition:
+        return RemappedPosition(n, divisor=3.0)
+
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        return RemappedPosition(m, divisor=3.0, offset=self.window * 2 / 3)
+
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
+        yield from band_tiles(0, 0, self.window, first, last)
+        if last > self.window:
+            yield Tile(1, (first, last), (0, last - self.window), self.window)
 '''
 
 FAMILY = """
@@ -90,7 +143,7 @@ def contents(copy: Path) -> dict[str, bytes]:
     }
 
 
-def test_five_additions_touch_one_source_file_each(tmp_path: Path) -> None:
+def test_additions_touch_one_source_file_each(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
     before = contents(copy)
@@ -101,6 +154,7 @@ def test_five_additions_touch_one_source_file_each(tmp_path: Path) -> None:
 
     additions = {
         "rope_ext_hf/methods/static.py": lambda source: source + METHOD,
+        "rope_ext_hf/methods/far_thirds.py": lambda _: REMAPPING_METHOD,
         "patches/families.toml": lambda source: source + FAMILY,
         "eval/protocols.py": lambda source: source + PROTOCOL,
         "rope_ext_hf/engines/mlx_two.py": lambda _: engine((ROOT / "rope_ext_hf/engines/mlx.py").read_text("utf-8")),
@@ -114,7 +168,8 @@ def test_five_additions_touch_one_source_file_each(tmp_path: Path) -> None:
     run(copy, "-m", "docs.make_figures")
     pages = changed() - additions.keys()
     assert all(page == "README.md" or re.fullmatch(r"docs/[a-z-]+\.md", page) for page in pages), pages
-    assert "\n## slow-half\n" in (copy / "docs/methods.md").read_text("utf-8")
+    for method in ("slow-half", "far-thirds"):
+        assert f"\n## {method}\n" in (copy / "docs/methods.md").read_text("utf-8")
     assert "`mlx-two`" in (copy / "README.md").read_text("utf-8")
 
     from_copy = run(copy, "-c", "import rope_ext_hf; print(rope_ext_hf.__file__)")
@@ -124,6 +179,6 @@ def test_five_additions_touch_one_source_file_each(tmp_path: Path) -> None:
     contracts = ["tests/eval/test_protocols.py", "tests/serving", "tests/patches/test_families.py"]
     contracts += ["tests/test_architecture.py", "tests/test_docs.py"]
     pytest_run = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow"]
-    ran = run(copy, *pytest_run, *contracts) + run(copy, *pytest_run, "-k", "slow-half", "tests/methods")
-    for addition in ('"slow-half"', "[hrm_text]", "[tail]"):
+    ran = run(copy, *pytest_run, *contracts) + run(copy, *pytest_run, "-k", "slow-half or far-thirds", "tests/methods")
+    for addition in ('"slow-half"', "[0-150-far-thirds]", "[hrm_text]", "[tail]"):
         assert addition in ran, f"no test of everything registered ran over {addition}"
