@@ -62,10 +62,10 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
     value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attending, "MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
-        found, wanted = attend_and_definition(
+        actual, expected = attend_and_definition(
             method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
         )
-    assert_close(found, wanted)
+    assert_close(actual, expected)
 
 
 EACH = [
@@ -92,10 +92,10 @@ def test_what_families_do_to_scores(method: RemappingMethod, more: dict[str, Any
 
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_both_ways_give_the_same(method: RemappingMethod) -> None:
-    by_kernel, wanted = attend_and_definition(method, 100, 200)
+    by_kernel, expected = attend_and_definition(method, 100, 200)
     by_scores, _ = attend_and_definition(method, 100, 200, ordered=False)
-    assert_close(by_kernel, wanted)
-    assert_close(by_scores, wanted)
+    assert_close(by_kernel, expected)
+    assert_close(by_scores, expected)
     assert not torch.equal(by_kernel, by_scores)
 
 
@@ -277,23 +277,23 @@ def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
     queries: tuple[int, int], keys: tuple[int, int], diagonal: int, above: bool, low: int
 ) -> None:
     (q0, q1), (k0, k1) = ((first, first + count) for first, count in (queries, keys))
-    found = []
+    actual = []
     for (first, last), (begin, end), kind in Tile(0, (q0, q1), (k0, k1), diagonal, above).rectangles(low):
         assert kind == "full" or last - first == end - begin
         inside = ((q, k, q - first, k - begin) for q in range(first, last) for k in range(begin, end))
         if kind == "causal":
-            found += [(q, k) for q, k, row, column in inside if column <= row]
+            actual += [(q, k) for q, k, row, column in inside if column <= row]
         elif kind == "anticausal":
-            found += [(q, k) for q, k, row, column in inside if column >= row]
+            actual += [(q, k) for q, k, row, column in inside if column >= row]
         else:
-            found += [(q, k) for q, k, _, _ in inside]
-    wanted = [
+            actual += [(q, k) for q, k, _, _ in inside]
+    expected = [
         (q, k)
         for q in range(q0, q1)
         for k in range(max(k0, low), k1)
         if (k > q - diagonal if above else k <= q - diagonal)
     ]
-    assert sorted(found) == wanted
+    assert sorted(actual) == expected
 
 
 def farthest(method: RemappingMethod, length: int) -> float:
@@ -351,6 +351,6 @@ def test_scores_in_blocks_are_made_again_for_the_backward(
 @settings(max_examples=20, deadline=None)
 def test_a_method_says_at_which_distances_keys_are_seen(method: RemappingMethod) -> None:
     places = torch.arange(0, 260, 3)
-    found = method.distance(places[:, None], places).tril()
-    wanted = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+    actual = method.distance(places[:, None], places).tril()
+    expected = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))

@@ -235,8 +235,8 @@ def test_over_two_lists_short_inputs_run_as_loaded(length: int) -> None:
     short, long = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 8.0, 16.0]
     own = resolve_method("longrope", None, short_factor=short, long_factor=long, attention_factor=1.25)
     rotary = Rotary(8, 1e4, 64).scaled(own, context_length=256)
-    found, attention_factor = resolve_method("linear", None, factor=4.0).frequencies(rotary, length)
+    actual, attention_factor = resolve_method("linear", None, factor=4.0).frequencies(rotary, length)
     divisors = [4 * each for each in long] if length > 64 else short
     wanted = [each / divisor for each, divisor in zip(thetas(8, 1e4), divisors, strict=True)]
-    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert actual.tolist() == pytest.approx(wanted, rel=1e-12)
     assert attention_factor == pytest.approx(1.25)

@@ -61,8 +61,8 @@ def test_at_first_nothing_changes_and_unpatch_removes_the_parameter() -> None:
 def test_frequencies_without_a_model() -> None:
     scales = tuple(values().double().tolist())
     method = Learnable(log_scales=scales)
-    wanted = [value * torch.tensor(a).double().exp().item() for value, a in zip(plain(ROTARY), scales, strict=True)]
-    assert method.frequencies(ROTARY).inv_freq.tolist() == pytest.approx(wanted, rel=1e-6)
+    expected = [value * torch.tensor(a).double().exp().item() for value, a in zip(plain(ROTARY), scales, strict=True)]
+    assert method.frequencies(ROTARY).inv_freq.tolist() == pytest.approx(expected, rel=1e-6)
     assert method.extended_length(ROTARY) == 64
     assert Learnable().frequencies(ROTARY).inv_freq.tolist() == pytest.approx(plain(ROTARY), rel=1e-12)
 
@@ -81,10 +81,10 @@ def test_angles_and_gradients_are_the_formula() -> None:
         return ((angle.cos() + 2 * angle.sin()) * weights).sum()
 
     cos, sin = module(torch.zeros(1), positions)
-    found = ((cos + 2 * sin) * weights).sum()
-    found.backward()
+    actual = ((cos + 2 * sin) * weights).sum()
+    actual.backward()
     a = module.trained.detach().double()
-    assert float(found.detach()) == pytest.approx(float(formula(a)), abs=1e-5)
+    assert float(actual.detach()) == pytest.approx(float(formula(a)), abs=1e-5)
     steps = 1e-6 * torch.eye(8, dtype=torch.float64)
     slopes = torch.stack([(formula(a + step) - formula(a - step)) / 2e-6 for step in steps])
     torch.testing.assert_close(module.trained.grad.double(), slopes, rtol=1e-5, atol=1e-4)  # type: ignore[union-attr]
@@ -105,8 +105,8 @@ def test_angles_stay_accurate_at_any_position_and_in_any_dtype(layout: Any) -> N
     out = module(torch.zeros(1), positions)
     cos, sin = (out.real, out.imag) if layout == "complex" else out
     once = slice(0, None, 2) if layout == "interleaved" else slice(0, 64)
-    for found, wanted in ((cos, angles.cos()), (sin, angles.sin())):
-        torch.testing.assert_close(found[..., once].double(), wanted, atol=1e-6, rtol=0)
+    for actual, expected in ((cos, angles.cos()), (sin, angles.sin())):
+        torch.testing.assert_close(actual[..., once].double(), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "glm", "cohere", "gpt_neox", "gemma3"])
@@ -146,17 +146,17 @@ def test_an_optimizer_trains_it_with_the_model() -> None:
 
 def test_saved_as_divisors_loads_plainly_and_goes_on(tmp_path: Path) -> None:
     model, ids = fill(rope.patch(build("llama"), "learnable")), tokens(60)
-    wanted = logits(model, ids)
+    expected = logits(model, ids)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rope_parameters"]["rope_type"] == "longrope"
     assert config["rope_parameters"]["short_factor"] == pytest.approx((-values().double()).exp().tolist(), rel=1e-9)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
-    torch.testing.assert_close(logits(loaded, ids), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(loaded, ids), expected, atol=1e-4, rtol=0)
     back: Any = rope.from_pretrained(tmp_path)
     assert torch.equal(trained(back), values())
-    assert torch.equal(logits(back, ids), wanted)
+    assert torch.equal(logits(back, ids), expected)
     back.train()(ids, labels=ids).loss.backward()
     assert trained(back).grad is not None
     assert KEY in model.state_dict()  # saving has left the live model alone
@@ -164,12 +164,12 @@ def test_saved_as_divisors_loads_plainly_and_goes_on(tmp_path: Path) -> None:
 
 def test_present_values_survive_copies_moves_and_other_patches() -> None:
     model, ids = fill(rope.patch(build("llama"), "learnable")), tokens(60)
-    wanted = logits(model, ids)
+    expected = logits(model, ids)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(other, ids), wanted)
+        assert torch.equal(logits(other, ids), expected)
     with rope.patched(model, "linear", factor=2.0):
-        assert not torch.equal(logits(model, ids), wanted)
-    assert torch.equal(logits(model, ids), wanted)
+        assert not torch.equal(logits(model, ids), expected)
+    assert torch.equal(logits(model, ids), expected)
     assert rope.describe(model).params["log_scales"] == pytest.approx(values().tolist())
     assert rope.describe(model).wavelengths[0] == pytest.approx(2 * torch.pi / float(values()[0].double().exp()))
     slot = patched_slots(model)[0]
@@ -180,15 +180,15 @@ def test_present_values_survive_copies_moves_and_other_patches() -> None:
 
 def test_over_a_scaling_it_begins_at_that_scaling() -> None:
     model, ids = build("llama"), tokens(100)
-    wanted = logits(rope.patch(model, "yarn", factor=2.0), ids)
+    expected = logits(rope.patch(model, "yarn", factor=2.0), ids)
     rope.patch(model, "learnable", over="patched")
-    torch.testing.assert_close(logits(model, ids), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(model, ids), expected, atol=1e-5, rtol=0)
     with torch.no_grad():
         trained(model).copy_(values())
     changed = logits(model, ids)
-    assert not torch.allclose(changed, wanted, atol=1e-3)
+    assert not torch.allclose(changed, expected, atol=1e-3)
     rope.unpatch(model)
-    assert torch.equal(logits(model, ids), wanted)
+    assert torch.equal(logits(model, ids), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

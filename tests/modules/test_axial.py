@@ -56,12 +56,12 @@ def test_mrope_of_text_models_is_one_setting(model_type: str, method: str) -> No
         method, Rotary(128, 1e6, 32768), sections=sections, arrangement=arrangement, layout=layout, **parameters
     )
     positions = torch.randint(0, 500, (3, 2, 40), generator=torch.Generator().manual_seed(0))
-    for found, expected in zip(ours(ANY, positions), theirs(ANY, positions), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # their angles are float32 products
+    for actual, expected in zip(ours(ANY, positions), theirs(ANY, positions), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)  # their angles are float32 products
     axes = _axes(sections, arrangement)
     merged = RotaryEmbedding(method, Rotary(128, 1e6, 32768), axis_of_pair=axes, layout=layout, **parameters)
-    for found, expected in zip(ours(ANY, positions), merged(ANY, positions), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(ours(ANY, positions), merged(ANY, positions), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def _axes(sections: list[int], arrangement: str) -> list[int]:
@@ -88,8 +88,8 @@ def test_rope_of_vision_towers_is_one_setting(model_type: str, name: str, config
     expected = theirs(ANY, grid(12, 9)[:, 0].T)  # (patches, 2) -> (patches, head_dim)
     dim = expected[0].shape[-1]
     ours = AxialRotaryEmbedding("default", Rotary(dim, 1e4, 32), sections=(dim // 4, dim // 4), table=table)
-    for found, wanted in zip(ours(ANY, grid(12, 9)), expected, strict=True):
-        torch.testing.assert_close(found[0], wanted.reshape(108, dim), atol=1e-5, rtol=0)
+    for actual, wanted in zip(ours(ANY, grid(12, 9)), expected, strict=True):
+        torch.testing.assert_close(actual[0], wanted.reshape(108, dim), atol=1e-5, rtol=0)
 
 
 # --- the law ----------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def test_one_axis_is_rotary_embedding_bit_for_bit() -> None:
         ours = AxialRotaryEmbedding(method, rotary, sections=(16,), **parameters)
         plain = RotaryEmbedding(method, rotary, **parameters)
         for given_positions in (positions, positions[None]):
-            for found, expected in zip(ours(ANY, given_positions), plain(ANY, positions), strict=True):
-                assert torch.equal(found, expected)
+            for actual, expected in zip(ours(ANY, given_positions), plain(ANY, positions), strict=True):
+                assert torch.equal(actual, expected)
 
 
 # --- methods per axis -------------------------------------------------------------------------------------------------
@@ -243,12 +243,12 @@ def test_it_survives_casts_and_moves_and_compiles() -> None:
     positions = 10**6 + grid(4, 4)
     before = module(ANY, positions)
     for changed in (module.to(torch.bfloat16), emptied(nn.ModuleList([module]).to("meta"))[0]):
-        for found, expected in zip(changed(ANY, positions), before, strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(changed(ANY, positions), before, strict=True):
+            assert torch.equal(actual, expected)
     assert module.state_dict() == {}
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(compiled(ANY, positions), before, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    for actual, expected in zip(compiled(ANY, positions), before, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -82,22 +82,22 @@ def test_logits_are_those_of_the_definition(family: str, name: str, params: dict
     model, ids = build(family), tokens(2 * TRAINED)
     plain = logits(model, ids)
     with rope.patched(model, name, **params):
-        found = logits(model, ids)
+        actual = logits(model, ids)
     with added(model, bias):
-        wanted = logits(model, ids)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-    assert (plain - wanted).abs().max() > 1e-3
+        expected = logits(model, ids)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    assert (plain - expected).abs().max() > 1e-3
 
 
 def test_sliding_layers_stay_and_softcaps_come_first() -> None:
     model, ids = build("gemma2", layer_types=["full_attention"] * 2), tokens(2 * TRAINED)
     with rope.patched(model, "alibi", start=0):
-        found = logits(model, ids)
+        actual = logits(model, ids)
     with added(model, METHODS[1][2]):
         half = logits(model, ids)
     with added(model, lambda h, m, n: -SLOPES[h] * (m - n)):
-        torch.testing.assert_close(found, logits(model, ids), atol=1e-4, rtol=0)
-    assert not torch.allclose(found, half, atol=1e-3)
+        torch.testing.assert_close(actual, logits(model, ids), atol=1e-4, rtol=0)
+    assert not torch.allclose(actual, half, atol=1e-3)
     sliding = build("gemma2", layer_types=["sliding_attention"] * 2)
     with pytest.raises(UnsupportedModelError, match="would change nothing"):
         rope.patch(sliding, "alibi")
@@ -130,12 +130,12 @@ def test_gradients_are_those_of_the_definition(name: str, params: dict[str, Any]
     model, ids = build("llama").train(), tokens(2 * TRAINED)
     with rope.patched(model, name, **params):
         model(ids, labels=ids).loss.backward()
-        found = {key: p.grad.clone() for key, p in model.named_parameters()}
+        actual = {key: p.grad.clone() for key, p in model.named_parameters()}
     model.zero_grad()
     with added(model, bias):
         model(ids, labels=ids).loss.backward()
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(found[key], parameter.grad, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(actual[key], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 def test_up_to_the_start_nothing_changes_and_unpatch_is_exact() -> None:
@@ -151,13 +151,13 @@ def test_up_to_the_start_nothing_changes_and_unpatch_is_exact() -> None:
 def test_over_a_frequency_method_the_bias_begins_at_the_extended_length() -> None:
     model, ids = build("llama"), tokens(4 * TRAINED)
     with rope.patched(model, "yarn", factor=2.0):
-        wanted = logits(model, ids[:, : 2 * TRAINED])
+        expected = logits(model, ids[:, : 2 * TRAINED])
     rope.patch(model, "alibi", frequency="yarn", factor=2.0)
     assert rope.describe(model).params["start"] == 2 * TRAINED
-    torch.testing.assert_close(logits(model, ids[:, : 2 * TRAINED]), wanted, atol=1e-4, rtol=0)
-    found = logits(model, ids)[:, -1]
+    torch.testing.assert_close(logits(model, ids[:, : 2 * TRAINED]), expected, atol=1e-4, rtol=0)
+    actual = logits(model, ids)[:, -1]
     with rope.patched(model, "yarn", factor=2.0):
-        assert not torch.allclose(found, logits(model, ids)[:, -1], atol=1e-3)
+        assert not torch.allclose(actual, logits(model, ids)[:, -1], atol=1e-3)
 
 
 def test_saved_and_restored(tmp_path: Path) -> None:
@@ -209,8 +209,8 @@ def test_buckets_are_those_of_t5(bidirectional: bool) -> None:
 
     distance = torch.arange(-300 if bidirectional else 0, 300)
     module = T5Bias(2, buckets=32, max_distance=128, bidirectional=bidirectional)
-    wanted = T5Attention._relative_position_bucket(-distance, bidirectional, 32, 128)
-    assert torch.equal(module.bucket(distance), wanted)
+    expected = T5Attention._relative_position_bucket(-distance, bidirectional, 32, 128)
+    assert torch.equal(module.bucket(distance), expected)
     assert len(set(module.bucket(distance).tolist())) == 32 - bidirectional  # "0 after" is no distance
 
 
@@ -280,14 +280,14 @@ def test_values_and_gradients_are_the_definition(make: Callable[[], Any], scaled
     weights = torch.randn(4, 12, 16, generator=generator, dtype=torch.float64)
     learned = list(bias.parameters()) if bias is not None else []
     q, k, v = inputs
-    wanted = naive(q, k, v, definition(bias), z ** (1 / 7) if scaled else None)
-    wanted_grad = torch.autograd.grad((wanted * weights).sum(), inputs + learned)
+    expected = naive(q, k, v, definition(bias), z ** (1 / 7) if scaled else None)
+    wanted_grad = torch.autograd.grad((expected * weights).sum(), inputs + learned)
     hybrid = HybridAttention(bias=bias, scales=scales)
     mask = torch.ones(12, 12 + past, dtype=torch.bool).tril(past)[None, None] if past else None
     out, _ = hybrid(nn.Module(), *(x.float()[None] for x in inputs), mask)
-    found = out.transpose(1, 2)[0]
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
-    found_grad = torch.autograd.grad((found * weights).sum(), inputs + learned)
+    actual = out.transpose(1, 2)[0]
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
+    found_grad = torch.autograd.grad((actual * weights).sum(), inputs + learned)
     for one, other in zip(found_grad, wanted_grad, strict=True):
         torch.testing.assert_close(one.double(), other.double(), atol=2e-4, rtol=1e-4)
 
@@ -302,7 +302,7 @@ def test_rotation_and_scale_together_are_the_formula_of_xpos(pairing: Any) -> No
     v = torch.eye(n.shape[1])[None, None].double()  # the output is the weights
     turned_q, turned_k = (rotate_to(x, at - first, dim, 100.0, pairing) for x, at in ((q, m), (k, n)))
     mask = (n[0] <= m[0][:, None])[None, None]
-    found = attend(
+    actual = attend(
         LocalAttention(), None, TokenPositions(m, n, None, None), turned_q, turned_k, v, 1.0,
         ScoreModifiers(mask=mask, pair_scales=XPos(dim, scale_base=50, pairing=pairing)),
     )  # fmt: skip
@@ -312,8 +312,8 @@ def test_rotation_and_scale_together_are_the_formula_of_xpos(pairing: Any) -> No
     theta = 100.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     z = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
     terms = qc[:, None] * kc.conj() * z ** (distance / 50) * torch.exp(1j * distance * theta)
-    wanted = terms.real.sum(-1).masked_fill(~mask[0, 0], -math.inf).softmax(-1)
-    torch.testing.assert_close(found[0, 0].double(), wanted, atol=1e-5, rtol=0)
+    expected = terms.real.sum(-1).masked_fill(~mask[0, 0], -math.inf).softmax(-1)
+    torch.testing.assert_close(actual[0, 0].double(), expected, atol=1e-5, rtol=0)
 
 
 # --- the law ----------------------------------------------------------------------------------------------------------
@@ -430,10 +430,10 @@ def test_attention_to_both_sides() -> None:
     encoder.is_causal = False
     bias = filled(T5Bias(2, buckets=8, max_distance=20, bidirectional=True))
     q, k, v = (torch.randn(1, 2, 10, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    found, _ = HybridAttention(bias=bias)(encoder, q, k, v)
+    actual, _ = HybridAttention(bias=bias)(encoder, q, k, v)
     place = torch.arange(10)[None]
-    wanted = ((q @ k.mT) / math.sqrt(8) + bias(place, place)).softmax(-1) @ v
-    torch.testing.assert_close(found.transpose(1, 2), wanted, atol=1e-5, rtol=0)
+    expected = ((q @ k.mT) / math.sqrt(8) + bias(place, place)).softmax(-1) @ v
+    torch.testing.assert_close(actual.transpose(1, 2), expected, atol=1e-5, rtol=0)
     with pytest.raises(UnsupportedModelError, match="keys after the query"):
         HybridAttention(scales=XPos(8))(encoder, q, k, v)
 

@@ -92,9 +92,9 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64, tor
     )
     mask = torch.rand(batch, length, generator=random) < 0.7 if draw(st.booleans()) else None
     begin = draw(st.integers(0, 500))
-    found = rope.frequencies(method, rope.Rotary(2 * pairs, 1e4, 64), length=256, **METHODS[method])
-    angles = torch.arange(begin, begin + length, dtype=torch.float64)[:, None] * found.inv_freq
-    return Case(query, key, value, angles, found.attention_factor, mask, draw(st.integers(1, 30)))
+    actual = rope.frequencies(method, rope.Rotary(2 * pairs, 1e4, 64), length=256, **METHODS[method])
+    angles = torch.arange(begin, begin + length, dtype=torch.float64)[:, None] * actual.inv_freq
+    return Case(query, key, value, angles, actual.attention_factor, mask, draw(st.integers(1, 30)))
 
 
 exact = cases(dtypes=(torch.float64,))

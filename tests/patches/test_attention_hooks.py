@@ -98,9 +98,9 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
 
 
 def patched_method(model: Any) -> RemappingMethod:
-    from rope_ext_hf.patches.patching import patched_method as found
+    from rope_ext_hf.patches.patching import patched_method as actual
 
-    method = found(model)
+    method = actual(model)
     assert isinstance(method, RemappingMethod)
     return method
 
@@ -111,12 +111,12 @@ def patched_method(model: Any) -> RemappingMethod:
 def test_logits_are_those_of_the_definition(name: str, method: str) -> None:
     model, ids = build(name), tokens(3 * TRAINED)
     with rope.patched(model, method):
-        found, fitted = logits(model, ids), patched_method(model)
+        actual, fitted = logits(model, ids), patched_method(model)
     plain = logits(model, ids)
     with defined(model, name, fitted):
-        wanted = logits(model, ids)
-    torch.testing.assert_close(found, wanted, atol=ATOL, rtol=0)
-    assert (plain - wanted).abs().max() > 100 * ATOL
+        expected = logits(model, ids)
+    torch.testing.assert_close(actual, expected, atol=ATOL, rtol=0)
+    assert (plain - expected).abs().max() > 100 * ATOL
 
 
 @each_family
@@ -145,8 +145,8 @@ def test_padding_changes_nothing(name: str, method: str, positions: bool) -> Non
             ids[i, where], mask[i, where] = row[0], 1
         given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
         together = logits(model, ids, attention_mask=mask, **given)
-        for out, real, wanted in zip(together, mask.bool(), alone, strict=True):
-            torch.testing.assert_close(out[real], wanted, atol=ATOL, rtol=0)
+        for out, real, expected in zip(together, mask.bool(), alone, strict=True):
+            torch.testing.assert_close(out[real], expected, atol=ATOL, rtol=0)
 
 
 @each_method
@@ -296,12 +296,12 @@ def test_gradients_are_those_of_the_definition(method: str) -> None:
     with rope.patched(model, method):
         fitted = patched_method(model)
         model(ids, labels=ids).loss.backward()
-        found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        actual = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     with defined(model, "llama", fitted):
         model(ids, labels=ids).loss.backward()
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(found[key], parameter.grad, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(actual[key], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 @each_method
@@ -310,11 +310,11 @@ def test_gradients_of_upper_layers_alone(method: str) -> None:
     model, ids = rope.patch(build("llama"), method), tokens(100, batch=2)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
-    wanted = logits(model, ids, attention_mask=mask)
+    expected = logits(model, ids, attention_mask=mask)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in key)
-    found = model(ids, attention_mask=mask).logits.detach()
-    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], atol=ATOL, rtol=0)
+    actual = model(ids, attention_mask=mask).logits.detach()
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=ATOL, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
@@ -338,19 +338,19 @@ def test_gradient_checkpoints_of_two_forwards(method: str, reentrant: bool) -> N
         sum(losses).backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    wanted = gradients()
+    expected = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    torch.testing.assert_close(gradients(), wanted, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(gradients(), expected, atol=1e-6, rtol=1e-4)
 
 
 @each_method
 def test_autocast(method: str) -> None:
     model, ids = build("llama"), tokens(150, batch=2)
     with rope.patched(model, method), torch.autocast("cpu", torch.bfloat16):
-        found = logits(model, ids).float()
+        actual = logits(model, ids).float()
     with rope.patched(model, method):
-        wanted = logits(model, ids)
-    assert (found - wanted).norm() / wanted.norm() < 0.05
+        expected = logits(model, ids)
+    assert (actual - expected).norm() / expected.norm() < 0.05
 
 
 @each_method
@@ -360,8 +360,8 @@ def test_reading_in_chunks_gives_the_losses_of_one_forward(method: str) -> None:
     model, ids = rope.patch(build("gemma2"), method), tokens(200)[0]
     scorer = TokenScorer(model, chunk=32)
     assert scorer.chunked
-    wanted = nn.functional.cross_entropy(logits(model, ids[None])[0, 99:-1], ids[100:], reduction="none")
-    torch.testing.assert_close(scorer.losses(ids, first=100), wanted, atol=ATOL, rtol=0)
+    expected = nn.functional.cross_entropy(logits(model, ids[None])[0, 99:-1], ids[100:], reduction="none")
+    torch.testing.assert_close(scorer.losses(ids, first=100), expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -369,10 +369,10 @@ def test_peft() -> None:
     from peft import LoraConfig, get_peft_model
 
     model, ids = build("llama"), tokens(150)
-    wanted = logits(rope.patch(copy.deepcopy(model), "dca"), ids)
+    expected = logits(rope.patch(copy.deepcopy(model), "dca"), ids)
     adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "k_proj"]))
     rope.patch(adapted, "dca")
-    torch.testing.assert_close(logits(adapted, ids), wanted, atol=ATOL, rtol=0)
+    torch.testing.assert_close(logits(adapted, ids), expected, atol=ATOL, rtol=0)
     adapted(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for key, p in adapted.named_parameters() if "lora_B" in key)
 
@@ -380,12 +380,12 @@ def test_peft() -> None:
 @pytest.mark.thorough
 def test_compiled_copied_and_in_half_precision() -> None:
     model, ids = rope.patch(build("llama"), "dca"), tokens(150)
-    wanted = logits(model, ids)
-    assert torch.equal(logits(copy.deepcopy(model), ids), wanted)
+    expected = logits(model, ids)
+    assert torch.equal(logits(copy.deepcopy(model), ids), expected)
     compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled, ids), wanted, atol=ATOL, rtol=0)
+    torch.testing.assert_close(logits(compiled, ids), expected, atol=ATOL, rtol=0)
     half = logits(model.to(torch.bfloat16), ids).float()
-    assert (half - wanted).norm() / wanted.norm() < 0.05
+    assert (half - expected).norm() / expected.norm() < 0.05
 
 
 def test_dca_over_another_frequency() -> None:

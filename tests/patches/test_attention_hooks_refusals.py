@@ -138,8 +138,8 @@ def test_a_mask_that_the_model_prepares_itself_is_no_mask_of_the_user(method: st
     batch, mask = torch.full((2, 2 * TRAINED), 3), torch.ones(2, 2 * TRAINED, dtype=torch.int64)
     batch[0], batch[1, : TRAINED // 2], mask[1, TRAINED // 2 :] = ids[0], short[0], 0
     together = logits(model, batch, attention_mask=mask)
-    for row, wanted, real in zip(together, alone, mask.bool(), strict=True):
-        torch.testing.assert_close(row[real], wanted, atol=1e-4, rtol=0)
+    for row, expected, real in zip(together, alone, mask.bool(), strict=True):
+        torch.testing.assert_close(row[real], expected, atol=1e-4, rtol=0)
 
 
 def test_a_prepared_mask_of_the_user_is_still_refused_in_a_model_with_images() -> None:

@@ -333,12 +333,12 @@ def test_softmax_mscale_stands_where_the_code_reads_it(model_type: str) -> None:
 def causal_families() -> dict[str, Path]:
     """Every model_type of a causal language model and the source of its modeling module."""
     package = Path(str(transformers.__file__)).parent / "models"
-    found = {}
+    actual = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         for name in (model_type, model_type.removesuffix("_text")):
             if (source := package / name / f"modeling_{name}.py").exists():
-                found[model_type] = source
-    return found
+                actual[model_type] = source
+    return actual
 
 
 def test_no_family_that_scales_its_softmax_is_missing() -> None:

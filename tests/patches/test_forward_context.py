@@ -23,8 +23,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def last_logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(input_ids=ids, attention_mask=mask)[0][:, -COMPARED:]
-    return found
+        actual: Tensor = model(input_ids=ids, attention_mask=mask)[0][:, -COMPARED:]
+    return actual
 
 
 @pytest.mark.slow
@@ -74,5 +74,5 @@ def test_a_model_of_several_language_models(method: str) -> None:
     alone.load_state_dict(model.thinker.state_dict())
     rope.patch(alone, method, **METHODS[method])
     decoders = (each.get_decoder() for each in (alone, model.thinker))
-    expected, found = (last_logits(each, ids, torch.ones_like(ids)) for each in decoders)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    expected, actual = (last_logits(each, ids, torch.ones_like(ids)) for each in decoders)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)

@@ -82,9 +82,9 @@ def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: 
         at_first = graphs.count
         for at in range(PROMPT, PROMPT + STEPS):
             step = {"input_ids": ids[:, at : at + 1], "position_ids": torch.tensor([[at]])}
-            found = compiled(**step, past_key_values=cache).logits
+            actual = compiled(**step, past_key_values=cache).logits
             made.append(graphs.count - at_first)
-            torch.testing.assert_close(found, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
+            torch.testing.assert_close(actual, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
             assert not any(graphs.made(tensor) for tensor in kept_between_steps(model, cache))
     assert made[-1] <= most
     assert made[-1] == made[SETTLED - 1]  # the later steps run what the first ones compiled
@@ -105,8 +105,8 @@ def test_generate_compiles_by_itself(which: str) -> None:
     expected = model.generate(ids, attention_mask=mask, **options)
     config = CompileConfig(backend="aot_eager", mode=None)
     config._compile_all_devices = True
-    found = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
-    assert torch.equal(found, expected)
+    actual = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.slow

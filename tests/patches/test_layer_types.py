@@ -153,11 +153,11 @@ class TestDeepseekV4:
         rope.patch(model, "yarn", **V4)
         torch.testing.assert_close(logits(model, IDS), expected, atol=1e-4, rtol=0)
         assert (expected - as_loaded).abs().max() > 1e-3
-        found = frequencies(model)
-        assert {path.split(".")[-1] for path in found} == {"rotary_emb main", "rotary_emb compress"}
-        assert len(found) == 2 * 4  # of the model, of two compressors, and of an indexer
+        actual = frequencies(model)
+        assert {path.split(".")[-1] for path in actual} == {"rotary_emb main", "rotary_emb compress"}
+        assert len(actual) == 2 * 4  # of the model, of two compressors, and of an indexer
         for label in ("main", "compress"):
-            some = [values for path, values in found.items() if path.endswith(label)]
+            some = [values for path, values in actual.items() if path.endswith(label)]
             assert all(torch.equal(values, some[0]) for values in some)
         rope.unpatch(model)
         assert state(model) == before

@@ -46,10 +46,10 @@ def test_a_cached_step_equals_the_recomputation(name: str, rule: str) -> None:
         pytest.skip("other lists of divisors")
     model = patched(name, rule, **one_layer(name))
     ids = tokens(200)
-    found = in_parts(model, ids, [40, 30])
+    actual = in_parts(model, ids, [40, 30])
     for end in (41, 63, 64, 65, 70, 71, 100, 127, 128, 129, 130, 199, 200):
         if end > 70 or end == 40:
-            torch.testing.assert_close(found[:, end - 1], logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
+            torch.testing.assert_close(actual[:, end - 1], logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -59,9 +59,9 @@ def test_sliding_layers_too(rule: str) -> None:
     """A window shorter than the text, whose layer keeps only the last keys."""
     model = patched("mistral", rule, num_hidden_layers=1, sliding_window=24)
     ids = tokens(150)
-    found = in_parts(model, ids, [50])
+    actual = in_parts(model, ids, [50])
     for end in (51, 65, 100, 129, 150):
-        torch.testing.assert_close(found[:, end - 1], logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(actual[:, end - 1], logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_a_cached_step_in_bfloat16(name: str, rule: str, monkeypatch: pytest.Mon
     expected = torch.stack([logits(wide, ids[:, :end])[:, -1] for end in ends], 1)
 
     def gap(model: Any) -> float:
-        found = in_parts(rope.patch(model, method, **params), ids, [40, 30])[:, [end - 1 for end in ends]]
-        return float((found - expected).norm() / expected.norm())
+        actual = in_parts(rope.patch(model, method, **params), ids, [40, 30])[:, [end - 1 for end in ends]]
+        return float((actual - expected).norm() / expected.norm())
 
     followed = gap(copy.deepcopy(narrow))
     assert followed < 0.03
@@ -297,8 +297,8 @@ def test_in_bfloat16_rounding_does_not_accumulate(rule: str) -> None:
     expected = exact_query[:, -1:] @ exact_key.repeat_interleave(groups, 0).transpose(1, 2)
     if key.shape[0] != query.shape[0]:
         key = key.repeat_interleave(groups, 0)
-    found = query @ key.transpose(1, 2)
-    assert ((found - expected).norm() / expected.norm()).item() < 0.01
+    actual = query @ key.transpose(1, 2)
+    assert ((actual - expected).norm() / expected.norm()).item() < 0.01
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -313,9 +313,9 @@ def rows_gap(model: Any, lengths: Sequence[int], side: str, given_positions: boo
         where = slice(longest - len(row), None) if side == "left" else slice(len(row))
         ids[i, where], mask[i, where] = row, 1
     positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if given_positions else {}
-    found = logits(copy.deepcopy(model), ids, attention_mask=mask, **positions)
+    actual = logits(copy.deepcopy(model), ids, attention_mask=mask, **positions)
     return max(
-        (found[i][mask[i].bool()] - logits(copy.deepcopy(model), row[None])[0]).abs().max().item()
+        (actual[i][mask[i].bool()] - logits(copy.deepcopy(model), row[None])[0]).abs().max().item()
         for i, row in enumerate(rows)
     )
 
@@ -391,12 +391,12 @@ def test_padded_rows_in_one_cache(rule: str, lengths: list[int], cut: int, steps
     rows = [tokens(n + steps, seed=i)[0] for i, n in enumerate(lengths)]
     for i, row in enumerate(rows):
         ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
-    cache, found = transformers.DynamicCache(config=model.config), []
+    cache, actual = transformers.DynamicCache(config=model.config), []
     with torch.no_grad():
         for start, end in itertools.pairwise([0, cut, *range(longest, longest + steps + 1)]):
             call = {"attention_mask": mask[:, :end], "past_key_values": cache}
-            found.append(model(ids[:, start:end], **call).logits)
-    together = torch.cat(found, 1)
+            actual.append(model(ids[:, start:end], **call).logits)
+    together = torch.cat(actual, 1)
     for i, row in enumerate(rows):
         first = max(0, cut - longest + lengths[i])
         alone = in_parts(model, row[None], [size for size in (first, lengths[i] - first) if size])
@@ -412,9 +412,9 @@ def test_a_mask_may_come_and_go(rule: str) -> None:
         cache = model(ids[:, :50], use_cache=True).past_key_values
         for end in range(51, 141):
             mask = {"attention_mask": torch.ones(2, end, dtype=torch.int64)} if end % 3 else {}
-            found = model(ids[:, end - 1 : end], past_key_values=cache, **mask).logits[:, -1]
+            actual = model(ids[:, end - 1 : end], past_key_values=cache, **mask).logits[:, -1]
             if end % 10 < 3:
-                torch.testing.assert_close(found, logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
+                torch.testing.assert_close(actual, logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
 
 
 @every_rule
@@ -428,10 +428,12 @@ def test_positions_of_ones_own(rule: str, positions: str) -> None:
         mask = causal[..., :10, :10]
         cache = model(ids[:, :10], position_ids=at[:, :10], attention_mask=mask, use_cache=True).past_key_values
         for end in range(11, 41):
-            found = model(ids[:, end - 1 : end], position_ids=at[:, end - 1 : end], past_key_values=cache).logits[:, -1]
+            actual = model(ids[:, end - 1 : end], position_ids=at[:, end - 1 : end], past_key_values=cache).logits[
+                :, -1
+            ]
             mask = causal[..., :end, :end]
             expected = logits(model, ids[:, :end], position_ids=at[:, :end], attention_mask=mask)[:, -1]
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
 @every_rule
@@ -440,8 +442,8 @@ def test_packed_rows_count_for_themselves(rule: str) -> None:
     parts = [tokens(n, seed=n)[0] for n in (30, 100, 70)]
     positions = torch.cat([torch.arange(len(part)) for part in parts])[None]
     ids = torch.cat(parts)[None]
-    found = torch.split(logits(model, ids, position_ids=positions)[0], [30, 100, 70])
-    for part, mine in zip(parts, found, strict=True):
+    actual = torch.split(logits(model, ids, position_ids=positions)[0], [30, 100, 70])
+    for part, mine in zip(parts, actual, strict=True):
         torch.testing.assert_close(mine, logits(model, part[None])[0], atol=1e-4, rtol=0)
 
 
@@ -450,5 +452,5 @@ def test_a_prepared_mask_needs_positions() -> None:
     mask = torch.ones(1, 1, 80, 80, dtype=torch.bool).tril()
     with pytest.raises(LengthError, match=r"give position_ids with it.*fixed_length"):
         logits(model, tokens(80), attention_mask=mask)
-    found = logits(model, tokens(80), attention_mask=mask, position_ids=torch.arange(80)[None])
-    torch.testing.assert_close(found, logits(model, tokens(80)), atol=1e-5, rtol=0)
+    actual = logits(model, tokens(80), attention_mask=mask, position_ids=torch.arange(80)[None])
+    torch.testing.assert_close(actual, logits(model, tokens(80)), atol=1e-5, rtol=0)

@@ -75,27 +75,27 @@ MOVES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
 
 def continued(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: bool) -> list[Tensor]:
     """The last logits of three parts of new tokens, the rows of which differ."""
-    found = []
+    actual = []
     for count, seed in ((1, 5), (14, 6), (1, 7)):
         new = new_tokens(len(ids), count, seed)
         ids, mask = torch.cat((ids, new), 1), extended(mask, count)
         where = {"position_ids": (mask.cumsum(-1) - 1)[:, -count:]} if positions else {}
-        found.append(model(new, attention_mask=mask, past_key_values=cache, **where).logits[:, -1])
-    return found
+        actual.append(model(new, attention_mask=mask, past_key_values=cache, **where).logits[:, -1])
+    return actual
 
 
 def alone(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
     """The same from forwards of each row without padding and without a cache."""
-    found = []
+    actual = []
     for count, seed in ((1, 5), (14, 6), (1, 7)):
         ids, mask = torch.cat((ids, new_tokens(len(ids), count, seed)), 1), extended(mask, count)
         rows = [logits(model, row[real.bool()][None])[:, -1] for row, real in zip(ids, mask, strict=True)]
-        found.append(torch.cat(rows))
-    return found
+        actual.append(torch.cat(rows))
+    return actual
 
 
-def agree(found: list[Tensor], expected: list[Tensor]) -> None:
-    for each, reference in zip(found, expected, strict=True):
+def agree(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for each, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(each, reference, atol=2e-4, rtol=0)
 
 
@@ -111,10 +111,10 @@ def test_lengths_move_with_the_rows(which: str, move: str) -> None:
     with torch.no_grad():
         cache = model(ids, attention_mask=mask, use_cache=True, **given).past_key_values
         change(cache)
-        found = continued(model, cache, ids[order], mask[order], positions=bool(given))
+        actual = continued(model, cache, ids[order], mask[order], positions=bool(given))
     if which == "hf":  # transformers' own form of this rule, which has no cache to get wrong
         model = stock("hf", num_hidden_layers=1)
-    agree(found, alone(model, ids[order], mask[order]))
+    agree(actual, alone(model, ids[order], mask[order]))
 
 
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
@@ -131,9 +131,9 @@ def test_rows_move_between_steps(which: str) -> None:
             ids, mask = ids[order], mask[order]
             new = new_tokens(3, 9, seed)
             ids, mask = torch.cat((ids, new), 1), extended(mask, 9)
-            found = model(new, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            actual = model(new, attention_mask=mask, past_key_values=cache).logits[:, -1]
             rows = [logits(model, row[real.bool()][None])[:, -1] for row, real in zip(ids, mask, strict=True)]
-            torch.testing.assert_close(found, torch.cat(rows), atol=5e-4, rtol=0)
+            torch.testing.assert_close(actual, torch.cat(rows), atol=5e-4, rtol=0)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -277,9 +277,9 @@ def test_a_cache_filled_elsewhere_is_refused(case: str) -> None:
         cache = first(ids[:, :-1], use_cache=True).past_key_values
         with pytest.raises(LengthError, match=message):
             model(ids[:, -1:], past_key_values=cache)
-        found = copy.deepcopy(first)(ids[:, -1:], past_key_values=cache).logits
+        actual = copy.deepcopy(first)(ids[:, -1:], past_key_values=cache).logits
         cache = first(ids[:, :-1], use_cache=True).past_key_values
-        torch.testing.assert_close(found, first(ids[:, -1:], past_key_values=cache).logits, atol=1e-6, rtol=0)
+        torch.testing.assert_close(actual, first(ids[:, -1:], past_key_values=cache).logits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("which", ["paper", "even", "longrope"])
@@ -291,8 +291,8 @@ def test_an_unpatched_cache_is_refused_inside_fixed_length(which: str) -> None:
             model(ids[:, -1:], past_key_values=cache)
         cache.reset()
         with rope.fixed_length(model, 200):
-            found = [model(part, past_key_values=cache).logits for part in (ids[:, :-1], ids[:, -1:])]
-            torch.testing.assert_close(torch.cat(found, 1), logits(model, ids), atol=1e-4, rtol=0)
+            actual = [model(part, past_key_values=cache).logits for part in (ids[:, :-1], ids[:, -1:])]
+            torch.testing.assert_close(torch.cat(actual, 1), logits(model, ids), atol=1e-4, rtol=0)
 
 
 @every_method

@@ -73,12 +73,12 @@ def test_a_cropped_cache_goes_on(rule: str) -> None:
         cache = model(ids[:, :50], use_cache=True).past_key_values
         at = 50
         while at < 140:
-            found = model(ids[:, at : at + 9], past_key_values=cache).logits[:, -1]
-            torch.testing.assert_close(found, logits(model, ids[:, : at + 9])[:, -1], atol=1e-4, rtol=0)
+            actual = model(ids[:, at : at + 9], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(actual, logits(model, ids[:, : at + 9])[:, -1], atol=1e-4, rtol=0)
             cache.crop(-6)
             at += 3
-            found = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
-            torch.testing.assert_close(found, logits(model, ids[:, : at + 1])[:, -1], atol=1e-4, rtol=0)
+            actual = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(actual, logits(model, ids[:, : at + 1])[:, -1], atol=1e-4, rtol=0)
             at += 1
 
 
@@ -116,8 +116,8 @@ def test_assisted_decoding(rule: str, way: str) -> None:
     cache, known = out.past_key_values, out.past_key_values.get_seq_length()
     assert known < out.sequences.shape[1]
     with torch.no_grad():
-        found = model(out.sequences[:, known:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, logits(model, out.sequences)[:, -1], atol=1e-4, rtol=0)
+        actual = model(out.sequences[:, known:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(actual, logits(model, out.sequences)[:, -1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
@@ -132,8 +132,8 @@ def test_assisted_decoding_with_windows(rule: str) -> None:
         assert torch.equal(out.sequences, generated(model, ids, attention_mask=torch.ones_like(ids), use_cache=False))
     cache, known = out.past_key_values, out.past_key_values.get_seq_length()
     with torch.no_grad():
-        found = model(out.sequences[:, known:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, logits(model, out.sequences)[:, -1], atol=1e-4, rtol=0)
+        actual = model(out.sequences[:, known:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(actual, logits(model, out.sequences)[:, -1], atol=1e-4, rtol=0)
 
 
 @each_kind_of_rule
@@ -146,8 +146,8 @@ def test_an_emptied_cache_starts_anew(kind: str, rule: str) -> None:
     for size in (70, 30):
         with torch.no_grad():
             for part in torch.split(ids, size, dim=1):
-                found = model(part, past_key_values=cache).logits[:, -1]
-        torch.testing.assert_close(found, logits(model, ids)[:, -1], atol=1e-4, rtol=0)
+                actual = model(part, past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(actual, logits(model, ids)[:, -1], atol=1e-4, rtol=0)
         cache.reset()
 
 
@@ -162,8 +162,8 @@ def test_a_prompt_is_used_again(rule: str) -> None:
     for ids in torch.split(several, 1):
         expected = generated(model, ids, attention_mask=torch.ones_like(ids), use_cache=False)
         cache = copy.deepcopy(prefilled)
-        found = generated(model, ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
-        assert torch.equal(found, expected)
+        actual = generated(model, ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+        assert torch.equal(actual, expected)
     prefilled.batch_repeat_interleave(3)
     together = generated(model, several, attention_mask=torch.ones_like(several), past_key_values=prefilled)
     assert torch.equal(together[2:], expected)
@@ -213,9 +213,9 @@ def test_quantized_caches(name: str, backend: str, rule: str, monkeypatch: pytes
         cache = quantized(backend, model.config)
         with torch.no_grad():
             parts = torch.split(ids, [50, *[1] * 90], dim=1)
-            found = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+            actual = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
         expected = torch.stack([logits(model, ids[:, :end])[:, -1] for end in ends], 1)
-        off: Tensor = (found[:, [end - 1 for end in ends]] - expected).norm(dim=-1) / expected.norm(dim=-1)
+        off: Tensor = (actual[:, [end - 1 for end in ends]] - expected).norm(dim=-1) / expected.norm(dim=-1)
         return off[0]
 
     followed = gaps()
@@ -243,9 +243,9 @@ def test_a_quantized_cache_with_beams(rule: str) -> None:
         return transformers.Cache(layers=[Roughly(residual_length=8) for _ in range(2)])
 
     mask = torch.ones_like(ids)
-    found = generated(model, ids, attention_mask=mask, past_key_values=cache(), num_beams=2)
+    actual = generated(model, ids, attention_mask=mask, past_key_values=cache(), num_beams=2)
     alone = generated(model, ids[:1], attention_mask=mask[:1], past_key_values=cache(), num_beams=2)
-    assert torch.equal(found[:1], alone)
+    assert torch.equal(actual[:1], alone)
 
 
 class Stream:
@@ -309,8 +309,8 @@ def test_an_error_inside_leaves_nothing_behind(rule: str, monkeypatch: pytest.Mo
         with pytest.raises(LengthError, match="something else has added keys"):
             model(ids[:, -1:], past_key_values=cache)
         cache.crop(-1)
-        found = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, logits(model, ids)[:, -1], atol=1e-4, rtol=0)
+        actual = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(actual, logits(model, ids)[:, -1], atol=1e-4, rtol=0)
 
 
 def test_keys_turned_half_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,8 +332,8 @@ def test_a_cache_that_is_not_asked_for_is_followed_all_the_same(rule: str) -> No
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         for part in torch.split(ids, [40, 58, 1, 1], dim=1):
-            found = model(part, past_key_values=cache, use_cache=False).logits[:, -1]
-    torch.testing.assert_close(found, logits(model, ids)[:, -1], atol=1e-4, rtol=0)
+            actual = model(part, past_key_values=cache, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(actual, logits(model, ids)[:, -1], atol=1e-4, rtol=0)
 
 
 def test_sticky_keeps_the_largest_until_reset() -> None:
@@ -355,5 +355,5 @@ def test_sticky_growth_reaches_caches_under_way() -> None:
         for at in range(20, 40):
             if at == 30:
                 logits(model, tokens(LONG))
-            found = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
-            torch.testing.assert_close(found, logits(model, ids[:, : at + 1])[:, -1], atol=1e-4, rtol=0)
+            actual = model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(actual, logits(model, ids[:, : at + 1])[:, -1], atol=1e-4, rtol=0)

@@ -34,8 +34,8 @@ def compiled(model: Any, kind: str, ids: Tensor, fullgraph: bool) -> tuple[int, 
         cache = transformers.StaticCache(config=model.config, max_cache_len=96)
     with torch.no_grad():
         parts = torch.split(ids, [TRAINED - 2, *[1] * (ids.shape[1] - TRAINED + 2)], dim=1)
-        found = torch.cat([run(part, past_key_values=cache).logits for part in parts], 1)
-    return counter.frame_count, found
+        actual = torch.cat([run(part, past_key_values=cache).logits for part in parts], 1)
+    return counter.frame_count, actual
 
 
 COMPILED = tokens(TRAINED + 3)
@@ -62,9 +62,9 @@ def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
 
     model = patched("llama", rule, num_hidden_layers=1)
     with rope.fixed_length(model, COMPILED.shape[1]):
-        graphs, found = compiled(model, kind, COMPILED, fullgraph=True)
+        graphs, actual = compiled(model, kind, COMPILED, fullgraph=True)
         assert graphs <= graphs_of_stock(kind, "default")
-        torch.testing.assert_close(found, logits(model, COMPILED), atol=1e-4, rtol=0)
+        torch.testing.assert_close(actual, logits(model, COMPILED), atol=1e-4, rtol=0)
         torch.compiler.reset()
         counter = CompileCounter()
         whole: Any = torch.compile(model, backend=counter, fullgraph=True)
@@ -78,9 +78,9 @@ def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
 def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
     """Where the cache is looked at: in no more graphs than stock's dynamic, which cannot be compiled whole either."""
     model = patched("llama", rule, num_hidden_layers=1)
-    graphs, found = compiled(model, kind, COMPILED, fullgraph=False)
+    graphs, actual = compiled(model, kind, COMPILED, fullgraph=False)
     assert graphs <= graphs_of_stock(kind, "dynamic")
-    torch.testing.assert_close(found, in_parts(model, COMPILED, [TRAINED - 2]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, in_parts(model, COMPILED, [TRAINED - 2]), atol=1e-4, rtol=0)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a graph ends here; with rope_ext_hf"):
         compiled(model, kind, COMPILED, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="branching"):

@@ -384,11 +384,11 @@ CACHES = ("__slotnames__", "_abc_impl")  # Python's own, filled when a class is 
 
 def everything_of(module: Any) -> dict[str, int]:
     """Identity of every class and function of a module, and of every attribute of its classes."""
-    found = {key: id(value) for key, value in vars(module).items() if not key.startswith("__")}
+    actual = {key: id(value) for key, value in vars(module).items() if not key.startswith("__")}
     for name, cls in vars(module).items():
         if isinstance(cls, type):
-            found |= {f"{name}.{key}": id(value) for key, value in vars(cls).items() if key not in CACHES}
-    return found
+            actual |= {f"{name}.{key}": id(value) for key, value in vars(cls).items() if key not in CACHES}
+    return actual
 
 
 def of_transformers() -> dict[str, Any]:

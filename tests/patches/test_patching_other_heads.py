@@ -54,8 +54,8 @@ def build(name: str, auto: str, **rope_parameters: Any) -> Any:
 
 def output(model: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
-    return found
+        actual: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+    return actual
 
 
 @pytest.mark.parametrize(("name", "auto"), KNOWN)

@@ -65,8 +65,8 @@ def qwen3(**changes: Any) -> Any:
 @pytest.mark.parametrize("file", FITTING)
 def test_recipes_fit_published_configs(file: str) -> None:
     name, changes = FITTING[file]
-    found = find_recipe(config_of(file, changes))
-    assert (found.name if found else "") == name
+    actual = find_recipe(config_of(file, changes))
+    assert (actual.name if actual else "") == name
 
 
 def test_every_recipe_states_what_it_needs() -> None:
@@ -100,13 +100,13 @@ def test_the_arguments_give_what_transformers_computes_from_the_entry(name: str)
 
 def test_a_model_is_described_with_its_recipe() -> None:
     model = qwen3()
-    wanted = "yarn with factor 4 over 32,768 tokens, for 131,072. "
-    wanted += "To get that: method='yarn', context_length=32768, target_length=131072."
-    assert wanted in (rope.describe(model).recipe or "")
-    assert wanted in str(rope.describe(model))
+    expected = "yarn with factor 4 over 32,768 tokens, for 131,072. "
+    expected += "To get that: method='yarn', context_length=32768, target_length=131072."
+    assert expected in (rope.describe(model).recipe or "")
+    assert expected in str(rope.describe(model))
     with pytest.warns(UserWarning, match="this patch is not the published one.*context_length=32768"):
         rope.patch(model, "yarn", target_length=131072)  # factor 3.2 over 40,960
-    assert wanted in (rope.describe(model).recipe or "")
+    assert expected in (rope.describe(model).recipe or "")
     with pytest.warns(UserWarning, match="not the published one"):
         rope.patch(model, "yarn", factor=4)  # over 40,960: for 163,840
     with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def test_a_model_is_described_with_its_recipe() -> None:
         rope.patch(model, "yarn", context_length=32768, target_length=131072)
     assert rope.describe(model).recipe == f"This is as published for Qwen3: {BY_NAME['Qwen3'].source}"
     rope.unpatch(model)
-    assert wanted in (rope.describe(model).recipe or "")
+    assert expected in (rope.describe(model).recipe or "")
     assert rope.describe(qwen3(max_position_embeddings=4096)).recipe is None
 
 

@@ -159,8 +159,8 @@ INPUTS = {"text": {"input_ids": tokens(40)}, "image": with_image()}
 
 def logits(model: Any, **inputs: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(**inputs).logits
-    return found
+        actual: Tensor = model(**inputs).logits
+    return actual
 
 
 @every_family
@@ -357,14 +357,14 @@ class TestModule:
     def test_each_pair_has_the_angle_of_its_axis(self, layout: Any) -> None:
         merged = RotaryEmbedding("yarn", self.rotary, factor=4, layout="bare", axis_of_pair=self.axes)
         plain = RotaryEmbedding("yarn", self.rotary, factor=4, layout="bare")
-        found, positions = merged(torch.zeros(1), self.positions()), self.positions()
+        actual, positions = merged(torch.zeros(1), self.positions()), self.positions()
         for pair, axis in enumerate(self.axes):
-            for ours, theirs in zip(found, plain(torch.zeros(1), positions[axis]), strict=True):
+            for ours, theirs in zip(actual, plain(torch.zeros(1), positions[axis]), strict=True):
                 assert torch.equal(ours[..., pair], theirs[..., pair])
         arranged = RotaryEmbedding("yarn", self.rotary, factor=4, layout=layout, axis_of_pair=self.axes)
         cos, _ = arranged(torch.zeros(1), positions)
-        expected = {"half": found[0].repeat(1, 1, 2), "interleaved": found[0].repeat_interleave(2, -1)}
-        assert torch.equal(cos, expected.get(layout, found[0]))
+        expected = {"half": actual[0].repeat(1, 1, 2), "interleaved": actual[0].repeat_interleave(2, -1)}
+        assert torch.equal(cos, expected.get(layout, actual[0]))
 
     @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk"])
     def test_equal_axes_are_plain_rope_bit_for_bit(self, method: str) -> None:
@@ -380,9 +380,9 @@ class TestModule:
         module = RotaryEmbedding("dynamic-ntk", self.rotary, axis_of_pair=self.axes)
         positions = torch.zeros(3, 1, 4, dtype=torch.int64)
         positions[1, 0, 2] = 299
-        found = module(torch.zeros(1), positions)
+        actual = module(torch.zeros(1), positions)
         with module.at_length(300):
-            for ours, theirs in zip(found, module(torch.zeros(1), positions), strict=True):
+            for ours, theirs in zip(actual, module(torch.zeros(1), positions), strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
     def test_it_moves_with_its_model(self) -> None:

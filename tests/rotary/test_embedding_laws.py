@@ -56,8 +56,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(module, x, positions, module.frequencies().attention_factor)
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), atol=times * EPSILON[dtype], rtol=0)
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), atol=times * EPSILON[dtype], rtol=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,12 +98,12 @@ def test_the_matrix_and_the_complex_form(case: Case, pairing: str) -> None:
     m, _, _ = case.positions
     inv_freq = case.module.frequencies().inv_freq
     x = case.x[0, 0, 0].double()
-    found = rotate(x, m * inv_freq, pairing).tolist()
+    actual = rotate(x, m * inv_freq, pairing).tolist()
     half = len(inv_freq)
     for i, frequency in enumerate(inv_freq.tolist()):
         one, other = (i, i + half) if pairing == "half" else (2 * i, 2 * i + 1)
         number = complex(x[one], x[other]) * cmath.exp(1j * m * frequency)
-        assert (found[one], found[other]) == pytest.approx((number.real, number.imag), abs=1e-9)
+        assert (actual[one], actual[other]) == pytest.approx((number.real, number.imag), abs=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,8 +135,8 @@ def test_the_bound_at_d_128_and_theta_10000() -> None:
     """The figure of the text that introduced RoPE: distances 0 to 256."""
     rotary = Rotary(128, 1e4, 4096)
     expected = [math.fsum(sums) / 64 for sums in (partial_sums(s, oracles.plain(rotary)) for s in range(257))]
-    found = decay(rotary.inv_freq(), torch.arange(257)).tolist()
-    assert found == pytest.approx(expected, rel=1e-12)
+    actual = decay(rotary.inv_freq(), torch.arange(257)).tolist()
+    assert actual == pytest.approx(expected, rel=1e-12)
     assert expected[0] == 32.5
     eighths = [math.fsum(expected[start : start + 32]) / 32 for start in range(0, 256, 32)]
     assert eighths[0] > 1.4 * eighths[1] > 1.4 * eighths[-1]  # it falls at once, then slowly, and not monotonically

@@ -218,9 +218,9 @@ def test_an_export_before_the_first_forward_leaves_the_model_as_it_was(method: s
     ids = tokens(150)
     model = patched(method)
     exported = torch.export.export(_Logits(model), (ids,), strict=False)
-    found = logits(model, ids)
-    assert torch.equal(found, logits(patched(method), ids))
-    torch.testing.assert_close(exported.module()(ids), found, atol=1e-4, rtol=0)
+    actual = logits(model, ids)
+    assert torch.equal(actual, logits(patched(method), ids))
+    torch.testing.assert_close(exported.module()(ids), actual, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

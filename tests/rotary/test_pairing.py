@@ -191,10 +191,10 @@ def test_the_forms_are_one_rotation(x: Tensor, m: int) -> None:
 def test_dtypes_and_broadcasting(form: str) -> None:
     x = torch.randn(2, 3, 5, 10, dtype=torch.bfloat16)  # (batch, heads, length, head_dim)
     angles = torch.arange(5)[:, None] * FREQUENCIES.float()
-    found = FORMS[form](x, angles)
-    assert (found.shape, found.dtype) == (x.shape, x.dtype)
+    actual = FORMS[form](x, angles)
+    assert (actual.shape, actual.dtype) == (x.shape, x.dtype)
     exact = FORMS[form](x.double(), angles.double())
-    torch.testing.assert_close(found.double(), exact, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(actual.double(), exact, atol=2e-2, rtol=1e-2)
 
 
 def test_as_transformers_rotates() -> None:

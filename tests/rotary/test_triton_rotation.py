@@ -33,24 +33,24 @@ def compare(device: str) -> None:
                 x = torch.randn(rows, tokens, heads, width, generator=generator).to(device, dtype).transpose(1, 2)
                 of_rows = 1 if rows == 3 else rows
                 cos, sin = torch.randn(2, of_rows, 1, tokens, layout.dim // 2, generator=generator).to(device)
-                wanted = KeyRotation(cos.cpu().double(), sin.cpu().double()).apply(x.cpu().double(), layout)
+                expected = KeyRotation(cos.cpu().double(), sin.cpu().double()).apply(x.cpu().double(), layout)
                 sign = -1 if layout.negative_angle else 1
                 rotate = partial(rotate_fused, x, cos, sign * sin, start=layout.start, half=layout.pairing == "half")
-                found = rotate()
-                assert (found.shape, found.dtype) == (x.shape, dtype)
-                check(found, wanted)
+                actual = rotate()
+                assert (actual.shape, actual.dtype) == (x.shape, dtype)
+                check(actual, expected)
                 before, kept = x.clone(), max(0, tokens - 3)
-                found = rotate(in_place=tokens - kept)
-                check(found[..., :kept, :], wanted[..., :kept, :])
-                check(x[..., kept:, :], wanted[..., kept:, :])
-                assert torch.equal(found[..., kept:, :], before[..., kept:, :])
+                actual = rotate(in_place=tokens - kept)
+                check(actual[..., :kept, :], expected[..., :kept, :])
+                check(x[..., kept:, :], expected[..., kept:, :])
+                assert torch.equal(actual[..., kept:, :], before[..., kept:, :])
                 assert torch.equal(x[..., :kept, :], before[..., :kept, :])
 
 
-def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    if wanted.numel():
-        error = (found.cpu().double() - wanted).abs() / wanted.abs().clamp(min=1)
-        assert error.max() <= {torch.float32: 1e-6}.get(found.dtype, torch.finfo(found.dtype).eps)
+def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    if expected.numel():
+        error = (actual.cpu().double() - expected).abs() / expected.abs().clamp(min=1)
+        assert error.max() <= {torch.float32: 1e-6}.get(actual.dtype, torch.finfo(actual.dtype).eps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs the kernel itself")

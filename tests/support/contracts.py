@@ -175,7 +175,7 @@ def attend_and_definition(
     extras = ScoreModifiers(
         softcap=more.get("cap"), sinks=more.get("sinks"), mask=None if mask is None else mask[None, None]
     )
-    found = attend(
+    actual = attend(
         rule,
         Rotation(RotationTable(inv_freq), KeyLayout("half", 0, dim)),
         call,
@@ -185,17 +185,17 @@ def attend_and_definition(
         head_dim**-0.5,
         extras,
     )
-    parts, wanted = [], []
+    parts, expected = [], []
     for r, pad in enumerate(pads):
         real = min(tokens, count - pad)
         definition = None if sliding is not None else method
         out = naive_attention(
             definition, q[r, :, tokens - real :], k[r, :, pad:], v[r, :, pad:], dim, THETA, window=sliding, **more
         )
-        parts.append(found[r, :, tokens - real :].double().reshape(-1))
-        wanted.append(out.reshape(-1))
-    return torch.cat(parts), torch.cat(wanted)
+        parts.append(actual[r, :, tokens - real :].double().reshape(-1))
+        expected.append(out.reshape(-1))
+    return torch.cat(parts), torch.cat(expected)
 
 
-def assert_close(found: Tensor, wanted: Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+def assert_close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
