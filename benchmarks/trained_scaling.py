@@ -4,7 +4,7 @@
 
 The bundled model, trained at 256 bytes, gets a scaling in its config and is trained further under it on the same text:
 Llama 3.1's (llama3, factor 8, a context of 16 times the original length) or YaRN x4. It is saved, loaded as any model,
-and extended by 2 and 4 over its own scaling and over the original model. Every row of a factor scores the same bytes.
+and extended by --factors over its own scaling and over the original model. Every row of a factor scores the same bytes.
 The last line is JSON.
 """
 
@@ -34,7 +34,6 @@ from rope_ext_hf.reference import path
 SEED = 20240517
 ORIGINAL = 256
 METHODS = ("yarn", "ntk", "dynamic-ntk")
-FACTORS = (2, 4)
 
 
 class Scaling(NamedTuple):
@@ -112,20 +111,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="bytes in a batch")
     parser.add_argument("--peak", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--spans", type=int, default=12, help="spans of 128 scored bytes at each length")
+    parser.add_argument("--factors", type=int, nargs="+", default=[2, 4], help="how many times its context length")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     started = time.perf_counter()
     scaling = SCALINGS[arguments.scaling]
     trained = arguments.folder / arguments.scaling
-    lengths = [ORIGINAL, scaling.context_length, FACTORS[0] * scaling.context_length]
+    lengths = [ORIGINAL, scaling.context_length, arguments.factors[0] * scaling.context_length]
     not_trained = bits(measure(load_under(scaling, arguments.device), arguments.spans, lengths))
     if not trained.exists():
         model = load_under(scaling, arguments.device)
         train(model, scaling.context_length, arguments.steps, arguments.tokens, arguments.peak)
         model.save_pretrained(trained)
     rows = []
-    for factor in FACTORS:
+    for factor in arguments.factors:
         lengths = [ORIGINAL, scaling.context_length, factor * scaling.context_length]
         model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval().to(arguments.device)
         row: dict[str, Any] = {"factor": factor, "lengths": lengths, "methods": []}

@@ -246,6 +246,12 @@ def test_every_figure_is_shown_and_every_marker_closed() -> None:
     assert len(named) == text.count("<!-- /figure -->")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_breaks_a_paragraph(page: str) -> None:
+    """A comment at the beginning of a line ends the paragraph before it, in Markdown."""
+    assert not re.findall(r"[^\n]\n(<!-- figure: \S+ -->[^\n].*)", read(page))
+
+
 def test_older_measurements_name_their_command_and_versions() -> None:
     results = sorted((ROOT / "docs" / "results").glob("*.json"))
     assert results

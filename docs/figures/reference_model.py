@@ -289,8 +289,9 @@ def _extended(line: Row) -> str:
     command = "benchmarks/trained_scaling.py" + f" --scaling {scaling['rope_type']}" * (
         scaling["rope_type"] != "llama3"
     )
+    factors = " ".join(str(part["factor"]) for part in line["rows"])
     head = ["bits per byte", f"at {line['rows'][0]['lengths'][0]}", f"at {context_length:,}", "at the extended length"]
-    return markdown_table(head, rows, note + stamp(line, f"{command} --spans {line['spans']}"))
+    return markdown_table(head, rows, note + stamp(line, f"{command} --factors {factors}"))
 
 
 def _missing(script: str) -> str:
