@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -323,19 +324,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _read_numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
     """Read bytes of a file as a vector of this dtype, in memory of its own."""
-    data = bytearray(end - begin)
-    view, at = memoryview(data), 0
-    with path.open("rb", buffering=0) as file:
-        file.seek(begin)
-        while at < len(data):
-            count = file.readinto(view[at:])
-            if not count:
-                raise CheckpointError(f"{str(path)!r} ended at byte {begin + at} while it was being read")
-            at += count
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    data = np.fromfile(path, np.uint8, end - begin, offset=begin)
+    if len(data) < end - begin:
+        raise CheckpointError(f"{str(path)!r} ended at byte {begin + len(data)} while it was being read")
+    return torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
