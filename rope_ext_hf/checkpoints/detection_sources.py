@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
@@ -207,48 +207,32 @@ def weights_from_model(model: Any) -> AttentionWeights:
 def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_code: bool) -> AttentionWeights:
     """Return the weights of a folder or Hub id, in Hugging Face's or Meta's format."""
     source = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
-    if isinstance(source, MetaSource):
-        return _from_meta(source)
-    return _from_source(source, str(path), trust_remote_code)
+    if isinstance(source, Source):
+        model, rotary, view, stated, tensors = source.model, source.rotary, source.view, source.pairing, source.tensors
+    else:
+        model = empty_model(source.llama.to_config("interleaved", torch.float32, source.llama.context_length()))
+        rotary, view, stated = patch_geometry(model), source.view(), "interleaved"
+        tensors = rotary_tensors(model.config, rotary.dim)
 
-
-def _from_source(source: Source, path: str, trust_remote_code: bool) -> AttentionWeights:
     def load() -> PreTrainedModel:
-        if source.model is None:
-            model_type = source.tensors.model_type
+        if not isinstance(source, Source):
+            raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")
+        if model is None:
+            model_type = tensors.model_type
             raise CheckpointError(f"transformers has no class of {model_type!r} that could read a text; give no text")
         settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
-        with loading(f"the model in {path!r}"):
-            model: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)
-        return model
+        with loading(f"the model in {str(path)!r}"):
+            loaded: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)
+        return loaded
 
     return AttentionWeights(
-        path=path,
-        tensors=source.tensors,
-        rotary=source.rotary,
-        norms={} if source.model is None else _norms(source.model),
-        shapes={name: info.shape for name, info in source.view.tensors.items()},
-        read=source.view.read,
-        stated=source.pairing,
-        load=load,
-    )
-
-
-def _from_meta(source: MetaSource) -> AttentionWeights:
-    def load() -> PreTrainedModel:
-        raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")
-
-    view = source.view()
-    model = empty_model(source.llama.to_config("interleaved", torch.float32, source.llama.context_length()))
-    rotary = patch_geometry(model)
-    return AttentionWeights(
-        path=str(source.folder),
-        tensors=rotary_tensors(model.config, rotary.dim),
+        path=str(path),
+        tensors=tensors,
         rotary=rotary,
-        norms=_norms(model),
+        norms={} if model is None else _norms(model),
         shapes={name: info.shape for name, info in view.tensors.items()},
         read=view.read,
-        stated="interleaved",
+        stated=stated,
         load=load,
     )
 
