@@ -62,10 +62,17 @@ class Recipe:
         context = {} if stated_length == self.context_length else {"context_length": self.context_length}
         if self.entry is None:
             return context
-        factor = self.entry["factor"]
-        whole = factor * self.context_length == self.extended_length  # else it is rounded, or for images
-        extended = {"target_length": self.extended_length} if whole else {"factor": factor}
+        extended = {"target_length": self.extended_length} if self._whole else {"factor": self.entry["factor"]}
         return {"method": self.entry["rope_type"]} | context | extended
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the extended length is the factor times the context length, neither rounded nor for images."""
+        return self.entry is not None and self.entry["factor"] * self.context_length == self.extended_length
+
+    def reaches(self, length: int) -> bool:
+        """Whether a target length of so many tokens over the published context length is as published."""
+        return self._whole and self.context_length < length <= (self.extended_length or 0)
 
     def equals(self, method: RopeMethod, rotary: Rotary) -> bool:
         """Whether a method over a rotary embedding is the entry."""

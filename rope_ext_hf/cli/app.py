@@ -33,11 +33,11 @@ _COMMANDS = {
         lm_eval.lm_eval,
     ),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),
-    "Serving": (serving.advise, serving.serve_config, serving.audit, serving.gguf),
+    "Serving": (serving.extend, serving.advise, serving.serve_config, serving.audit, serving.gguf),
 }
 _CONTINUE = {
     "convert": "the same command with --resume continues",
-    **dict.fromkeys(("demo", "passkey", "ppl", "sweep"), "the same command continues where it stopped"),
+    **dict.fromkeys(("demo", "extend", "passkey", "ppl", "sweep"), "the same command continues where it stopped"),
 }
 """What to do after Ctrl-C, by command."""
 

@@ -120,12 +120,12 @@ def ppl(
     processes: Processes = None,
     out: Out = _RESULTS,
     as_json: Json = False,
-) -> None:
+) -> Any:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    _perplexity(model, lengths, methods, spans, load, processes, out, as_json)
+    return _perplexity(model, lengths, methods, spans, load, processes, out, as_json)
 
 
 def sweep(
@@ -160,7 +160,7 @@ def _perplexity(
     as_json: bool,
     *,
     fit: bool = False,
-) -> None:
+) -> Run[Any]:
     """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
     from rope_ext_hf.eval.measuring import DEFAULT_METHODS, fit_methods, plan_perplexity
     from rope_ext_hf.eval.runner import Workers
@@ -191,6 +191,7 @@ def _perplexity(
     if workers.rank == 0:
         _print_run(run, as_json)
     _stop_if_not_finite(run)
+    return run
 
 
 def passkey(

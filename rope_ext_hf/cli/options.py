@@ -373,7 +373,7 @@ class PatchOptions(MethodOptions):
         )
 
 
-def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command in which every parameter that is a dataclass stands as its fields, one option each.
 
     The options of a dataclass with a PANEL stand together under that title in the help.
@@ -388,10 +388,10 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> Any:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-        command(**values)
+        return command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,26 +1,139 @@
-"""Commands about serving: `advise`, `serve-config`, `audit`, `gguf`."""
+"""Commands about serving: `extend`, `advise`, `serve-config`, `audit`, `gguf`."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rope_ext_hf.cli.console import print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, Model, PatchOptions, SourceOptions, parse_length, parse_numbers
+from rope_ext_hf.cli.options import (
+    ARGUMENTS,
+    EvalOptions,
+    Json,
+    Model,
+    PatchOptions,
+    SourceOptions,
+    parse_length,
+    parse_numbers,
+)
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
     from rope_ext_hf.engines.base import ServingConfig
+    from rope_ext_hf.serving.extending import Extension
 
-__all__ = ["advise", "audit", "gguf", "serve_config"]
+__all__ = ["advise", "audit", "extend", "gguf", "serve_config"]
 
 Version = Annotated[
     str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
 ]
+
+
+def extend(
+    context: typer.Context,
+    model: Model,
+    load: EvalOptions,
+    target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What will serve it: one of {', '.join(list_engines())}.")
+    ] = "vllm",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The folder to write. Default: MODEL-TOKENS.")
+    ] = None,
+    data: Annotated[
+        str, typer.Option(metavar="TEXT", help="The text that is read, as in `rope-ext ppl`.")
+    ] = "stdlib?join=true",
+    max_spans: Annotated[int, typer.Option(min=1, metavar="N", help="Spans of text that are read per length.")] = 8,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure the loss at short inputs and at the target length.")
+    ] = True,
+    over: Annotated[
+        str, typer.Option(metavar="WHAT", help="What is extended: own or original, see `rope-ext describe --help`.")
+    ] = "own",
+    context_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="The length that the model is for. Default: as published, else as its config states."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the first step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """From a model to a folder that an engine serves: choose a method, measure it, write the folder, print the command.
+
+    Every step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written
+    where the measurement shows no gain at the target length.
+
+    Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
+    """
+    from rope_ext_hf.serving.configs import serving_config
+    from rope_ext_hf.serving.extending import carries, judge, plan_extension
+
+    quiet_transformers()
+    plan = plan_extension(
+        model,
+        parse_length(target_length),
+        engine=engine,
+        data=data,
+        most_spans=max_spans,
+        reading=_as_options(load, SourceOptions),
+        measure=measure,
+        out=out,
+        over=over,
+        context_length=parse_length(context_length) if context_length else None,
+        revision=load.revision,
+        trust_remote_code=load.trust_remote_code,
+    )
+    written, verdict = carries(plan), None
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
+        if not yes:
+            if as_json or not sys.stdin.isatty():
+                raise MethodError("nobody can be asked here whether to go on; give --yes")
+            print_text("\n".join(plan.commands.values()))
+            typer.confirm("Go on?", default=True, abort=True)
+        if measure:
+            verdict = judge(plan, _run_step(context, plan, "ppl"))
+            print_text(f"verdict   {verdict}")
+            if not verdict.gains:
+                raise MethodError(f"{plan.method} gains nothing at {plan.target_length:,} tokens; nothing was written")
+        if not written:
+            _run_step(context, plan, "patch")
+        if not as_json:
+            _run_step(context, plan, "serve-config")
+    if as_json:
+        serving = serving_config(plan.out, engine).to_dict()
+        measured = verdict.to_dict() if verdict else None
+        print_text(json_text({"plan": asdict(plan), "verdict": measured, "serving": serving}))
+
+
+def _as_options(group: Any, *without: Any) -> list[str]:
+    """The values of a group of options that are not the defaults, as they are typed."""
+    left_out = {field.name for each in without for field in fields(each)}
+    given = {f.name: getattr(group, f.name) for f in fields(group) if getattr(group, f.name) != f.default}
+    words: list[str] = []
+    for name, value in given.items():
+        if name not in left_out:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def _run_step(context: typer.Context, plan: Extension, step: str) -> Any:
+    """Show a step and run it as if it had been typed."""
+    words = plan.steps[step]
+    print_text(f"\n$ {plan.commands[step]}")
+    group: Any = context.parent
+    context.meta[ARGUMENTS] = list(words)
+    command = group.command.get_command(group, step)
+    with command.make_context(step, list(words[1:]), parent=group) as inner:
+        return command.invoke(inner)
 
 
 def advise(
