@@ -22,6 +22,7 @@ from rope_ext_hf.cli.options import (
     parse_numbers,
 )
 from rope_ext_hf.engines.base import list_engines
+from rope_ext_hf.engines.comparison import usual_server
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
@@ -43,7 +44,7 @@ def extend(
     target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
     engine: Annotated[
         str, typer.Option(metavar="NAME", help=f"What will serve it: one of {', '.join(list_engines())}.")
-    ] = "vllm",
+    ] = usual_server(),
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The folder to write. Default: MODEL-TOKENS.")
     ] = None,

@@ -209,6 +209,8 @@ class Engine(ABC):
     """The first version that takes such a configuration, and why an older one does not."""
     reference: ClassVar[bool] = False
     """Whether the others are compared with it."""
+    usual_server: ClassVar[bool] = False
+    """Whether commands are for it where no engine is named; one has it."""
     former: ClassVar[type[Engine] | None] = None
     """A former major version that is still in use, with rules of its own."""
     rules_of: ClassVar[str] = ""

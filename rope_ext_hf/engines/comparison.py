@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rope_ext_hf.engines.base import Computed, Config, ConfigEngine, Engine, list_engines
 
-__all__ = ["expected_of", "other_engines", "reference_engine", "runs_otherwise"]
+__all__ = ["expected_of", "other_engines", "reference_engine", "runs_otherwise", "usual_server"]
 
 Expected = tuple[tuple[int, Computed], ...]
 """What a reference computes from a config, for inputs of so many tokens: long ones, then short ones."""
@@ -13,6 +13,11 @@ Expected = tuple[tuple[int, Computed], ...]
 def reference_engine() -> Engine:
     """The engine that the others are compared with."""
     return next(engine() for engine in list_engines().values() if engine.reference)
+
+
+def usual_server() -> str:
+    """The name of the engine that commands are for where none is named."""
+    return next(name for name, engine in list_engines().items() if engine.usual_server)
 
 
 def other_engines() -> list[Engine]:

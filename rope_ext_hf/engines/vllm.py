@@ -66,6 +66,7 @@ class VLLM(ConfigEngine):
     """vLLM, started with `vllm serve`."""
 
     title = "vLLM"
+    usual_server = True
     version = "0.33.0"
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
 

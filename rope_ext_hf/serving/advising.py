@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.engines.base import ServingConfig, list_engines
-from rope_ext_hf.engines.comparison import reference_engine
+from rope_ext_hf.engines.comparison import reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.eval.preflight import estimate_flops
 from rope_ext_hf.hub import empty_model
@@ -320,7 +320,7 @@ class _Planner:
             asked = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
             result[f"as published for {recipe.name}"] = (
                 f"rope-ext describe {quoted}{asked}",
-                f"rope-ext serve-config {quoted}{asked} --engine vllm",
+                f"rope-ext serve-config {quoted}{asked} --engine {usual_server()}",
             )
         programs: set[str] = set()
         for engine, name in served.items():

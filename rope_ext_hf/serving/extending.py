@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.engines.base import find_engine, list_engines
+from rope_ext_hf.engines.comparison import usual_server
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.eval.perplexity_runs import TOLERANCE
 from rope_ext_hf.eval.results import Result
@@ -104,7 +105,7 @@ def plan_extension(
     model: str,
     target_length: int,
     *,
-    engine: str = "vllm",
+    engine: str | None = None,
     data: str = "stdlib?join=true",
     most_spans: int = 8,
     reading: Sequence[str] = (),
@@ -120,7 +121,7 @@ def plan_extension(
     Args:
         model: a folder, a Hub id or "reference".
         target_length: tokens.
-        engine: a name that `rope-ext serve-config --help` lists.
+        engine: a name that `rope-ext serve-config --help` lists; None: the usual server.
         data, most_spans: the text that is read, and how many spans of each length.
         reading: further options of `rope-ext ppl`, such as --device.
         measure: whether the loss is measured.
@@ -134,7 +135,7 @@ def plan_extension(
         ServingError: an engine that serves no fitting method.
         CheckpointError: no such model.
     """
-    find_engine(engine)
+    engine = find_engine(engine or usual_server()).name
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
     published = recipe is not None and recipe.reaches(target_length)
