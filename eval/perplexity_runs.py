@@ -34,7 +34,7 @@ from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_t
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
 
-__all__ = ["PerplexityMeasurement", "loss_increase", "loss_lines"]
+__all__ = ["TOLERANCE", "PerplexityMeasurement", "loss_increase", "loss_lines"]
 
 Increase = tuple[float, float, float]
 TOLERANCE = 0.05

@@ -24,7 +24,7 @@ from rope_ext_hf.serving.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.serving.advising import advise
 from rope_ext_hf.serving.target import open_model
 
-__all__ = ["Extension", "Verdict", "carries", "judge", "plan_extension"]
+__all__ = ["Extension", "carries", "judge", "plan_extension"]
 
 _SHORT_INPUTS = 8
 """The shortest inputs that are measured have the context length over this."""
