@@ -115,7 +115,15 @@ class Fingerprint:
                 )
                 for name, layer in values["layers"].items()
             }
-            return cls(values["pairing"], values["length"], tuple(map(float, values["softmax_scale"])), layers)
+            made = cls(values["pairing"], values["length"], tuple(map(float, values["softmax_scale"])), layers)
+            numbers = [*made.softmax_scale]
+            for layer in layers.values():
+                numbers += layer.theta, layer.attention_factor, *layer.inv_freq, *(layer.short_inv_freq or ())
+            kinds = made.length is None or type(made.length) is int, made.pairing in (None, "half", "interleaved")
+            named = all(each.positions is None or type(each.positions["method"]) is str for each in layers.values())
+            if not (layers and all(map(math.isfinite, numbers)) and all(kinds) and named):
+                raise ValueError("a number, name or list is missing or impossible")
+            return made
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "this is not the fingerprint of a model's RoPE, as `rope.fingerprint` gives it"

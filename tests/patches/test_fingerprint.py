@@ -175,3 +175,24 @@ def test_the_record_comes_back_from_json(tmp_path: Path) -> None:
     assert rope.fingerprint(path) == expected
     with pytest.raises(CheckpointError, match="not the fingerprint"):
         Fingerprint.from_dict({"pairing": "half"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": {}},
+        {"pairing": ["half"]},
+        {"length": "64"},
+        {"softmax_scale": [float("nan")]},
+        {"layer": {"positions": 5}},
+        {"layer": {"positions": {}}},
+        {"layer": {"attention_factor": float("inf")}},
+        {"layer": {"inv_freq": [float("nan")] * 8}},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_refused(change: dict[str, Any]) -> None:
+    saved = fingerprint_of(build("llama")).to_dict()
+    saved["layers"]["all"] |= change.get("layer", {})
+    with pytest.raises(CheckpointError, match="not the fingerprint"):
+        Fingerprint.from_dict(saved | {key: value for key, value in change.items() if key != "layer"})
