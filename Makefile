@@ -97,7 +97,7 @@ pictures: .venv/ready
 # Perplexity, retrieval and cost of a model, into docs/real-models.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
 LENGTHS ?= 32k,64k,128k
 tables: .venv/ready
-	$(RUN)/python benchmarks/real_models.py --model $(MODEL) --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)
+	$(RUN)/python benchmarks/real_models.py --model "$(MODEL)" --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)
 	$(RUN)/python -m docs.make_figures
 
 # Ten minutes at most, on one GPU: tests, benchmarks, and models of 1B and 8B at 8k to 131k tokens. The result goes to

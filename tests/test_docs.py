@@ -188,7 +188,9 @@ def test_methods_protocols_and_commands_have_their_place() -> None:
 
 @pytest.mark.parametrize("page", ["docs/serving.md", "docs/evaluation.md"])
 def test_pages_that_lead_on_are_short(page: str) -> None:
-    assert len(read(page).split()) <= 1200
+    """An engine that has no page of its own yet may add to them."""
+    added = r"<!-- figure: engines-without-a-page -->.*?<!-- /figure -->"
+    assert len(re.sub(added, "", read(page), flags=re.DOTALL).split()) <= 1200
 
 
 def messages_in(files: Iterable[Path]) -> list[str]:
