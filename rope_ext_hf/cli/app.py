@@ -115,7 +115,7 @@ class Group(TyperGroup):
                 traceback.print_exception(error)
             print_error(str(error))
             raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, typer.Abort) as error:  # the second at a question
             hint = _CONTINUE.get(ctx.invoked_subcommand or "")
             print_error("stopped" + (f"; {hint}" if hint else ""))
             raise typer.Exit(130) from error

@@ -99,7 +99,8 @@ def extend(
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
             print_text("\n".join(plan.commands.values()))
-            typer.confirm("Go on?", default=True, abort=True)
+            if not typer.confirm("Go on?", default=True):
+                raise typer.Exit(1)
         if measure:
             verdict = judge(plan, _run_step(context, plan, "ppl"))
             print_text(f"verdict   {verdict}")

@@ -131,12 +131,17 @@ def plan_extension(
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
-        MethodError: a model that needs no extension, or that no method brings to this length.
+        MethodError: a model that needs no extension or carries a patch, or that no method brings to this length.
         ServingError: an engine that serves no fitting method.
         CheckpointError: no such model.
     """
     engine = find_engine(engine or usual_server()).name
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    if opened.specs:
+        raise MethodError(
+            f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
+            f"model it was made from, or serve it: `rope-ext serve-config {shlex.quote(model)} --engine {engine}`"
+        )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
     published = recipe is not None and recipe.reaches(target_length)
     if recipe is not None and published:

@@ -48,6 +48,9 @@ def test_the_bundled_model_gets_a_folder_for_eight_times_its_length(
     assert "vllm serve reference-2048 \\\n  --max-model-len 2048" in text.stdout
     for words in (steps[0], steps[2]):  # each step is a command of its own
         assert CliRunner().invoke(app, words).exit_code == 0
+    patched = extend("reference-2048", "--target-length", "4k")
+    assert patched.exit_code == 2
+    assert "carries a patch, yarn x8" in patched.stderr
     written = (tmp_path / "reference-2048" / "config.json").stat().st_mtime_ns
     again = extend(*arguments, "--json")
     assert "parts were done before" in again.stderr
