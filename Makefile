@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-exports | test-other-engines | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
-# docs | figures | pictures | bench | dist | check-dist | check-tag:
+# docs | figures | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
@@ -101,9 +101,9 @@ tables: .venv/ready
 	$(RUN)/python -m docs.make_figures
 
 # Ten minutes at most, on one GPU: tests, benchmarks, and models of 1B and 8B at 8k to 131k tokens. The result goes to
-# build/gpu.json, and what was slower or larger than predicted is said at the end.
+# docs/results/gpu.json and into the pages, and what was slower or larger than predicted is said at the end.
 gpu: .venv/ready
-	$(RUN)/python benchmarks/gpu.py --out build/gpu.json
+	$(RUN)/python benchmarks/gpu.py --out docs/results/gpu.json; status=$$?; $(RUN)/python -m docs.make_figures && exit $$status
 
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready

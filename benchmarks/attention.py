@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from memory import most_bytes
 from overhead import timed
-from record import record, usual_dtype
-from torch.nn.attention import SDPBackend
+from record import record
+from stock import attention_kernels, heads_on, usual_dtype
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.attention.blockwise import attend
@@ -35,7 +35,7 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 
-HEADS_AND_KV_HEADS = {"cpu": (4, 1), "cuda": (32, 8)}  # fewer heads would measure launches there, not kernels
+HEADS_AND_KV_HEADS = (4, 1)  # on a CPU
 DIM = 128
 ROTARY = Rotary(dim=DIM, theta=10_000.0, trained_length=4096)
 METHODS = ("rerope", "leaky-rerope", "self-extend", "dca")
@@ -48,7 +48,7 @@ Way = Callable[[], Callable[..., torch.Tensor]]  # makes a way anew, with nothin
 
 def inputs(tokens: int, count: int, device: str, dtype: torch.dtype) -> Tensors:
     torch.manual_seed(0)
-    heads, kv_heads = HEADS_AND_KV_HEADS[torch.device(device).type]
+    heads, kv_heads = heads_on(device, HEADS_AND_KV_HEADS)
     shapes = ((heads, tokens), (kv_heads, count), (kv_heads, count))
     query, key, value = (torch.randn(1, *shape, DIM, device=device, dtype=dtype) for shape in shapes)
     return query, key, value
@@ -56,13 +56,6 @@ def inputs(tokens: int, count: int, device: str, dtype: torch.dtype) -> Tensors:
 
 def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=query.shape[-2] > 1, enable_gqa=True)
-
-
-def kernel_of_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    """The kernel that `plain` runs, as torch.nn.attention.SDPBackend names it."""
-    causal = query.shape[-2] > 1
-    choice = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=True)
-    return next(name.lower() for name, member in SDPBackend.__members__.items() if int(member.value) == choice)
 
 
 def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -111,7 +104,7 @@ def measured(what: str, ways: dict[str, Way], made: Tensors, pairs: int, device:
         row = {
             "what": what,
             "way": way,
-            **({"kernel": kernel_of_plain(*made)} if way == "plain" else {}),
+            **({"kernel": attention_kernels(partial(plain, *made))} if way == "plain" else {}),
             "tokens": made[1].shape[-2],
             "seconds": round(statistics.median(mine for mine, _ in times), 5),
             "time": round(statistics.median(mine / theirs for mine, theirs in times), 3),
@@ -152,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     device, dtype, rows = arguments.device, getattr(torch, arguments.dtype or usual_dtype(arguments.device)), []
-    heads, kv_heads = HEADS_AND_KV_HEADS[torch.device(device).type]
+    heads, kv_heads = heads_on(device, HEADS_AND_KV_HEADS)
     with torch.inference_mode():
         for count in (int(length) for length in arguments.lengths.split(",")):
             ways: dict[str, Way] = {"plain": lambda: plain}

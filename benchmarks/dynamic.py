@@ -4,9 +4,10 @@
     python benchmarks/dynamic.py --pairs 0                  # memory alone: it does not mind a busy machine
     python benchmarks/dynamic.py --text [--documents 24]
 
-Cost: a model of about 100 million random parameters with four heads of keys for twelve of queries, and with twelve;
-stock and patched share their weights, steps are interleaved in pairs, a row is the median ratio patched / stock with
-its 95% bootstrap interval. `memory` is the ratio of the most bytes that live during a step, cache included and weights
+Cost: a model of random weights, of about 100 million in float32 with four heads of keys for twelve of queries, and with
+twelve; on CUDA in bfloat16 with eight for 32, and with 32. Stock and patched share their weights, steps are interleaved
+in pairs, a row is the median ratio patched / stock with its 95% bootstrap interval, and names the kernel of the stock
+model's attention. `memory` is the ratio of the most bytes that live during a step, cache included and weights
 not; it is a step at which "even" turns all keys. Text: the bundled model reads held-out text through its cache, one
 token after another, to eight times its trained length; the loss per stretch of positions, and the difference paired by
 window with its 95% interval. The last line is JSON.
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 from memory import most_bytes
 from overhead import interleaved
-from record import record, usual_dtype
+from record import record
+from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -34,6 +36,7 @@ from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.reference import path
 
 TRAINED = 1024
+HEADS_AND_KV_HEADS = (12, 4)  # on a CPU
 RULES: dict[str, dict[str, Any]] = {
     "even": {"growth": "even"},
     "hf": {"growth": "hf", "factor": 8.0},
@@ -43,12 +46,13 @@ RULES: dict[str, dict[str, Any]] = {
 
 def stock_model(kv_heads: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
     torch.manual_seed(0)
+    heads, _ = heads_on(device, HEADS_AND_KV_HEADS)
     config = LlamaConfig(
         vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2048,
+        hidden_size=64 * heads,
+        intermediate_size=64 * heads * 8 // 3,
         num_hidden_layers=12,
-        num_attention_heads=12,
+        num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=TRAINED,
@@ -72,9 +76,11 @@ def cost(kv_heads: int, tokens: int, pairs: int, device: str, dtype: torch.dtype
     rows = []
     with torch.inference_mode():
         theirs = most_bytes(partial(filled, stock, ids), device)
+        kernel = attention_kernels(filled(stock, ids))
         for name, parameters in RULES.items():
             twin = rope.patch(copy.deepcopy(stock, shared), "dynamic-ntk", **parameters)
             row = {"rule": name, "key heads": kv_heads, "tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
+            row["kernel"] = kernel
             row["memory"] = round(most_bytes(partial(filled, twin, ids), device) / theirs, 4)
             if pairs:
                 row |= interleaved(filled(stock, ids), filled(twin, ids), pairs, device)
@@ -142,7 +148,8 @@ def main() -> None:
     else:
         lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
         settings = arguments.pairs, device, getattr(torch, arguments.dtype or usual_dtype(device))
-        rows = [row for heads in (4, 12) for tokens in lengths for row in cost(heads, tokens, *settings)]
+        grouped = reversed(heads_on(device, HEADS_AND_KV_HEADS))
+        rows = [row for kv_heads in grouped for tokens in lengths for row in cost(kv_heads, tokens, *settings)]
     result = {
         "benchmark": "dynamic text" if arguments.text else "dynamic",
         **({"documents": arguments.documents} if arguments.text else {}),

@@ -2,9 +2,10 @@
 
     python benchmarks/overhead.py [--device cuda] [--out benchmarks/results.jsonl]
 
-The patched model is a copy that shares its weights with the stock one, so that both read the same memory; which of a
-pair runs first alternates. A row is the median ratio patched / stock with its 95% bootstrap interval. The last line is
-JSON.
+The bundled model, and random weights: in float32 with 12 heads of queries and 4 of keys, on CUDA in bfloat16 with 32
+and 8. The patched model is a copy that shares its weights with the stock one, so that both read the same memory; which
+of a pair runs first alternates. A row is the median ratio patched / stock with its 95% bootstrap interval, and names
+the kernel of the stock model's attention. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record, usual_dtype
+from record import record
+from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -27,18 +29,20 @@ from rope_ext_hf.reference import path
 
 METHOD: dict[str, Any] = {"method": "yarn", "factor": 8.0}
 PREFILL = 2048
+HEADS_AND_KV_HEADS = (12, 4)  # on a CPU
 
 
-def random_model(layers: int = 12, hidden: int = 768) -> LlamaForCausalLM:
-    """About 100 million random parameters with the default 12 layers."""
+def random_model(layers: int = 12, heads_and_kv_heads: tuple[int, int] = HEADS_AND_KV_HEADS) -> LlamaForCausalLM:
+    """Random weights, heads of 64 dims: about 100 million parameters with the defaults."""
     torch.manual_seed(0)
+    heads, kv_heads = heads_and_kv_heads
     config = LlamaConfig(
         vocab_size=32000,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
+        hidden_size=heads * 64,
+        intermediate_size=heads * 64 * 8 // 3,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 192,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=512,
         tie_word_embeddings=True,
@@ -77,9 +81,12 @@ def interleaved(stock: Callable[[], object], patched: Callable[[], object], pair
     }
 
 
-def measure(name: str, model: LlamaForCausalLM, pairs: int, device: str) -> list[dict[str, Any]]:
+def measure(
+    name: str, model: LlamaForCausalLM, tokens: int, pairs: tuple[int, int], device: str
+) -> list[dict[str, Any]]:
+    """Two rows; `pairs` of prefills and of decoding steps."""
     model = model.to(device)
-    ids = torch.randint(3, 200, (1, PREFILL), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     shared = {id(tensor): tensor for tensor in model.parameters()}
     twin = rope.patch(copy.deepcopy(model, shared), **METHOD)
 
@@ -97,16 +104,19 @@ def measure(name: str, model: LlamaForCausalLM, pairs: int, device: str) -> list
         return step
 
     with torch.inference_mode():
-        whole = interleaved(prefill(model), prefill(twin), pairs, device)
-        step = interleaved(decode(model), decode(twin), max(pairs, 400), device)
-    parameters = model.num_parameters()
-    rows = [{"what": f"prefill {PREFILL}", **whole}, {"what": f"decode at {PREFILL}", **step}]
-    return [{"model": name, "parameters": parameters, **row} for row in rows]
+        ways = {f"prefill {tokens}": (prefill, pairs[0]), f"decode at {tokens}": (decode, pairs[1])}
+        rows = []
+        for what, (make, count) in ways.items():
+            stock, patched = make(model), make(twin)
+            row = {"model": name, "parameters": model.num_parameters(), "what": what}
+            row["kernel"] = attention_kernels(stock)
+            rows.append(row | interleaved(stock, patched, count, device))
+    return rows
 
 
 def patch_milliseconds() -> float:
     """Median time to patch a live model of 32 layers."""
-    model = random_model(layers=32, hidden=384)
+    model = random_model(layers=32, heads_and_kv_heads=(6, 2))
     seconds = []
     for _ in range(15):
         seconds.append(timed(lambda: rope.patch(model, **METHOD), "cpu"))
@@ -118,14 +128,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--pairs", type=int, help="default: 24 prefills, of the bundled model 60, and 400 steps")
+    parser.add_argument("--tokens", type=int, default=PREFILL)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     name = arguments.dtype or usual_dtype(arguments.device)
     dtype = getattr(torch, name)
+    pairs, device = arguments.pairs, arguments.device
+    heads = heads_on(device, HEADS_AND_KV_HEADS)
     bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype).eval()
-    rows = measure("bundled", bundled, max(arguments.pairs, 60), arguments.device)
-    rows += measure("random", random_model().to(dtype), arguments.pairs, arguments.device)
+    rows = measure("bundled", bundled, arguments.tokens, (pairs or 60, pairs or 400), device)
+    random_weights = random_model(heads_and_kv_heads=heads).to(dtype)
+    rows += measure("random", random_weights, arguments.tokens, (pairs or 24, pairs or 400), device)
     for row in rows:
         print(
             f"{row['model']:8} {row['parameters']:>12,}  {row['what']:15} {row['ratio']:.3f} "
@@ -135,6 +149,7 @@ def main() -> None:
         "benchmark": "overhead",
         "method": METHOD,
         "dtype": name,
+        "heads": list(heads),
         "rows": rows,
         "patch_32_layers_ms": patch_milliseconds(),
         "threads": torch.get_num_threads(),

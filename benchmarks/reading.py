@@ -3,9 +3,10 @@
     python benchmarks/reading.py [--lengths 2048,8192,32768] [--device cuda] [--out benchmarks/results.jsonl]
     python benchmarks/reading.py --position 1024,2048,4096,8192       # one pass against one pass per length
 
-A random Llama with a vocabulary of 151,936 and grouped-query attention (32 query and 8 key/value heads of 128), all
-tokens scored. Every run is a process of its own, the two ways in turn; memory is the process's peak above what it held
-with the model loaded, less the keys and values of all tokens. The last line is JSON.
+A random Llama with a vocabulary of 151,936 and grouped-query attention (32 query and 8 key/value heads of 128), in
+float32, on CUDA in bfloat16, all tokens scored; a row names the kernel of the model's attention. Every run is a process
+of its own, the two ways in turn; memory is the process's peak above what it held with the model loaded, less the keys
+and values of all tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record, usual_dtype
+from record import record
+from stock import attention_kernels, usual_dtype
 
 VOCABULARY = 151_936
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory")
@@ -94,7 +96,7 @@ def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
     ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1))
     scorer = TokenScorer(model)
     with torch.inference_mode():
-        model(ids[None, :64].to(device))  # first-use allocations of the kernels
+        kernel = attention_kernels(lambda: model(ids[None, :64].to(device)))  # and first-use allocations of the kernels
         held = torch.cuda.memory_allocated() if device.startswith("cuda") else resident()
         started = time.perf_counter()
         with Peak(device) as peak:
@@ -110,7 +112,7 @@ def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
         seconds = time.perf_counter() - started
     cache = 2 * LAYERS * KV_HEADS * HEAD_DIM * length * ids.new_empty(0, dtype=model.dtype).element_size()
     above = peak.highest - held - (0 if way == "ordinary" else cache)
-    return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": scorer.chunked}
+    return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": scorer.chunked, "kernel": kernel}
 
 
 def run(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any] | None:
@@ -138,6 +140,7 @@ def compare(ways: tuple[str, str], lengths: list[int], pairs: int, device: str, 
             "loss": found[0]["loss"] if fits and found[0] else None,
         }
     ratios = [one["seconds"] / other["seconds"] for r in runs if (one := r[ways[0]]) and (other := r[ways[1]])]
+    row["kernel"] = next((f["kernel"] for r in runs for f in r.values() if f), None)
     row["ratios"] = [round(ratio, 3) for ratio in ratios]
     row["ratio"] = round(statistics.median(ratios), 3) if ratios else None
     print(json.dumps(row), flush=True)

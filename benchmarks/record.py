@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 
-def usual_dtype(device: str) -> str:
-    """The dtype that models are run in on a device."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
-
-
-def record(result: dict[str, Any], out: Path | None, device: str = "cpu") -> None:
-    """Print the result, with the name of the device and the versions that it was measured with."""
+def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
+    """A result with the name of the device and the versions that it was measured with."""
     name = platform.machine()
     if device.startswith("cuda"):
         import torch
 
         name = torch.cuda.get_device_name()
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
-    line = json.dumps(result | {"device": name, "versions": versions})
+    return result | {"device": name, "versions": versions}
+
+
+def record(result: dict[str, Any], out: Path | None, device: str = "cpu") -> None:
+    """Print the result, with the device and the versions."""
+    line = json.dumps(with_machine(result, device))
     if out is not None:
         with out.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

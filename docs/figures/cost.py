@@ -165,34 +165,38 @@ def gpu() -> str:
 
 
 @figure
+def gpu_measured() -> str:
+    result = read_result("gpu")
+    if not result["measured"]:
+        return "\nComputed, not measured: `make gpu` measures it, and fills this page in.\n"
+    return f"\n{stamp(result, 'make gpu')}\n"
+
+
+@figure
 def gpu_memory() -> str:
-    from dataclasses import replace
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from rope_ext_hf.eval import preflight
-
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
+    rows = (
+        [
+            f"{row['tokens']:,}",
+            f"{row['gpu']:.1f} GB",
+            f"{row['offloading_gpu']:.1f} GB + {row['offloading_main']:.0f} GB",
+        ]
+        for row in read_result("gpu")["memory"]
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    rows = []
-    for length in (2**17, 2**18, 2**19, 2**20):
-        cells = []
-        for offload in (False, True):
-            estimate = preflight.estimate_memory(model, length, torch.bfloat16, offload_cache=offload)
-            estimate = replace(estimate, working=preflight.GPU_WORKING_BYTES)  # whatever this machine has free
-            cells.append(
-                f"{estimate.total / 1e9:.1f} GB" + (f" + {estimate.offloaded / 1e9:.0f} GB" if offload else "")
-            )
-        rows.append((f"{length:,}", *cells))
-    header = ["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"]
-    return markdown_table(header, rows)
+    return markdown_table(["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"], rows)
+
+
+@figure
+def gpu_shapes() -> str:
+    rows = [row for row in read_result("gpu").get("rows", []) if "prefill" in row]
+    if not rows:
+        return "\nNothing yet.\n"
+    units = {"prefill": ("prefill", 1, "s"), "decode": ("decoding step", 1000, "ms"), "gigabytes": ("memory", 1, "GB")}
+    cells = [
+        [f"{row['shape']} {row['method']}{'' if row['cudnn'] else ', without cuDNN'}", f"{row['tokens']:,}"]
+        + [
+            f"{by * row[key]:.1f} {unit} ({by * row[f'predicted_{key}']:.1f})" if key in row else "–"
+            for key, (_, by, unit) in units.items()
+        ]
+        for row in rows
+    ]
+    return markdown_table(["model", "tokens", *(f"{name} (predicted)" for name, _, _ in units.values())], cells)
