@@ -232,11 +232,20 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
             rewrite_config(staging, _state(model))
+            _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
                 write_json(staging / file, with_record(read_json(staging / file), _state(model).record))
         card = _card(model, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
+
+
+def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
+    """Raise the length from which a tokenizer warns to the extended one; files without one stay as they are."""
+    settings = read_json(file) if file.is_file() and extended else {}
+    stated = settings.get("model_max_length")
+    if isinstance(stated, int) and extended and stated < extended:
+        write_json(file, settings | {"model_max_length": extended})
 
 
 def _state(model: nn.Module) -> PatchState:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.hub import load_empty
+from rope_ext_hf.hub import load_empty, load_tokenizer
 from rope_ext_hf.patches.saving import save_patched_folder
 from tests.support.models import build
 
@@ -85,3 +87,29 @@ def test_a_source_that_changes_while_it_is_copied_is_refused(
     with pytest.raises(FileError, match="changed"):
         save_patched_folder(patched(source), source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_of_a_longer_model_does_not_warn_of_its_old_length(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = load_tokenizer("reference")
+    tokenizer.model_max_length = 64  # the context length of the model
+    tokenizer.save_pretrained(source)
+    before = (source / "tokenizer_config.json").read_bytes()
+    save_patched_folder(patched(source), source, tmp_path / "out")
+    assert (source / "tokenizer_config.json").read_bytes() == before
+    text, lengths = "x" * 200, {}
+    for folder in (source, tmp_path / "out"):
+        loaded = AutoTokenizer.from_pretrained(folder)
+        lengths[folder.name] = loaded.model_max_length
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "transformers"):
+            assert len(loaded(text).input_ids) >= 200
+        assert ("longer than the specified maximum" in caplog.text) == (folder is source)
+    assert lengths == {"source": 64, "out": 256}
+
+
+def test_a_tokenizer_for_longer_texts_keeps_its_length(source: Path, tmp_path: Path) -> None:
+    load_tokenizer("reference").save_pretrained(source)  # with no length but a very large number
+    save_patched_folder(patched(source), source, tmp_path / "out")
+    assert content(tmp_path / "out")["tokenizer_config.json"] == content(source)["tokenizer_config.json"]
