@@ -82,9 +82,9 @@ def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: 
         at_first = graphs.count
         for at in range(PROMPT, PROMPT + STEPS):
             step = {"input_ids": ids[:, at : at + 1], "position_ids": torch.tensor([[at]])}
-            actual = compiled(**step, past_key_values=cache).logits
+            found = compiled(**step, past_key_values=cache).logits
             made.append(graphs.count - at_first)
-            torch.testing.assert_close(actual, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
+            torch.testing.assert_close(found, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
             assert not any(graphs.made(tensor) for tensor in kept_between_steps(model, cache))
     assert made[-1] <= most
     assert made[-1] == made[SETTLED - 1]  # the later steps run what the first ones compiled
@@ -93,20 +93,25 @@ def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("which", ["dynamic-yarn", "self-extend"])
-def test_generate_compiles_by_itself(which: str) -> None:
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(which, marks=[pytest.mark.thorough] * (which not in ("dynamic-yarn", "dca"))) for which in METHODS],
+)
+def test_generate_compiles_by_itself_into_few_graphs(which: str) -> None:
     """What transformers does on CUDA with a static cache, forced here."""
     from transformers.generation.configuration_utils import CompileConfig
 
-    name, params, _ = METHODS[which]
+    name, params, most = METHODS[which]
+    graphs = Graphs()
     model, ids = rope.patch(build("llama"), name, **params), tokens(PROMPT)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, **options)
-    config = CompileConfig(backend="aot_eager", mode=None)
+    config = CompileConfig(backend=lambda *given: graphs(*given), mode=None)  # it is copied, and a function is not
     config._compile_all_devices = True
-    actual = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
-    assert torch.equal(actual, expected)
+    found = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
+    assert torch.equal(found, expected)
+    assert 0 < graphs.count <= most
 
 
 @pytest.mark.slow
