@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
     from rope_ext_hf.eval.measuring import perplexity, sweep
-    from rope_ext_hf.eval.results import Result
+    from rope_ext_hf.eval.results import Result, Retrieval
     from rope_ext_hf.eval.retrieval import passkey
+    from rope_ext_hf.eval.run_folder import read_run
+    from rope_ext_hf.eval.runs import Results, Run
 
-__all__ = ["Result", "RopeHFLM", "passkey", "perplexity", "sweep"]
+__all__ = ["Result", "Results", "Retrieval", "RopeHFLM", "Run", "passkey", "perplexity", "read_run", "sweep"]
 
 _MODULES = {
     "Result": "results",
+    "Results": "runs",
+    "Retrieval": "results",
     "RopeHFLM": "lm_eval_adapter",
     "passkey": "retrieval",
     "perplexity": "measuring",
+    "Run": "runs",
+    "read_run": "run_folder",
     "sweep": "measuring",
 }
 

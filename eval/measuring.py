@@ -20,8 +20,8 @@ from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import Tokens, prepare
 from rope_ext_hf.eval.protocols import check_lengths
 from rope_ext_hf.eval.results import Result
-from rope_ext_hf.eval.runner import Progress, measure
-from rope_ext_hf.eval.runs import Run, RunPlan
+from rope_ext_hf.eval.runner import Progress, ProgressBar, measure, progress_of_tokens
+from rope_ext_hf.eval.runs import Results, Run, RunPlan
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
@@ -111,8 +111,8 @@ def perplexity(
     offload_cache: bool = False,
     out: str | Path | None = None,
     data: str | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[Result]:
+    progress: Callable[[int], None] | bool | None = None,
+) -> Results[Result]:
     """Measure the perplexity of a model at several context lengths.
 
     Args:
@@ -131,11 +131,11 @@ def perplexity(
         out: write a run's folder into this folder, as `rope-ext ppl` does, and continue the run where it is there
             already; default: no files.
         data: what the text is called in the run's folder; default: `corpus` where it is a string.
-        progress: called with the number of tokens read, after each pass.
+        progress: called with the number of tokens read, after each pass; True: a bar of tqdm.
 
     Returns:
-        One Result per length, shortest first. A span with a loss that is not finite makes its whole result
-        non-finite; the result names its document.
+        One Result per length, shortest first, as a list that a notebook shows as a table. A span with a loss that is
+        not finite makes its whole result non-finite; the result names its document.
 
     Raises:
         CorpusError: no document as long as the longest length, or token ids the model's vocabulary lacks.
@@ -158,7 +158,7 @@ def perplexity(
         data=data,
         settings={"chunk": chunk, "offload_cache": offload_cache},
     )
-    return list(measure(model, plan, out=out, progress=Progress.counting(progress)).results)
+    return Results(measure(model, plan, out=out, progress=progress_of_tokens(progress, plan)))
 
 
 def sweep(
@@ -174,7 +174,7 @@ def sweep(
     offload_cache: bool = False,
     over: str = "own",
     context_length: int | None = None,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[str, int], None] | bool | None = None,
     **options: Any,
 ) -> Run[Result]:
     """Measure the model as loaded and every method on the same text, resumable.
@@ -191,7 +191,7 @@ def sweep(
         out: the folder that the run's folder is made in.
         chunk, offload_cache: as `TokenScorer` takes them.
         over, context_length: what the methods extend, as `patch` takes them.
-        progress: called with the method's label and the tokens read, after each pass.
+        progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm.
 
     Raises:
         FileError: another process is writing this run, or its folder is damaged or cannot be written.
@@ -201,4 +201,5 @@ def sweep(
     lengths, chosen = fit_methods(model, lengths, methods, factors, **under)
     settings = under | {"methods": chosen, "chunk": chunk, "offload_cache": offload_cache}
     plan = plan_perplexity(model, corpus, data=data, settings=settings, lengths=lengths, **options)
-    return measure(model, plan, out=out, progress=Progress(progress))
+    shown = ProgressBar(plan) if progress is True else Progress(progress or None)
+    return measure(model, plan, out=out, progress=shown)

@@ -95,8 +95,8 @@ class PerplexityRuns(RunKind):
             view.add_row(Text(name), *cells)
         return view
 
-    def draw(self, run: Run[Result], path: Path, title: str) -> None:
-        curves(loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
+    def draw(self, run: Run[Result], path: Path | None, title: str) -> Any:
+        return curves(loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
 
     def chart(self, run: Run[Result]) -> str:
         caption = (

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import FileError, one_line, printable
+from rope_ext_hf.errors import FileError, one_line
 from rope_ext_hf.eval.journal import plain_files, read_plain
-from rope_ext_hf.eval.results import labels, method_key
+from rope_ext_hf.eval.results import method_key
 from rope_ext_hf.eval.run_commands import read_commands
 from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.files import atomic_file, json_text
@@ -62,12 +61,10 @@ def write_files(run: Run[Any]) -> Files:
 
 
 def _csv(run: Run[Any]) -> str:
-    names = labels(result.method for result in run.results)
     text = io.StringIO(newline="")
-    table = csv.writer(text)
-    table.writerow(["method", *run.kind.columns, "parameters"])
-    for result, row in zip(run.results, run.kind.rows(run), strict=True):
-        table.writerow([names[method_key(result.method)], *row, json.dumps(result.method)])
+    table = csv.DictWriter(text, ["method", *run.kind.columns, "parameters"])
+    table.writeheader()
+    table.writerows(run.rows())
     return text.getvalue()
 
 
@@ -77,10 +74,6 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _title(run: Run[Any]) -> str:
-    return printable(f"{Path(run.settings['model']).name or 'model'} on {run.settings['data']}")
-
-
 def _draw(run: Run[Any], path: Path) -> Path | None:
     """The picture's path; None where there is nothing to draw, or no way to."""
     if not run.results:
@@ -88,7 +81,7 @@ def _draw(run: Run[Any], path: Path) -> Path | None:
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-            run.kind.draw(run, part, _title(run))
+            run.kind.draw(run, part, run.title)
     except ImportError:
         return None
     except FileError:
@@ -114,7 +107,7 @@ def _page(run: Run[Any]) -> str:
     table = run.table(detailed=True)
     methods = list({method_key(result.method): result.method for result in run.results}.values())
     return html_page(
-        _title(run),
+        run.title,
         kind.conclusion(run) if run.results else "Nothing is finished yet.",
         kind.chart(run),
         *(_embedded(path) for path in others),

@@ -30,8 +30,8 @@ from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import Retrieval, RetrievalSetting
 from rope_ext_hf.eval.retrieval_prompts import TASKS, Task, ask, other_answers
 from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, Trial
-from rope_ext_hf.eval.runner import Progress, measure
-from rope_ext_hf.eval.runs import RunPlan
+from rope_ext_hf.eval.runner import measure, progress_of_tokens
+from rope_ext_hf.eval.runs import Results, RunPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -212,8 +212,8 @@ def passkey(
     chunk: int | None = None,
     offload_cache: bool = False,
     out: str | Path | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[Retrieval]:
+    progress: Callable[[int], None] | bool | None = None,
+) -> Results[Retrieval]:
     """Measure retrieval from several depths of several context lengths.
 
     Args:
@@ -231,10 +231,10 @@ def passkey(
             models of language; "key-value", "assignment", "quote" and "copy", which the bundled model is trained on.
         distractors: wrong answers, of as many tokens, that the right one is ranked among.
         chunk, offload_cache, out: as `perplexity` takes them.
-        progress: called with the number of tokens read, after each prompt.
+        progress: called with the number of tokens read, after each prompt; True: a bar of tqdm.
 
     Returns:
-        One Retrieval per length and depth, in ascending order.
+        One Retrieval per length and depth, in ascending order, as a list that a notebook shows as a table.
 
     Raises:
         CorpusError: no haystack, or token ids the model's vocabulary lacks.
@@ -259,7 +259,7 @@ def passkey(
         distractors=distractors,
         settings={"chunk": chunk, "offload_cache": offload_cache},
     )
-    return list(measure(model, plan, out=out, progress=Progress.counting(progress)).results)
+    return Results(measure(model, plan, out=out, progress=progress_of_tokens(progress, plan)))
 
 
 def _check_whole(name: str, values: Sequence[int], least: int | None, most: int | None = None) -> None:

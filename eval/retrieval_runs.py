@@ -83,13 +83,13 @@ class RetrievalRuns(RunKind):
                 view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=last)
         return view
 
-    def draw(self, run: Run[Retrieval], path: Path, title: str) -> None:
+    def draw(self, run: Run[Retrieval], path: Path | None, title: str) -> Any:
         one = run.results[0]
         note = (
             f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
             "grey where no better than chance"
         )
-        heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
+        return heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
 
     def chart(self, run: Run[Retrieval]) -> str:
         caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Progress", "Workers", "measure"]
+__all__ = ["Progress", "ProgressBar", "Workers", "measure", "progress_of_tokens"]
 
 _LONGEST_WAIT = timedelta(days=30)
 
@@ -117,11 +117,6 @@ class Progress:
     def __init__(self, call: Callable[[str, int], object] | None = None) -> None:
         self._call = call
 
-    @classmethod
-    def counting(cls, call: Callable[[int], object] | None) -> Progress:
-        """Report the tokens read alone."""
-        return cls(call and (lambda _, tokens: call(tokens)))
-
     def started(self, folder: Path, done: int, units: int) -> None:
         """The run's folder is there, with so many of so many values."""
 
@@ -132,6 +127,32 @@ class Progress:
         """A pass of so many tokens has ended, with the method of this label."""
         if self._call is not None:
             self._call(method, tokens)
+
+    def close(self) -> None:
+        """The run is complete, or was stopped."""
+
+
+class ProgressBar(Progress):
+    """A bar of tqdm: in a notebook a widget, elsewhere a line on standard error."""
+
+    def __init__(self, plan: RunPlan[Any]) -> None:
+        from tqdm.auto import tqdm
+
+        super().__init__()
+        self._bar = tqdm(
+            total=sum(plan.measurement.passes) * max(1, len(plan.methods)), unit=" tokens", unit_scale=True
+        )
+
+    def started(self, folder: Path, done: int, units: int) -> None:
+        self._bar.n = self._bar.initial = round(self._bar.total * done / units)
+        self._bar.refresh()
+
+    def passed(self, method: str, tokens: int) -> None:
+        self._bar.set_description(method, refresh=False)
+        self._bar.update(tokens)
+
+    def close(self) -> None:
+        self._bar.close()
 
 
 @dataclass(frozen=True)
@@ -215,6 +236,13 @@ class _Job:
         return patched(self.model, method, over=self.plan.over, context_length=self.plan.context_length)
 
 
+def progress_of_tokens(given: Callable[[int], object] | bool | None, plan: RunPlan[Any]) -> Progress:
+    """The progress that `perplexity` and `passkey` take: called with the tokens of each pass, or True for a bar."""
+    if given is True:
+        return ProgressBar(plan)
+    return Progress((lambda _, tokens: given(tokens)) if given else None)
+
+
 def measure(
     model: PreTrainedModel,
     plan: RunPlan[Any],
@@ -238,23 +266,24 @@ def measure(
     Raises:
         FileError: another process is writing this run, the folder is damaged, or the disk refuses.
     """
-    progress, workers = progress or Progress(), workers or Workers()
+    workers = workers or Workers()
     measurement = plan.measurement
-    job = _Job.from_plan(model, plan)
-    settings = job.settings(in_folder=out is not None)
-    if out is None:
-        scorer, records = job.scorer(), list[Record]()
-        progress.reading(scorer.reading)
-        job.score(scorer, range(len(measurement.items)), set(), records.append, progress)
-        kind = run_kind(measurement.kind)
-        return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
-    settings = check_settings(json.loads(json.dumps(settings)))
-    folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder, workers.rank):
-        _write_settings(folder, settings)
-        _add_to_folder(job, folder, workers, progress)
+    with closing(progress or Progress()) as shown:
+        job = _Job.from_plan(model, plan)
+        settings = job.settings(in_folder=out is not None)
+        if out is None:
+            scorer, records = job.scorer(), list[Record]()
+            shown.reading(scorer.reading)
+            job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
+            kind = run_kind(measurement.kind)
+            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
+        settings = check_settings(json.loads(json.dumps(settings)))
+        folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder, workers.rank):
+            _write_settings(folder, settings)
+            _add_to_folder(job, folder, workers, shown)
     if workers.wait is not None:
         workers.wait()
     run = read_run(folder)

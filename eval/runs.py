@@ -13,6 +13,7 @@ for what is read and scored. Nothing outside that file names the kind.
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from rope_ext_hf.errors import did_you_mean, short
+from rope_ext_hf.errors import did_you_mean, printable, short
 from rope_ext_hf.eval.journal import Cell, Layout, Value
-from rope_ext_hf.eval.results import Cost, MethodResult, method_key
+from rope_ext_hf.eval.results import Cost, MethodResult, labels, method_key
+from rope_ext_hf.pictures.html_page import html_table, paragraph
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.scorer import TokenScorer
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Measurement", "Run", "RunKind", "RunPlan", "register_run_kind", "run_kind"]
+__all__ = ["Measurement", "Results", "Run", "RunKind", "RunPlan", "register_run_kind", "run_kind"]
 
+R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 K = TypeVar("K", bound="type[RunKind]")
@@ -92,9 +95,82 @@ class Run(Generic[R_co]):
         """The results as a table of a terminal, `detailed` as in the HTML page; None where nothing is complete."""
         return self.kind.table(self, detailed=detailed) if self.results else None
 
+    @property
+    def title(self) -> str:
+        """The model, and what it read."""
+        return printable(f"{Path(self.settings['model']).name or 'model'} on {self.settings['data']}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The results as results.csv has them: per result the values of its columns."""
+        names = labels(result.method for result in self.results)
+        return [
+            {"method": names[method_key(result.method)]}
+            | dict(zip(self.kind.columns, row, strict=True))
+            | {"parameters": json.dumps(result.method)}
+            for result, row in zip(self.results, self.kind.rows(self), strict=True)
+        ]
+
+    def to_dataframe(self) -> Any:
+        """The results as a pandas DataFrame, a row per result, with the columns of results.csv.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ImportError("to_dataframe() needs pandas: pip install pandas") from error
+        return DataFrame(self.rows(), columns=["method", *self.kind.columns, "parameters"])
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the results, as the PNG in a run's folder shows them.
+
+        Args:
+            path: a PNG to write; default: none.
+
+        Returns:
+            The matplotlib figure, which a notebook shows.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there are no results.
+        """
+        if not self.results:
+            raise ValueError("there is nothing to plot: no result is complete")
+        return self.kind.draw(self, None if path is None else Path(path), self.title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the conclusion, the chart and the table of the HTML page."""
+        if (table := self.table(detailed=True)) is None:
+            return paragraph("Nothing is finished yet.")
+        return paragraph(self.kind.conclusion(self)) + self.kind.chart(self) + html_table(table)
+
     def to_dict(self) -> dict[str, Any]:
         """Settings and results, as results.json has them."""
         return {"provenance": self.settings, "results": [result.to_dict() for result in self.results]}
+
+
+class Results(list[R]):
+    """The results of one call, a list; a notebook shows them as their run.
+
+    Attributes:
+        run: the run that they are of.
+    """
+
+    def __init__(self, run: Run[R]) -> None:
+        super().__init__(run.results)
+        self.run = run
+
+    def to_dataframe(self) -> Any:
+        """As `Run.to_dataframe`."""
+        return self.run.to_dataframe()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """As `Run.plot`."""
+        return self.run.plot(path)
+
+    def _repr_html_(self) -> str:
+        return self.run._repr_html_()
 
 
 class RunKind(ABC):
@@ -131,8 +207,12 @@ class RunKind(ABC):
         """The table of a run with at least one result."""
 
     @abstractmethod
-    def draw(self, run: Run[Any], path: Path, title: str) -> None:
-        """Draw a run with at least one result as a PNG; ImportError without matplotlib."""
+    def draw(self, run: Run[Any], path: Path | None, title: str) -> Any:
+        """Draw a run with at least one result as a PNG, or without a file; the matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
 
     def chart(self, run: Run[Any]) -> str:
         """The results as an SVG figure of the HTML page; empty where there is nothing to draw."""

@@ -47,8 +47,10 @@ HEAVY = {
     "huggingface_hub",
     "lm_eval",
     "accelerate",
+    "pandas",
     "peft",
     "gguf",
+    "tqdm",
 }
 """Third-party libraries that a function may import for itself."""
 MAX_LINES = 500

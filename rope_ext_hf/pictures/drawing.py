@@ -5,6 +5,7 @@ Names come from files and models and may hold anything: `plot_text` makes them s
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +43,10 @@ Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 
 
 @contextmanager
-def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
+def picture(path: str | Path | None, width: float, height: float) -> Iterator[Any]:
     """An empty matplotlib figure, in inches, that becomes a PNG at `path` when the block ends; it needs no display.
+
+    Without a path no file is written: the figure is for a notebook, which shows it.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -52,9 +55,17 @@ def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: install this package with its extra [eval]") from error
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:  # IPython shows other figures only once pyplot is imported
+            data = io.BytesIO()
+            self.savefig(data, format="png")
+            return data.getvalue()
+
+    figure = Shown(figsize=(width, height), dpi=150, layout="constrained")
     yield figure
-    figure.savefig(path, format="png")
+    if path is not None:
+        figure.savefig(path, format="png")
 
 
 def plot_text(text: str, most: int = 120) -> str:

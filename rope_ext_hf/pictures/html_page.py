@@ -37,7 +37,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; 
 h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
 figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; gap: 1rem; }} figcaption {{ flex: 100%; }}
-svg {{ flex: 1 1 20rem; max-width: 29rem; height: auto; font-size: 11px; fill: currentColor; }}
+svg {{ flex: 1 1 20rem; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}

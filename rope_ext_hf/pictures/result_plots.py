@@ -94,16 +94,19 @@ def draw_curves(
 
 
 def curves(
-    points: Mapping[str, Sequence[tuple[int, float]]], context_length: int, path: Path, title: str, up: str
-) -> None:
+    points: Mapping[str, Sequence[tuple[int, float]]], context_length: int, path: Path | None, title: str, up: str
+) -> Any:
     """Draw values against context lengths, one line per method, as a PNG; the factors of one method share a colour.
 
     Args:
         points: (length, value) by the method's label, in ascending order.
         context_length: the length in tokens that the model as loaded is for; a dotted line marks it.
-        path: the file; an existing one is replaced.
+        path: the file, an existing one is replaced; None: no file.
         title: stands above the picture.
         up: what the values are.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -113,6 +116,7 @@ def curves(
         draw_curves(axes, points, line_styles(list(points)), context_length)
         axes.set_ylabel(up)
         axes.set_title(plot_text(title), fontsize=11)
+    return figure
 
 
 def draw_heat_map(
@@ -151,18 +155,21 @@ def draw_heat_map(
 def heat_map(
     panels: Mapping[str, Mapping[float, Mapping[int, RetrievalCell]]],
     context_length: int,
-    path: Path,
+    path: Path | None,
     title: str,
     note: str,
-) -> None:
+) -> Any:
     """Draw length x depth as a PNG, one panel per method: the share of exact matches, and the mean rank below.
 
     Args:
         panels: cells by the method's label, depth and length; at least one.
         context_length: the length in tokens that the model as loaded is for; ticks are multiples of it.
-        path: the file; an existing one is replaced.
+        path: the file, an existing one is replaced; None: no file.
         title: stands above the picture.
         note: stands below it.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -181,3 +188,4 @@ def heat_map(
         bar = colour_bar(figure, image, grid, "exact match")
         bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         bar.outline.set_visible(False)
+    return figure

@@ -154,7 +154,8 @@ def _safe(text: str, most: int) -> str:
 
 def _svg(height: float, parts: Sequence[str], name: str) -> str:
     label = _safe(name, 200)
-    return f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    style = 'style="width: 100%; max-width: 29rem" font-size="11" fill="currentColor"'
+    return f'<svg viewBox="0 0 {WIDTH:g} {height:g}" {style} role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _figure(caption: str, charts: Sequence[str]) -> str:
