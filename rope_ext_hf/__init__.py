@@ -38,6 +38,7 @@ _NAMES = {
     "serving.audit": "Audit audit",
     "serving.configs": "serving_config",
     "serving.fingerprints": "fingerprint",
+    "serving.server_check": "ServerReport check_server",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -104,3 +105,5 @@ if TYPE_CHECKING:
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config
     from rope_ext_hf.serving.fingerprints import fingerprint as fingerprint
+    from rope_ext_hf.serving.server_check import ServerReport as ServerReport
+    from rope_ext_hf.serving.server_check import check_server as check_server

@@ -51,6 +51,7 @@ HEAVY = {
     "peft",
     "gguf",
     "tqdm",
+    "vllm",
 }
 """Third-party libraries that a function may import for itself."""
 MAX_LINES = 500

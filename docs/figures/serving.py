@@ -189,3 +189,33 @@ def llama_cpp() -> str:
     )
     table = ((name, *(cell(rows.get(model, [])) for model in models)) for name, rows in by_name.items())
     return markdown_table(["method or metadata", *models], table, note)
+
+
+@figure
+def vllm_logprobs() -> str:
+    result = read_result("vllm")
+    by_method: dict[tuple[str, str], dict[tuple[str, bool], Row]] = {}
+    for row in result["rows"]:
+        by_method.setdefault((row["family"], row["over"]), {})[row["method"], row["plugin"]] = row
+    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
+
+    def cell(row: Row | None) -> str:
+        if row is None or "refused" in row:
+            return "refused" if row else ""
+        return "**does not run**" if "failed" in row else f"{row['largest_difference']:.0e}"
+
+    table = [
+        (family, over, way, *(cell(rows.get((method, plugin))) for method in methods))
+        for (family, over), rows in by_method.items()
+        for plugin, way in ((False, "stock"), (True, "plug-in"))
+    ]
+    equal = all(each["bit_equal"] for each in result["stock"])
+    moved = [row["moved_by"] for row in result["rows"] if "moved_by" in row]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU; the methods move "
+        f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
+        f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. Measured by `make test-vllm` with "
+        f"{versions}.*"
+    )
+    return markdown_table(["model", "over", "by", *(f"`{method}`" for method in methods)], table, note)

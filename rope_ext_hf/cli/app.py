@@ -33,7 +33,14 @@ _COMMANDS = {
         lm_eval.lm_eval,
     ),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),
-    "Serving": (serving.extend, serving.advise, serving.serve_config, serving.audit, serving.gguf),
+    "Serving": (
+        serving.extend,
+        serving.advise,
+        serving.serve_config,
+        serving.check_server,
+        serving.audit,
+        serving.gguf,
+    ),
 }
 _CONTINUE = {
     "convert": "the same command with --resume continues",

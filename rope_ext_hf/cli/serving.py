@@ -1,4 +1,4 @@
-"""Commands about serving: `extend`, `advise`, `serve-config`, `audit`, `gguf`."""
+"""Commands about serving: `extend`, `advise`, `serve-config`, `check-server`, `audit`, `gguf`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from rope_ext_hf.cli.options import (
     ARGUMENTS,
     EvalOptions,
     Json,
+    LoadOptions,
     Model,
     PatchOptions,
     SourceOptions,
     parse_length,
+    parse_lengths,
     parse_numbers,
 )
 from rope_ext_hf.engines.base import list_engines
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.engines.base import ServingConfig
     from rope_ext_hf.serving.extending import Extension
 
-__all__ = ["advise", "audit", "extend", "gguf", "serve_config"]
+__all__ = ["advise", "audit", "check_server", "extend", "gguf", "serve_config"]
 
 Version = Annotated[
     str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
@@ -184,6 +186,9 @@ def serve_config(
     source: SourceOptions,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
     engine_version: Version = None,
+    plugin: Annotated[
+        bool, typer.Option("--plugin", help="For an engine that loads the plug-in of this package: vLLM.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the command and the keys with which a serving engine computes what was measured; reads no weights.
@@ -195,8 +200,55 @@ def serve_config(
     from rope_ext_hf.serving.configs import as_text
 
     methods.check_single()
-    config = _configure(model, methods, source, engine, engine_version)
+    config = _configure(model, methods, source, engine, engine_version, plugin=plugin)
     print_text(json_text(config.to_dict()) if as_json else as_text(config))
+
+
+def check_server(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, e.g. http://localhost:8000.")],
+    model: Model,
+    load: LoadOptions,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTHS", help="Of prompts. Default: half the context length, to the extended length."),
+    ] = None,
+    data: Annotated[str, typer.Option(metavar="TEXT", help="What prompts are cut from, as for ppl.")] = "stdlib",
+    served_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What the server calls the model. Default: the first it lists.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="That an answer may take.")] = 300.0,
+    from_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answers collected elsewhere, as JSON; the address is not asked."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a running server computes what was measured, or which mistake it runs; exit code 1 if it does not.
+
+    Of vLLM, SGLang, llama.cpp, or a program with OpenAI's completions that gives log-probabilities of prompts. The
+    model is loaded here too. An API key is taken from the variable ROPE_EXT_API_KEY.
+
+    Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
+    """
+    from rope_ext_hf.serving.server_check import check_server as check
+
+    quiet_transformers()
+    report = check(
+        url,
+        model,
+        lengths=parse_lengths(lengths) if lengths else None,
+        data=data,
+        served_name=served_name,
+        dtype="float32" if load.dtype == "auto" else load.dtype,
+        device=load.device,
+        seconds=seconds,
+        from_file=from_file,
+        revision=load.revision,
+        trust_remote_code=load.trust_remote_code,
+    )
+    print_text(json_text(report.to_dict()) if as_json else str(report))
+    if not report.agrees:
+        raise typer.Exit(1)
 
 
 def gguf(
@@ -239,7 +291,13 @@ def audit(
 
 
 def _configure(
-    model: str, methods: PatchOptions, source: SourceOptions, engine: str, version: str | None
+    model: str,
+    methods: PatchOptions,
+    source: SourceOptions,
+    engine: str,
+    version: str | None,
+    *,
+    plugin: bool = False,
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
@@ -251,6 +309,7 @@ def _configure(
         factor=methods.factors[0] if methods.factors else None,
         target_length=methods.extended_length,
         engine_version=version,
+        plugin=plugin,
         revision=source.revision,
         trust_remote_code=source.trust_remote_code,
         **methods.underneath,

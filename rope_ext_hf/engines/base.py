@@ -21,6 +21,7 @@ from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 __all__ = [
+    "GEOMETRY_KEYS",
     "Computed",
     "Config",
     "ConfigEngine",
@@ -243,6 +244,15 @@ class Engine(ABC):
             ServingError: no encoding that the engine reads computes the same; the message gives the reason.
         """
 
+    def with_plugin(self) -> Engine:
+        """This engine with the plug-in of this package loaded.
+
+        Raises:
+            ServingError: there is none for it.
+        """
+        having = ", ".join(name for name, engine in _ENGINES.items() if engine.with_plugin is not Engine.with_plugin)
+        raise ServingError(f"there is no plug-in of this package for {self.name}; there is one for {having}")
+
     def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
         """What `config_for` returns: how to start the engine (`how`), beside what is stated alike for every engine."""
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
@@ -279,7 +289,7 @@ class ConfigEngine(Engine):
 
     def universal(self, target: Target) -> dict[str, Any]:
         """The measured frequencies and magnitude as a longrope with two equal lists."""
-        kept = {key: value for key, value in target.settings.items() if key in _GEOMETRY_KEYS}
+        kept = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS}
         magnitude = target.attention_factor
         return kept | {
             "rope_type": "longrope",
@@ -328,7 +338,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"[0-9]+", version)[:3]]
 
 
-_GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 _ENGINES: dict[str, type[Engine]] = {}
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.engines.base import (
+    GEOMETRY_KEYS,
     Computed,
     ConfigEngine,
     Encoding,
+    Engine,
     NotCheckedError,
     ServingConfig,
     Target,
@@ -32,10 +35,12 @@ from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magni
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
+__all__ = ["INTERLEAVED_FAMILIES", "PLUGIN_TYPE", "VLLM", "deepseek_yarn"]
 
 INTERLEAVED_FAMILIES = MLA_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
+PLUGIN_TYPE = "rope_ext_hf"
+"""The rope type of the plug-in of this package (`rope_ext_hf.serving.vllm_plugin`)."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
 _MROPE_TABLE = 4
@@ -69,6 +74,9 @@ class VLLM(ConfigEngine):
     usual_server = True
     version = "0.33.0"
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
+
+    def with_plugin(self) -> Engine:
+        return VLLMWithPlugin()
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)
@@ -166,6 +174,36 @@ class VLLM(ConfigEngine):
         else:
             raise ServingError(f"vLLM {self.version} freezes or refuses the rope type {kind!r}")
         return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+
+
+class VLLMWithPlugin(VLLM):
+    """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
+            "rope_type": PLUGIN_TYPE,
+            "rope_theta": target.theta,
+            "inv_freq": json.dumps(list(target.inv_freq)),
+            "attention_factor": target.attention_factor,
+        }
+        yield Encoding("frequencies for the plug-in", settings, {"max_position_embeddings": target.length})
+
+    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+        text = text_settings(config)
+        settings = rope_settings(text)
+        if settings["rope_type"] != PLUGIN_TYPE:
+            return super().computes(config, length)
+        if (model_type := str(text.get("model_type"))) in MLA_FAMILIES | {"gpt_oss"}:
+            raise ServingError(
+                f"its {model_type} model builds rope settings of its own, and the plug-in never gets these"
+            )
+        inv_freq = tuple(map(float, json.loads(settings["inv_freq"])))
+        return Computed(inv_freq, float(settings["attention_factor"]), length_setting(text))
+
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        config = super().served(target, encoding, computed)
+        note = "This package must be installed beside vLLM: pip install --no-deps rope-ext-hf. vLLM loads its plug-in."
+        return replace(config, notes=(*config.notes, note))
 
 
 def _quadruple(settings: Mapping[str, Any], model_type: str) -> bool:

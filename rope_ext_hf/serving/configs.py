@@ -33,6 +33,7 @@ def serving_config(
     over: str = "own",
     context_length: int | None = None,
     engine_version: str | None = None,
+    plugin: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **params: Any,
@@ -48,6 +49,7 @@ def serving_config(
         method: as in `patch`, with factor, target_length, over, context_length and params; None: the patch that the
             model carries, else the model as published.
         engine_version: the version that will run it.
+        plugin: for an engine that loads the plug-in of this package (vLLM): any frequencies, by one rope type.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
@@ -56,7 +58,7 @@ def serving_config(
         MethodError: an unknown engine or method, or impossible parameters.
         CheckpointError: no such model.
     """
-    chosen = find_engine(engine)
+    chosen = find_engine(engine).with_plugin() if plugin else find_engine(engine)
     notes = chosen.check_version(engine_version)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     target = make_target(

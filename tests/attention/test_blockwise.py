@@ -248,7 +248,7 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
             attend(method, rotation, call, query, key, value, 0.1)
     assert ours.most <= 1.5 * plain.most
     assert ours.products == pytest.approx(plain.products, rel=0.01)
-    assert ours.launches <= (650 if name == "stairs" else 350)  # stairs have nine zones here, others two or three
+    assert ours.launches <= (720 if name == "stairs" else 350)  # stairs have nine zones here, others two or three
 
 
 def test_nothing_to_attend() -> None:
