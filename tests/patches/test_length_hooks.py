@@ -116,18 +116,20 @@ OF_ITS_OWN: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},  # one of its two layers attends
     "falcon_h1": {"num_hidden_layers": 1},
     "ministral3": MINISTRAL,
+    "gemma4_text": {"per_layer_config": {}},  # the one of build_known is of the second layer
 } | {
     name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}  # theirs is of another length
     for name in ("apertus", "cwm")
 }
+WITHOUT_LAYER_TYPES = ("olmo_hybrid", "falcon_h1")
 
 
 def rotating_once(model_type: str) -> Any:
     """A model of one layer with rotation, whose keys do not depend on how other tokens were turned."""
     layer_type = "sliding_attention" if model_type in ROTATES_WHERE_IT_SLIDES else "full_attention"
     one = {"num_hidden_layers": 1, "layer_types": [layer_type], "sliding_window": 512}
-    options = OF_ITS_OWN.get(model_type, one)
-    return build_known(model_type, **(one | options if "rope_parameters" in options else options))
+    options = OF_ITS_OWN.get(model_type, {})
+    return build_known(model_type, **(options if model_type in WITHOUT_LAYER_TYPES else one | options))
 
 
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
