@@ -114,10 +114,10 @@ class KeyRotation:
         cos, sin, ratio = _between(table, stored, present, positions, scaled)
         # The inverse of a rotation has the opposite angle; the ratio of attention factors is no part of it, and is
         # divided out on its own.
-        back = cls(cos, -sin).last(new)
+        back = cls(cos, sin).last(new)
         if ratio is None:
-            return cls(cos, sin), back
-        return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, back.sin / ratio)
+            return cls(cos, sin), cls(back.cos, -back.sin)
+        return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
 
     @classmethod
     def from_phase(cls, phase: Tensor) -> KeyRotation:
