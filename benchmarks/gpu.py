@@ -314,7 +314,9 @@ def write(out: Path, result: dict[str, Any], device: str) -> None:
     """One file; a result of before is replaced as a whole."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(with_machine(result, device), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(
+        json.dumps(with_machine({"command": "make gpu"} | result, device), indent=1) + "\n", encoding="utf-8"
+    )
     partial.replace(out)
 
 

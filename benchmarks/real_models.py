@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record, usual_dtype
+from record import record
+from stock import usual_dtype
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope

@@ -293,7 +293,7 @@ def prepare(
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=getattr(given, "left_out", 0), **options)
     if (warning := sliding_window_warning(model, max(plan.passes))) is not None:
-        warnings.warn(warning, stacklevel=3)
+        warnings.warn(warning, stacklevel=4)
     return plan
 
 

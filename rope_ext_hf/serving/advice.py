@@ -169,11 +169,18 @@ def _wrapped(command: str) -> str:
 
 def _json_wrapped(line: str) -> str:
     """A line with JSON in single quotes, where line ends change nothing, on lines that are not too long."""
-    if "'{" not in line:
+    command, quote, json = line.partition("'{")
+    if not quote:
         return line
-    return "\n".join(
-        textwrap.wrap(line, _WIDTH, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.wrap(
+        quote + json,
+        _WIDTH,
+        initial_indent=" " * len(command),  # outside the quotes, a line end would end the command
+        subsequent_indent=" " * 4,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return command + "\n".join(wrapped)[len(command) :]
 
 
 def signed(values: Iterable[float]) -> list[str]:
