@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving
-from rope_ext_hf.cli.console import print_error, print_text, short_warnings
+from rope_ext_hf.cli.console import print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, short
 
@@ -62,6 +62,11 @@ class Command(TyperCommand):
         super().parse_args(ctx, ordinary)
         ctx.args = parameters
         return parameters
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; standard output holds nothing but its results."""
+        with results_to():
+            return super().invoke(ctx)
 
     def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
         options: dict[str, Any] = {

@@ -9,9 +9,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -28,13 +28,32 @@ __all__ = [
     "print_text",
     "progress_bar",
     "quiet_transformers",
+    "results_to",
     "short_warnings",
 ]
+
+_results: list[TextIO] = []
+"""Where results are printed; the last one counts."""
+
+
+@contextmanager
+def results_to(stream: TextIO | None = None) -> Iterator[None]:
+    """Inside, results go to this stream, by default where they go already; what libraries print, to standard error."""
+    _results.append(stream or _results_stream())
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.pop()
+
+
+def _results_stream() -> TextIO:
+    return _results[-1] if _results else sys.stdout
 
 
 def print_text(text: str) -> None:
     """Print results, control characters escaped."""
-    typer.echo(printable(text))
+    typer.echo(printable(text), file=_results_stream())
 
 
 def print_note(name: str, text: str) -> None:
@@ -52,9 +71,9 @@ def print_table(table: Table) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    console = Console(file=_results_stream())
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=160)
+        console = Console(file=_results_stream(), width=160)
     title, caption = table.title, table.caption
     table.title = table.caption = None
     if title:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -59,17 +57,16 @@ def lm_eval(
     loaded = load.model(model)
     tokenizer = load.tokenizer(model)
     methods.apply(loaded)
-    with redirect_stdout(sys.stderr):  # tasks print to standard output, which is for results
-        results = evaluate(
-            loaded,
-            tokenizer,
-            tasks=tasks.split(","),
-            include_path=include_path,
-            limit=int(limit) if limit is not None and limit >= 1 else limit,
-            num_fewshot=num_fewshot,
-            batch_size=batch_size if batch_size == "auto" else int(batch_size),
-            max_length=length,
-        )
+    results = evaluate(
+        loaded,
+        tokenizer,
+        tasks=tasks.split(","),
+        include_path=include_path,
+        limit=int(limit) if limit is not None and limit >= 1 else limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size if batch_size == "auto" else int(batch_size),
+        max_length=length,
+    )
     text = json_text(results)
     if out is not None:
         make_folder(out.parent)

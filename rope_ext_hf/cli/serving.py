@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import print_text, quiet_transformers
+from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
 from rope_ext_hf.cli.options import (
     ARGUMENTS,
     EvalOptions,
@@ -95,7 +95,7 @@ def extend(
         trust_remote_code=load.trust_remote_code,
     )
     written, verdict = carries(plan), None
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with results_to(sys.stderr) if as_json else nullcontext():
         print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
         if not yes:
             if as_json or not sys.stdin.isatty():

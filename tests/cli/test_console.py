@@ -1,0 +1,35 @@
+"""Results go to standard output; what a library prints there goes to standard error."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from rich.table import Table
+
+from rope_ext_hf.cli.console import print_table, print_text, results_to
+
+
+def test_prints_of_libraries_are_kept_out_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("name")
+    table.add_row("yarn")
+    with results_to():
+        print("a library's remark")
+        print_text('{"loss": 1.0}')
+        print_table(table)
+        with results_to(sys.stderr):
+            print_text("a step")
+        print_text("the end")
+    print_text("after")
+    results, others = capsys.readouterr()
+    assert results.startswith('{"loss": 1.0}\n')
+    assert "yarn" in results
+    assert results.endswith("the end\nafter\n")
+    assert others == "a library's remark\na step\n"
+
+
+def test_standard_output_is_restored_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="stopped"), results_to():
+        raise ValueError("stopped")
+    print("here")
+    assert capsys.readouterr().out == "here\n"
