@@ -117,7 +117,7 @@ def test_geometry_is_passed_on(engine: Any) -> None:
     module = engine.get_rope(16, 128, True, axes, torch.float32)
     assert module.more == {"mrope_section": [2, 3, 3], "mrope_interleaved": True}
     assert len(module.cos_sin_cache) == 512
-    with pytest.raises(ValueError, match="has 8 frequencies, and the model rotates 32 dims"):
+    with pytest.raises(ValueError, match="have 8 frequencies, and the model rotates 32 dims"):
         engine.get_rope(32, 128, True, axes, torch.float32)
 
 

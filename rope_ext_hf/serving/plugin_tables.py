@@ -1,0 +1,123 @@
+"""What the plug-ins of vLLM and SGLang share: the rope settings that they read, and the tables that they build.
+
+The rope settings hold the frequencies themselves:
+
+    {"rope_type": "rope_ext_hf", "rope_theta": 10000.0, "inv_freq": "[1.0, 0.5, ...]", "attention_factor": 1.1}
+
+`inv_freq` is text, because engines keep tables in dicts whose keys are the settings. There is no `factor`: they would
+multiply the model's length by it. Settings without `inv_freq` go to the engine's own function, untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["build_rotary", "taken_over"]
+
+BLOCK = 65536  # positions whose angles are computed at a time, in float64
+
+
+def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
+    """A function to put around an engine's `get_rope`: called with the engine's own and the arguments given to it.
+
+    Args:
+        settings_name: what the engine calls the argument with the rope settings.
+        build: from all arguments and the settings, the rotary module; called once for equal arguments.
+    """
+    tables: dict[tuple[Any, ...], Any] = {}
+
+    def get_rope(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(stock).bind(*args, **kwargs)
+        given.apply_defaults()
+        settings = given.arguments.get(settings_name) or {}
+        if "inv_freq" not in settings:
+            return stock(*args, **kwargs)
+        key = tuple((name, _hashable(value)) for name, value in given.arguments.items())
+        if key not in tables or _freed(tables[key]):
+            tables[key] = build(given.arguments, settings)
+        return tables[key]
+
+    return get_rope
+
+
+def _hashable(value: Any) -> Any:
+    return json.dumps(value, sort_keys=True, default=str) if isinstance(value, dict) else value
+
+
+def _freed(module: Any) -> bool:
+    """Whether a module has lost its table: SGLang frees those of a model that it unloads, and of one built on meta."""
+    table = module.cos_sin_cache
+    empty = table.is_meta or table.untyped_storage().nbytes() == 0
+    return bool(empty and torch.get_default_device().type != "meta")
+
+
+def build_rotary(
+    engine: Any,
+    settings: dict[str, Any],
+    *,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    half: bool,
+    dtype: torch.dtype | None,
+) -> Any:
+    """The rotary module of an engine for these settings.
+
+    Args:
+        engine: the engine's package of rotary classes, with `RotaryEmbedding` and `MRotaryEmbedding`.
+        settings: the rope settings, with `inv_freq` and `attention_factor`.
+        head_size, rotary_dim: dims of a head, and how many of them rotate.
+        max_position: positions that get angles.
+        half: whether dims (i, i + rotary_dim / 2) rotate together; else dims (2i, 2i + 1).
+        dtype: the dtype of the model; None: torch's default.
+
+    Raises:
+        ValueError: settings with other frequencies than the model rotates.
+    """
+    frequencies: list[float] = json.loads(settings["inv_freq"])
+    factor = float(settings["attention_factor"])
+    if 2 * len(frequencies) != rotary_dim:
+        raise ValueError(
+            f"the rope settings of this config have {len(frequencies)} frequencies, and the model rotates "
+            f"{rotary_dim} dims in pairs; write the config anew with rope-ext serve-config"
+        )
+    exact = torch.tensor(frequencies, dtype=torch.float64, device="cpu")
+
+    def inverse_frequencies(self: Any, base: float) -> torch.Tensor:
+        return exact.float()
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        """cos and sin of positions, (positions, rotary_dim) float32, from float64 angles: rounded once."""
+        parts = []
+        for first in range(start, end, BLOCK):
+            positions = torch.arange(first, min(first + BLOCK, end), dtype=torch.float64, device="cpu")
+            angles = positions[:, None] * exact
+            parts.append(torch.cat((angles.cos(), angles.sin()), dim=-1).mul(factor).float())
+        return torch.cat(parts).to(torch.get_default_device())
+
+    def table(self: Any) -> torch.Tensor:
+        return rows(0, int(getattr(self, "cache_max_position_num", self.max_position_embeddings)))
+
+    def grow(self: Any, position: int) -> None:
+        """Have a row for a position that lies beyond the table; SGLang calls it for inputs longer than announced."""
+        table = self.cos_sin_cache
+        if position >= len(table):
+            more = rows(len(table), (position // BLOCK + 1) * BLOCK)
+            self.cos_sin_cache = torch.cat((table, more.to(table.device, table.dtype)))
+
+    several_axes = "mrope_section" in settings
+    base: type[Any] = engine.MRotaryEmbedding if several_axes else engine.RotaryEmbedding
+    methods = {
+        "_compute_inv_freq": inverse_frequencies,
+        "_compute_cos_sin_cache": table,
+        "_ensure_cos_sin_cache_length": grow,
+    }
+    cls = type(f"RopeExt{base.__name__}", (base,), methods)
+    axes = {key: settings[key] for key in ("mrope_section", "mrope_interleaved") if several_axes and key in settings}
+    dtype = dtype or torch.get_default_dtype()
+    return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
