@@ -6,8 +6,11 @@ Bad input ends with one line on standard error and exit code 2; a loss that is n
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -206,4 +209,9 @@ for _panel, _functions in _COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `rope-ext` script."""
+    with suppress(OSError):  # either stream may be closed
+        # Compiled code, that of tokenizers say, prints past sys.stdout: its file descriptor becomes standard error's.
+        results = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = open(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115, PTH123
     app()

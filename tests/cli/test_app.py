@@ -505,3 +505,16 @@ def test_an_unquoted_pattern_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> 
         app(["ppl", "reference", "--lengths", "256", "--data", "books/1.txt", "books/2.txt"])
     assert stopped.value.code == 2
     assert "quote it, --data 'texts/*.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_prints_of_compiled_code_are_kept_out_of_the_results() -> None:
+    code = (
+        "import os; from rope_ext_hf.cli import app\n"
+        "@app.app.command(cls=app.Command)\n"
+        "def noisy():\n"
+        "    os.write(1, b'a remark\\n'); app.print_text('[]')\n"
+        "app.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "noisy"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "a remark\n")

@@ -29,7 +29,10 @@ MEMORY = 2 * 10**9
 _STALLED = 40.0  # seconds without computing: not a busy machine, but a wait for something, a FIFO say
 _ADDRESSES = 12 * 2**30  # of address space, so that a wild allocation fails instead of stopping the machine
 _MOST_CHARACTERS = 1200  # of a line of an error
-_STDERR_LINE = re.compile(r"(rope-ext: |(warning|needs|reads|read|run|time|picture) {2,}).*")
+_STDERR_LINE = re.compile(
+    r"(rope-ext: |(warning|needs|reads|read|run|time|picture) {2,}"
+    r"|Ignored unknown kwarg option ).*"  # printed by the compiled code of tokenizers
+)
 _NO_MEMORY = re.compile(r"can't allocate memory|MemoryError|not enough memory|std::bad_alloc|Unable to allocate")
 
 
@@ -76,7 +79,7 @@ def _run(arguments: Sequence[str], folder: Path, out: int, err: int, crash: int)
     """The child: never returns to the code of the parent."""
     import torch
 
-    from rope_ext_hf.cli.app import app
+    from rope_ext_hf.cli.app import main
 
     os.setsid()
     _stay_offline()
@@ -93,7 +96,7 @@ def _run(arguments: Sequence[str], folder: Path, out: int, err: int, crash: int)
     sys.argv = ["rope-ext", *arguments]
     code = 0
     try:
-        app()
+        main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0
     except BaseException:
