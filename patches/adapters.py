@@ -23,6 +23,7 @@ from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.slots import patch_state
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
 
-_SPEC_KEYS = ("method", "rotary", "target_length", "native", "below")
+_RECORDED_KEYS = ("method", "rotary", "target_length", "native", "below", FINGERPRINT_KEY)
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 # What a task of PEFT is loaded with where the architectures of the base model do not have it.
@@ -77,7 +78,7 @@ def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[
         record: the record in the config of the patched base model.
     """
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
-    return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _SPEC_KEYS if key in record}}
+    return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
 
 
 def _is_record(key: str) -> bool:
@@ -87,8 +88,9 @@ def _is_record(key: str) -> bool:
 def record_patch(model: nn.Module) -> None:
     """Record the patch of a model with the adapters that it lists, whose settings are about to be saved."""
     if (state := patch_state(model)) is not None:
+        record = state.record | fingerprint_record(model)
         for settings in getattr(model, "peft_config", {}).values():
-            settings.__dict__["to_dict"] = RecordingToDict(settings, state.record)
+            settings.__dict__["to_dict"] = RecordingToDict(settings, record)
 
 
 def stop_recording(model: nn.Module) -> None:

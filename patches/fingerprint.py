@@ -12,21 +12,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, FingerprintError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, rotary_modules
+from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, patch_state, rotary_modules
 
-__all__ = ["Fingerprint", "fingerprint_of"]
+__all__ = ["FINGERPRINT_KEY", "Fingerprint", "check_recorded", "fingerprint_of", "fingerprint_record", "with_pairing"]
+
+FINGERPRINT_KEY = "fingerprint"
+"""The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
 
 SAME = 1e-5
 """The largest relative difference of two numbers that computing them in another way explains."""
@@ -188,6 +191,53 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
         )
     scales = {float(scale) for scale in _softmax_scales(model)}
     return Fingerprint(class_pairing(config), _length(config, found), tuple(sorted(scales)), layers)
+
+
+def fingerprint_record(model: nn.Module) -> dict[str, Any]:
+    """What the record of a patch keeps of the model that is saved; nothing of one that rotates by a table of angles.
+
+    Args:
+        model: patched. Its length is that of the patch: a config is saved with it, whatever the live one says.
+    """
+    state = patch_state(model)
+    assert state is not None, "only a patched model has a record"
+    try:
+        saved = fingerprint_of(model)
+    except UnsupportedModelError:
+        return {}
+    length = state.encoding.extended_length or state.encoding.saved_length
+    return {FINGERPRINT_KEY: replace(saved, length=length).to_dict()}
+
+
+def with_pairing(record: Mapping[str, Any], pairing: str) -> dict[str, Any]:
+    """The record of a patch after the weights, and the class that runs them, went over to another pairing.
+
+    Raises:
+        CheckpointError: a damaged fingerprint in the record.
+    """
+    converted = replace(Fingerprint.from_dict(record[FINGERPRINT_KEY]), pairing=pairing)
+    return {**record, FINGERPRINT_KEY: converted.to_dict()}
+
+
+def check_recorded(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Check that a model rotates as the saved one did by the record of its patch; a record without it passes.
+
+    Raises:
+        CheckpointError: a damaged fingerprint in the record.
+        FingerprintError: the model rotates otherwise; the message names how.
+    """
+    if FINGERPRINT_KEY not in record:
+        return
+    way_out = f"delete the key {FINGERPRINT_KEY!r} from the record of its patch"
+    try:
+        saved = Fingerprint.from_dict(record[FINGERPRINT_KEY])
+    except CheckpointError as error:
+        raise CheckpointError(f"the fingerprint of this folder is damaged; {way_out}") from error
+    if sentences := saved.differences(fingerprint_of(model)):
+        raise FingerprintError(
+            f"the loaded model does not rotate as it did when it was saved: {' '.join(sentences)} Undo what was "
+            f"changed since; or, to load it as it is now, {way_out}"
+        )
 
 
 def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> LayerRope:

@@ -18,6 +18,7 @@ from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
 from rope_ext_hf.patches.family_settings import check_sizes
+from rope_ext_hf.patches.fingerprint import check_recorded
 from rope_ext_hf.patches.patching import replay
 from rope_ext_hf.patches.slots import find_slots
 
@@ -102,6 +103,7 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
             wider heads than `limits` allows, the weights hold tensors that the class has no place for, or an adapter
             whose base model is missing or another one.
         FileError: a damaged adapter_config.json.
+        FingerprintError: the loaded model rotates otherwise than the saved one did; the message names how.
     """
     config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
     if adapter is None:
@@ -194,6 +196,7 @@ def restore_patch(model: M, record: Mapping[str, Any]) -> M:
 
     Raises:
         CheckpointError: a record of a patch of another model.
+        FingerprintError: the model rotates otherwise than the record says of the saved one.
     """
     specs = saved_specs(record)
     slots = find_slots(model, specs[-1].layers)
@@ -203,4 +206,6 @@ def restore_patch(model: M, record: Mapping[str, Any]) -> M:
             f"the record of a patch is for {specs[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "
             "it was made for another model"
         )
-    return replay(model, tuple(specs))
+    replay(model, tuple(specs))
+    check_recorded(model, record)
+    return model

@@ -27,6 +27,7 @@ from rope_ext_hf.patches.adapters import (
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
+from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, patch_state, patched_slots
 
@@ -75,7 +76,7 @@ class RewritingSave:
         with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, _trained_keys(self.model)):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
-            rewrite_config(Path(save_directory), _state(self.model))
+            rewrite_config(Path(save_directory), self.model)
 
 
 def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
@@ -173,12 +174,14 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
         model._keys_to_ignore_on_save = before
 
 
-def rewrite_config(folder: Path, state: PatchState) -> None:
+def rewrite_config(folder: Path, model: nn.Module) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
+
+    The record gets the fingerprint of the model.
 
     Warns of engines known to run another model from it.
     """
-    file = folder / "config.json"
+    file, state, fingerprint = folder / "config.json", _state(model), fingerprint_record(model)
     config = json.loads(file.read_text(encoding="utf-8"))
     former = _CHECKPOINT.fullmatch(folder.name) is None
     for part in [config, *config.values()]:
@@ -190,6 +193,7 @@ def rewrite_config(folder: Path, state: PatchState) -> None:
             else:
                 spelled = saved[PATCH_KEY].pop("former")
                 part |= {key: value for key, value in saved.items() if key not in spelled}
+            part[PATCH_KEY] |= fingerprint
             if disagreeing:
                 warnings.warn(
                     f"{', '.join(disagreeing)} would load {str(folder)!r} without an error and run another model: of "
@@ -231,11 +235,12 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         if adapter is None:
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
-            rewrite_config(staging, _state(model))
+            rewrite_config(staging, model)
             _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
-                write_json(staging / file, with_record(read_json(staging / file), _state(model).record))
+                record = _state(model).record | fingerprint_record(model)
+                write_json(staging / file, with_record(read_json(staging / file), record))
         card = _card(model, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,4 +69,7 @@ def saved_config() -> str:
         model.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     keys = [key for key in config if key.startswith("rope_") or key == "max_position_embeddings"]
-    return f"\n\n```json\n{json.dumps({key: config[key] for key in sorted(keys)}, indent=2)}\n```\n\n"
+    shown = json.dumps({key: config[key] for key in sorted(keys)}, indent=2)
+    long_list = r"(\[\s+)([\d.e-]+,).*?,\s+([\d.e-]+\s+\])"
+    shown = re.sub(long_list, r"\1\2 ..., \3", shown, flags=re.DOTALL)
+    return f"\n\n```json\n{shown}\n```\n\n"

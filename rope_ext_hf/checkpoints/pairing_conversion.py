@@ -37,6 +37,7 @@ from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, with_pairing
 from rope_ext_hf.rotary.pairing import other_pairing
 
 __all__ = ["PairingConversion"]
@@ -143,6 +144,10 @@ class PairingConversion(Conversion):
             parts = [part for part in config.values() if isinstance(part, dict)]
             text = next((part for part in parts if part.get("model_type") == model_type), config)
             text[switch] = self.to == "interleaved"
+        for part in [config, *config.values()] if switch is not None else ():
+            for key, value in part.items() if isinstance(part, dict) else ():
+                if isinstance(value, dict) and FINGERPRINT_KEY in value:
+                    part[key] = with_pairing(value, self.to)
         write_json(staging / name, config | {PAIRING_KEY: self.to})
         copy_mode(self.source.folder / name, staging / name)
 

@@ -76,6 +76,15 @@ def test_logits_are_equal_under_the_other_rotation(name: str, tmp_path: Path, mo
     assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "source/model.safetensors").read_bytes()
 
 
+def test_a_patched_folder_with_a_switch_states_its_new_pairing(tmp_path: Path) -> None:
+    rope.patch(build_known("deepseek_v3"), "yarn", factor=4).save_pretrained(tmp_path / "source")
+    expected = logits(rope.from_pretrained(tmp_path / "source"), tokens(24))
+    convert(tmp_path / "source", tmp_path / "converted", "half")
+    converted = rope.from_pretrained(tmp_path / "converted")
+    assert rope.fingerprint(converted).pairing == "half"
+    torch.testing.assert_close(logits(converted, tokens(24)), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("model_type", "forgotten"),
     [

@@ -378,6 +378,15 @@ def test_a_converted_adapter_keeps_its_record(bundled: Path, tmp_path: Path) -> 
     assert torch.equal(logits(loaded, tokens(LONG)), logits(first, tokens(LONG)))
 
 
+def test_an_adapter_on_a_model_that_rotates_otherwise_is_refused(base: Path, tmp_path: Path) -> None:
+    adapted(rope.patch(plain(base), "yarn", factor=4)).save_pretrained(tmp_path / "adapter")
+    record = settings_of(tmp_path / "adapter")[ADAPTER_KEY]
+    record["rotary"]["theta"] = 5e5
+    change(tmp_path / "adapter", **{ADAPTER_KEY: record})
+    with pytest.raises(rope.FingerprintError, match="theta is 500,000 instead of 10,000"):
+        rope.from_pretrained(tmp_path / "adapter")
+
+
 # --- folders of others ----------------------------------------------------------------------------------------------
 
 

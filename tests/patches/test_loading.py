@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import CheckpointError, FileError
+from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError
 from tests.support.model_checks import LONG, TOLERANCE, difference
 from tests.support.models import THETA, TRAINED, build, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, FREQUENCIES, STATIC, Lookup, load_plainly, saved_config
@@ -224,6 +224,76 @@ def test_without_the_record_the_settings_count_as_they_stand(saved: Lookup, tmp_
     )
     seen = rope.describe(rope.from_pretrained(folder))
     assert (seen.method, seen.trained_length, seen.extended_length, seen.patched) == ("yarn", TRAINED, LONG, False)
+
+
+def another_factor(config: dict[str, Any]) -> None:
+    config["rope_ext_hf"]["method"]["factor"] = 16.0
+
+
+def another_theta(config: dict[str, Any]) -> None:
+    config["rope_ext_hf"]["rotary"]["theta"] = 5e5
+
+
+def another_magnitude(config: dict[str, Any]) -> None:
+    config["rope_ext_hf"]["method"]["attention_factor"] = 1.0
+
+
+def another_length(config: dict[str, Any]) -> None:
+    config["rope_ext_hf"]["target_length"] = 2 * LONG
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (another_factor, "Frequencies differ by up to"),
+        (another_theta, "theta is 500,000 instead of 10,000"),
+        (another_magnitude, r"multiplied by 1 instead of 1.138.*the attention factor \(mscale\) is missing"),
+        (another_length, f"a length of {2 * LONG} tokens instead of {LONG}"),
+    ],
+)
+def test_a_model_that_would_rotate_otherwise_than_the_saved_one_is_refused(
+    change: Callable[[dict[str, Any]], None], sentence: str, saved: Lookup, tmp_path: Path
+) -> None:
+    folder = tampered(saved("static", "llama", "yarn").folder, tmp_path / "out", change)
+    for load in (rope.from_pretrained, rope.fingerprint):
+        with pytest.raises(FingerprintError, match=f"does not rotate as it did when it was saved.* {sentence}"):
+            load(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_ext_hf"]["fingerprint"]  # the way out, and a folder of an earlier version
+    file.write_text(json.dumps(config))
+    rope.from_pretrained(folder)
+
+
+def test_a_class_with_another_softmax_scale_is_noticed(saved: Lookup, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved("static", "llama", "yarn").folder
+    made = transformers.models.llama.modeling_llama.LlamaAttention.__init__
+
+    def as_another_version(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.scaling *= 2
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaAttention, "__init__", as_another_version)
+    with pytest.raises(FingerprintError, match=r"multiplied by 0\.5 instead of 0\.25: the softmax scale differs"):
+        rope.from_pretrained(folder)
+
+
+def test_a_length_that_its_user_set_is_no_difference(tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), "dynamic-yarn")
+    model.config.max_position_embeddings = 12_345  # saving goes by the patch
+    model.save_pretrained(tmp_path)
+    assert rope.from_pretrained(tmp_path).config.max_position_embeddings == TRAINED
+
+
+@pytest.mark.parametrize("damage", [None, {}, "text", {"layers": 3}])
+def test_a_damaged_fingerprint_is_refused(damage: Any, saved: Lookup, tmp_path: Path) -> None:
+    folder = tampered(
+        saved("static", "llama", "yarn").folder,
+        tmp_path / "out",
+        lambda config: config["rope_ext_hf"].update(fingerprint=damage),
+    )
+    with pytest.raises(CheckpointError, match="is damaged; delete the key 'fingerprint'"):
+        rope.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("path", ["missing", "./missing", "~/no/such/folder/here"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from rope_ext_hf.training import RopeCallback
 from tests.patches.test_fingerprint import MISTAKES
 from tests.support.models import TRAINED, build, tokens
 
+ROOT = Path(__file__).parents[2]
 TEXT = [Tokens("made up", tokens(600, seed=9)[0], tuple(range(1, 601)))]
 
 
@@ -75,6 +79,63 @@ def test_a_folder_that_lost_the_patch_stops_at_the_save(tmp_path: Path, monkeypa
     monkeypatch.setattr(running, "_save", plainly)
     with pytest.raises(FingerprintError, match=r"the folder .*checkpoint-2.* The scaling is missing"):
         running.train()
+
+
+TWO_PROCESSES = """
+import os, sys
+from pathlib import Path
+import rope_ext_hf as rope
+from rope_ext_hf.training import RopeCallback
+from tests.support.models import build
+from tests.training.test_callback import trainer
+
+assert os.environ["WORLD_SIZE"] == "2"
+rank, folder, unlike = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2]
+model = rope.patch(build("llama"), "yarn", factor=4)
+
+class Careless(RopeCallback):
+    def on_save(self, *args, **kwargs):
+        if rank == unlike:
+            rope.unpatch(model)
+        super().on_save(*args, **kwargs)
+
+running = trainer(model, folder, Careless())
+running.train()
+assert running.args.world_size == 2
+print(f"process {rank} trained", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unlike", ["none", "0", "1"])
+def test_every_process_is_checked_at_a_save(unlike: str, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(TWO_PROCESSES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "run"), unlike],
+        capture_output=True, text=True, timeout=600, env=os.environ | settings, check=False,
+    )  # fmt: skip
+    if unlike == "none":
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("trained") == 2
+        assert (tmp_path / "run" / "checkpoint-2" / "rope_fingerprint.json").is_file()
+        return
+    assert done.returncode != 0
+    assert (
+        "FingerprintError: the model that was saved does not rotate as expected: The scaling is missing" in done.stderr
+    )
+    assert "trained" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shards_without_a_config_is_no_mistake(tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), "yarn", factor=4)
+    running = trainer(model, tmp_path, RopeCallback())
+    running._save = lambda folder, *args, **kwargs: Path(folder).mkdir(exist_ok=True)
+    running.train()
+    kept = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
+    assert kept.differences(rope.fingerprint(model)) == []
 
 
 def test_text_and_lengths_belong_together() -> None:
