@@ -5,8 +5,9 @@
 
 FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
 stand-ins, so that no GPU is needed. Every method of every family in docs/engine-*.md is configured with serving_config,
-the engine's own class is built from the overrides, and its frequencies and magnitude are compared with the method's.
-The result goes to docs/results/engine-classes.json; the exit status is 1 where a difference exceeds float32.
+the engine's own class is built from the overrides, and its frequencies and magnitude are compared with the method's;
+then again with the plug-in of this package registered, by its own rope type. The result goes to
+docs/results/engine-classes.json; the exit status is 1 where a difference exceeds float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,14 +33,16 @@ from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import logging
 
-from rope_ext_hf.engines.base import Target, find_engine
+from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
 from rope_ext_hf.errors import RopeExtError
+from rope_ext_hf.serving import sglang_plugin, vllm_plugin
 from tests.support.serving_models import SERVED, targets
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "engine-classes.json"
 TOLERANCE = 2e-5
 """The largest relative difference of frequencies that float32 tables explain."""
+HOOKS = "sglang.srt.plugins.hook_registry"
 OLDER = "Qwen2.5-VL, with the settings of Qwen3-VL"
 """A family whose model files leave the size of the table of M-RoPE positions at its default."""
 POSITIONS = 4096
@@ -84,13 +87,13 @@ class StandIn(ModuleType):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the rotary classes in an unpacked wheel, and stand-ins for all else of the engine."""
 
-    def __init__(self, package: str, real: str, folder: Path) -> None:
+    def __init__(self, package: str, real: Sequence[str], folder: Path) -> None:
         self.package, self.real, self.folder = package, real, folder
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         if name.split(".")[0] != self.package:
             return None
-        if name == self.real or name.startswith(f"{self.real}."):
+        if any(name == real or name.startswith(f"{real}.") for real in self.real):
             file = self.folder / Path(*name.split("."))
             init = file / "__init__.py"
             file = init if init.exists() else file.with_suffix(".py")
@@ -162,12 +165,21 @@ def differs_on_images(module: Any, target: Target) -> float:
     return float((there.view(count, 2, dim) - here[0].transpose(0, 1)).abs().max())
 
 
-def compare(name: str, version: str, folder: Path, real: str, build: Any, skipped: Sequence[str]) -> dict[str, Any]:
-    """Build every configured module and compare; families in `skipped` do not go through get_rope."""
-    package = real.split(".")[0]
-    sys.meta_path.insert(0, Finder(package, real, folder))
-    get_rope = importlib.import_module(real).get_rope
-    rows: list[dict[str, Any]] = []
+def register_vllm(home: Any) -> Any:
+    """vLLM's get_rope with the plug-in."""
+    vllm_plugin.register()
+    return home.get_rope
+
+
+def register_sglang(home: Any) -> Any:
+    """SGLang's get_rope with the plug-in, put around it by SGLang's own hook registry."""
+    sglang_plugin.register()
+    importlib.import_module(HOOKS).HookRegistry.apply_hooks()
+    return home.get_rope
+
+
+def served_by(engine: Engine, skipped: Sequence[str]) -> Iterator[tuple[dict[str, Any], Target, ServingConfig]]:
+    """Every method of every family that an engine serves; families in `skipped` do not go through get_rope."""
     for family, again in (*((family, family) for family in SERVED), (OLDER, "Qwen3-VL")):
         for over in ("own", "original"):
             for method, target in targets(again, over):
@@ -176,24 +188,54 @@ def compare(name: str, version: str, folder: Path, real: str, build: Any, skippe
                 if not isinstance(target, Target) or target.model_type in skipped:
                     continue
                 try:
-                    config = find_engine(name).config_for(target)
+                    config = engine.config_for(target)
                 except RopeExtError:
                     continue
-                settings, most = engine_settings(target, config.overrides, merge=name == "sglang")
-                if package == "vllm":
-                    state = importlib.import_module(f"{real}.phi3_long_rope_scaled_rope")
-                    state.get_current_vllm_config().model_config.max_model_len = target.length
-                module = build(get_rope, target, settings, most)
-                inv_freq, magnitude = read_table(module, most)
-                expected = torch.tensor(target.inv_freq, dtype=torch.float64)
-                worst = float(((inv_freq - expected).abs() / expected).max())
-                off = abs(magnitude / target.attention_factor - 1)
-                rows.append({"family": family, "over": over, "method": method.name, "encoding": config.encoding})
-                rows[-1] |= {"frequencies": worst, "magnitude": off}
-                if "mrope_section" in settings and target.model_type == "qwen3_vl_text":
-                    rows[-1]["positions"] = differs_on_images(module, target)
+                row = {"family": family, "over": over, "method": method.name, "encoding": config.encoding}
+                yield row, target, config
+
+
+def compare(
+    name: str, folder: Path, real: Sequence[str], build: Any, register: Any, skipped: Sequence[str]
+) -> dict[str, Any]:
+    """Build every configured module and compare, with and without the plug-in."""
+    package, home = real[0].split(".")[0], real[0]
+    sys.meta_path.insert(0, Finder(package, real, folder))
+    module = importlib.import_module(home)
+    stock, engine = module.get_rope, find_engine(name)
+    asked: list[tuple[Target, dict[str, Any], int]] = []
+
+    def measure(engine: Engine, get_rope: Any) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for row, target, config in served_by(engine, skipped):
+            settings, most = engine_settings(target, config.overrides, merge=name == "sglang")
+            asked.append((target, dict(settings), most))
+            if package == "vllm":
+                state = importlib.import_module(f"{home}.phi3_long_rope_scaled_rope")
+                state.get_current_vllm_config().model_config.max_model_len = target.length
+            built = build(get_rope, target, settings, most)
+            inv_freq, magnitude = read_table(built, most)
+            expected = torch.tensor(target.inv_freq, dtype=torch.float64)
+            row["frequencies"] = float(((inv_freq - expected).abs() / expected).max())
+            row["magnitude"] = abs(magnitude / target.attention_factor - 1)
+            if "mrope_section" in settings and target.model_type == "qwen3_vl_text":
+                row["positions"] = differs_on_images(built, target)
+            rows.append(row)
+        return rows
+
+    rows = measure(engine, stock)
+    before = list(asked)
+    with_plugin = register(module)
+    plugin = measure(engine.with_plugin(), with_plugin)
+    untouched = sum(
+        build(with_plugin, target, dict(settings), most) is build(stock, target, dict(settings), most)
+        for target, settings, most in before
+    )
     sys.meta_path.pop(0)
-    return {"engine": name, "version": version, "rows": rows, "skipped": list(skipped)}
+    return {
+        "engine": name, "version": engine.version, "rows": rows, "skipped": list(skipped), "plugin": plugin,
+        "untouched": untouched,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -211,15 +253,14 @@ def main() -> None:
         return whole(min(args[0], POSITIONS), **kwargs) if len(args) == 1 else whole(*args, **kwargs)
 
     torch.arange = arange
-    vllm, sglang = find_engine("vllm"), find_engine("sglang")
     results = [
-        compare("vllm", vllm.version, given.vllm, "vllm.model_executor.layers.rotary_embedding", as_vllm, ()),
+        compare("vllm", given.vllm, ("vllm.model_executor.layers.rotary_embedding",), as_vllm, register_vllm, ()),
         compare(
             "sglang",
-            sglang.version,
             given.sglang,
-            "sglang.srt.layers.rotary_embedding",
+            ("sglang.srt.layers.rotary_embedding", HOOKS),
             as_sglang,
+            register_sglang,
             ("gemma3_text",),  # whose model file calls the functions of transformers
         ),
     ]
@@ -228,17 +269,19 @@ def main() -> None:
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     wrong = 0
     for result in results:
-        rows = result["rows"]
+        rows = result["rows"] + result["plugin"]
         far = [
             row
             for row in rows
             if row["frequencies"] > TOLERANCE or row["magnitude"] > 1e-6 or row.get("positions", 0) > TOLERANCE
         ]
-        wrong += len(far)
+        wrong += len(far) + len(result["rows"]) - result["untouched"]
         worst = max(row["frequencies"] for row in rows)
         off = max(row["magnitude"] for row in rows)
         print(
-            f"{result['engine']} {result['version']}: {len(rows)} served, frequencies {worst:.2g}, magnitude {off:.2g}"
+            f"{result['engine']} {result['version']}: {len(result['rows'])} served by its own rope types, "
+            f"{result['untouched']} of them the same module with the plug-in, {len(result['plugin'])} by the plug-in; "
+            f"frequencies {worst:.2g}, magnitude {off:.2g}"
         )
         print(*far, sep="\n")
     sys.exit(bool(wrong))

@@ -187,7 +187,7 @@ def serve_config(
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
     engine_version: Version = None,
     plugin: Annotated[
-        bool, typer.Option("--plugin", help="For an engine that loads the plug-in of this package: vLLM.")
+        bool, typer.Option("--plugin", help="For an engine that loads a plug-in of this package.")
     ] = False,
     as_json: Json = False,
 ) -> None:

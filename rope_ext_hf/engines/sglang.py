@@ -1,20 +1,23 @@
 """SGLang: sgl-project/sglang 0.5.23.
 
 Read: python/sglang/srt/layers/rotary_embedding/ (factory.py, yarn.py, mrope.py, rope_variant.py), models/llama.py,
-qwen2.py, qwen3.py, gemma3_causal.py, gpt_oss.py, mixtral.py, deepseek_v2.py, configs/model_config.py, and
-utils/hf_transformers/ (config.py, common.py).
+qwen2.py, qwen3.py, gemma3_causal.py, gpt_oss.py, mixtral.py, deepseek_v2.py, configs/model_config.py,
+utils/hf_transformers/ (config.py, common.py), plugins/ (__init__.py, hook_registry.py), and what every file of
+models/ hands to get_rope.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
     ConfigEngine,
     Encoding,
+    Engine,
     NotCheckedError,
     ServingConfig,
     Target,
@@ -29,10 +32,16 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers, config_changes, yarn_by_config
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, plugin_encoding, plugin_frequencies, plugin_note
 from rope_ext_hf.engines.vllm import INTERLEAVED_FAMILIES, deepseek_yarn
 from rope_ext_hf.errors import ServingError
 
 __all__ = ["SGLang"]
+
+_WHOLE_THETA = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
+"""Families whose model file hands on nothing but theta, cut to a whole number."""
+_THETA_ALONE = _WHOLE_THETA | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
+"""Families whose model file hands on nothing of the rope settings but theta."""
 
 
 @register_engine("sglang")
@@ -41,6 +50,9 @@ class SGLang(ConfigEngine):
 
     title = "SGLang"
     version = "0.5.23"
+
+    def with_plugin(self) -> Engine:
+        return SGLangWithPlugin()
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)
@@ -87,9 +99,10 @@ class SGLang(ConfigEngine):
         magnitude, softmax_scale, table = 1.0, 1.0, None
         notes: list[str] = []
         mrope = "mrope_section" in settings
-        if model_type == "mixtral":
-            notes = [] if kind == "default" else [f"Mixtral: the rope type {kind} is ignored."]
-            return Computed(tuple(plain(int(theta), dim)), 1.0, derived, notes=tuple(notes))
+        if model_type in _THETA_ALONE:
+            notes = [] if kind == "default" else [f"{model_type}: the rope type {kind} is ignored."]
+            theta = int(theta) if model_type in _WHOLE_THETA else theta
+            return Computed(tuple(plain(theta, dim)), 1.0, derived, notes=tuple(notes))
         if model_type == "gemma3_text":  # the functions of transformers, on the settings of the full-attention layers
             flat = {key: value for key, value in settings.items() if key != "_shared_truncate"}
             theirs = Transformers().computes(text | {"rope_parameters": flat, "rope_scaling": None}, length)
@@ -132,6 +145,38 @@ class SGLang(ConfigEngine):
         else:
             raise ServingError(f"SGLang {self.version} freezes or refuses the rope type {kind!r}")
         return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+
+
+class SGLangWithPlugin(SGLang):
+    """SGLang with this package installed beside it, whose plug-in builds a table of any frequencies."""
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        parameters = target.config["rope_parameters"]
+        own = parameters if target.layer_type is None else parameters[target.layer_type]
+        if target.model_type in MLA_FAMILIES:  # the softmax scale follows from these
+            kept = ("factor", "mscale_all_dim", "original_max_position_embeddings")
+            yield plugin_encoding(target, {key: own[key] for key in kept if key in own})
+        else:  # settings are merged key by key, and a factor multiplies the length
+            yield plugin_encoding(target, {"factor": 1.0} if "factor" in own else None)
+
+    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+        text = text_settings(config)
+        settings, model_type = rope_settings(text), str(text.get("model_type"))
+        if settings["rope_type"] != PLUGIN_TYPE:
+            return super().computes(config, length)
+        if model_type in _THETA_ALONE:
+            raise ServingError(f"its {model_type} model hands on theta alone, so that the plug-in gets no settings")
+        factor, softmax_scale = needed(settings, "factor", 1.0), 1.0
+        if model_type in MLA_FAMILIES:
+            softmax_scale = yarn_magnitude(factor, float(settings.get("mscale_all_dim") or 0)) ** 2
+        most = length_setting(text)
+        derived = most if "original_max_position_embeddings" in settings else int(most * factor)
+        inv_freq, magnitude = plugin_frequencies(settings)
+        return Computed(inv_freq, magnitude, derived, None, softmax_scale)
+
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        config = super().served(target, encoding, computed)
+        return replace(config, notes=plugin_note(config, self.title))
 
 
 def _yarn_magnitude(settings: Mapping[str, Any]) -> float:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.engines.base import (
-    GEOMETRY_KEYS,
     Computed,
     ConfigEngine,
     Encoding,
@@ -33,14 +32,13 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, plugin_encoding, plugin_frequencies, plugin_note
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["INTERLEAVED_FAMILIES", "PLUGIN_TYPE", "VLLM", "deepseek_yarn"]
+__all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
 
 INTERLEAVED_FAMILIES = MLA_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
-PLUGIN_TYPE = "rope_ext_hf"
-"""The rope type of the plug-in of this package (`rope_ext_hf.serving.vllm_plugin`)."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
 _MROPE_TABLE = 4
@@ -180,13 +178,7 @@ class VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
-        settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
-            "rope_type": PLUGIN_TYPE,
-            "rope_theta": target.theta,
-            "inv_freq": json.dumps(list(target.inv_freq)),
-            "attention_factor": target.attention_factor,
-        }
-        yield Encoding("frequencies for the plug-in", settings, {"max_position_embeddings": target.length})
+        yield plugin_encoding(target)
 
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
         text = text_settings(config)
@@ -197,13 +189,12 @@ class VLLMWithPlugin(VLLM):
             raise ServingError(
                 f"its {model_type} model builds rope settings of its own, and the plug-in never gets these"
             )
-        inv_freq = tuple(map(float, json.loads(settings["inv_freq"])))
-        return Computed(inv_freq, float(settings["attention_factor"]), length_setting(text))
+        inv_freq, magnitude = plugin_frequencies(settings)
+        return Computed(inv_freq, magnitude, length_setting(text))
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         config = super().served(target, encoding, computed)
-        note = "This package must be installed beside vLLM: pip install --no-deps rope-ext-hf. vLLM loads its plug-in."
-        return replace(config, notes=(*config.notes, note))
+        return replace(config, notes=plugin_note(config, self.title))
 
 
 def _quadruple(settings: Mapping[str, Any], model_type: str) -> bool:

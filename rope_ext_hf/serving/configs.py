@@ -49,7 +49,7 @@ def serving_config(
         method: as in `patch`, with factor, target_length, over, context_length and params; None: the patch that the
             model carries, else the model as published.
         engine_version: the version that will run it.
-        plugin: for an engine that loads the plug-in of this package (vLLM): any frequencies, by one rope type.
+        plugin: for an engine that loads a plug-in of this package: any frequencies, by one rope type.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 

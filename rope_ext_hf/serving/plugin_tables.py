@@ -118,6 +118,7 @@ def build_rotary(
         "_ensure_cos_sin_cache_length": grow,
     }
     cls = type(f"RopeExt{base.__name__}", (base,), methods)
-    axes = {key: settings[key] for key in ("mrope_section", "mrope_interleaved") if several_axes and key in settings}
+    known = [name for name in inspect.signature(base.__init__).parameters if name.startswith("mrope")]
+    axes = {name: settings[name] for name in known if name in settings}
     dtype = dtype or torch.get_default_dtype()
     return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)

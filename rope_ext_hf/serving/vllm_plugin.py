@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-from rope_ext_hf.engines.vllm import PLUGIN_TYPE
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
 from rope_ext_hf.serving.plugin_tables import build_rotary, taken_over
 
 __all__ = ["register"]

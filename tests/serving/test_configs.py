@@ -223,7 +223,8 @@ def test_the_rules_are_those_of_the_versions_that_were_compared() -> None:
     for engine in measured("engine-classes")["engines"]:
         assert engine["version"] == find_engine(engine["engine"]).version
         assert {row["family"] for row in engine["rows"]} | set(engine["skipped"]) >= {"Llama", "Qwen3-VL", "DeepSeek"}
-        for row in engine["rows"]:
+        assert engine["untouched"] == len(engine["rows"])
+        for row in engine["rows"] + engine["plugin"]:
             assert row["frequencies"] <= 2e-5, row
             assert row["magnitude"] <= 1e-6, row
             assert row.get("positions", 0.0) <= 2e-5, row

@@ -48,9 +48,18 @@ class Rotary:
 
 
 class SeveralAxes(Rotary):
-    def __init__(self, head_size: int, rotary_dim: int, max_position: int, *others: Any, **more: Any) -> None:
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        *others: Any,
+        mrope_section: Any = None,
+        mrope_interleaved: bool = False,
+    ) -> None:
         self.cache_max_position_num = 4 * max_position
-        super().__init__(head_size, rotary_dim, max_position, *others, **more)
+        super().__init__(head_size, rotary_dim, max_position, *others)
+        self.more = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved}
 
 
 @pytest.fixture
@@ -125,7 +134,7 @@ def test_who_has_a_plug_in() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     [(name, value)] = project["entry-points"]["vllm.general_plugins"].items()
     assert EntryPoint(name, value, "vllm.general_plugins").load() is register
-    with pytest.raises(ServingError, match="no plug-in of this package for sglang; there is one for vllm"):
-        rope.serving_config(build("llama"), "sglang", "yarn", factor=4, plugin=True)
+    with pytest.raises(ServingError, match="no plug-in of this package for mlx; there is one for vllm, sglang"):
+        rope.serving_config(build("llama"), "mlx", "yarn", factor=4, plugin=True)
     with pytest.raises(ServingError, match="builds rope settings of its own"):
         rope.serving_config(build("gpt_oss"), "vllm", "yarn", factor=4, plugin=True)

@@ -1,0 +1,37 @@
+"""The rope type of this package's plug-ins for engines: its settings hold the frequencies themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rope_ext_hf.engines.base import GEOMETRY_KEYS, Encoding, ServingConfig, Target
+
+__all__ = ["PLUGIN_TYPE", "plugin_encoding", "plugin_frequencies", "plugin_note"]
+
+PLUGIN_TYPE = "rope_ext_hf"
+"""The rope type; `rope_ext_hf.serving.plugin_tables` describes its settings and builds their tables."""
+
+
+def plugin_encoding(target: Target, more: Mapping[str, Any] | None = None) -> Encoding:
+    """The frequencies and magnitude of a target in the settings that the plug-ins read, with more settings."""
+    settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
+        "rope_type": PLUGIN_TYPE,
+        "rope_theta": target.theta,
+        "inv_freq": json.dumps(list(target.inv_freq)),
+        "attention_factor": target.attention_factor,
+    }
+    return Encoding(
+        "frequencies for the plug-in", settings | dict(more or {}), {"max_position_embeddings": target.length}
+    )
+
+
+def plugin_frequencies(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], float]:
+    """The frequencies and the magnitude that settings of this type hold."""
+    return tuple(map(float, json.loads(settings["inv_freq"]))), float(settings["attention_factor"])
+
+
+def plugin_note(config: ServingConfig, title: str) -> tuple[str, ...]:
+    """The notes of a config, and what to install beside an engine for it."""
+    return (*config.notes, f"Install this package beside {title}, which loads it: pip install --no-deps rope-ext-hf.")
