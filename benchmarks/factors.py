@@ -2,6 +2,7 @@
 
     python benchmarks/factors.py --model reference --data stdlib
     python benchmarks/factors.py --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt'
+    python benchmarks/factors.py --methods stairs,string    # the tables keep the rows of the other methods
 
 Protocol `matched`: the same tokens are scored at every length, from the context length to 16 times. Methods with a
 factor are measured with each of FACTORS, up to the extended length; the others follow the input, or are fitted to the
@@ -40,7 +41,18 @@ SCALES = (1, 2, 4, 8, 16)
 """Lengths, in context lengths."""
 FACTORS = (2, 4, 8, 16)
 BY_FACTOR = ("linear", "ntk", "by-parts", "yarn", "llama3")
-FITTED = ("dynamic-ntk", "dynamic-yarn", "rerope", "leaky-rerope", "self-extend", "dca", "alibi", "kerple")
+FITTED = (
+    "dynamic-ntk",
+    "dynamic-yarn",
+    "rerope",
+    "leaky-rerope",
+    "self-extend",
+    "dca",
+    "stairs",
+    "string",
+    "alibi",
+    "kerple",
+)
 """Methods that follow the input, or the longest length."""
 
 
@@ -49,6 +61,7 @@ def main() -> None:
     parser.add_argument("--model", default="reference", help="reference, or a folder")
     parser.add_argument("--data", default="stdlib", help="the text, as `rope-ext ppl` takes it")
     parser.add_argument("--spans", type=int, default=16, help="spans per length")
+    parser.add_argument("--methods", default=",".join((*BY_FACTOR, *FITTED)), help="names, separated by commas")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
@@ -61,9 +74,10 @@ def main() -> None:
     lengths = [trained * scale for scale in SCALES]
     plan = prepare(model, tokens, lengths=lengths, targets=trained // 2, max_spans=arguments.spans, bos=False)
     chosen: list[tuple[str, float | None, RopeMethod | None]] = [("as loaded", None, None)]
-    for name in BY_FACTOR:
+    asked = arguments.methods.split(",")
+    for name in (name for name in BY_FACTOR if name in asked):
         chosen += [(name, factor, resolve_method(name, rotary, factor=factor)) for factor in FACTORS]
-    for name in FITTED:
+    for name in (name for name in FITTED if name in asked):
         chosen.append((name, None, resolve_method(name, rotary, target_length=longest)))
 
     rows: list[dict[str, Any]] = []

@@ -52,6 +52,7 @@ HEAVY = {
     "gguf",
     "tqdm",
     "vllm",
+    "sglang",
 }
 """Third-party libraries that a function may import for itself."""
 MAX_LINES = 500

@@ -16,6 +16,8 @@ __all__ = ["MEASURED", "measured_file", "unchanged_share"]
 MEASURED = ROOT / "rope_ext_hf" / "methods" / "measured.json"
 NAMES = {"reference": "bundled model", "docstring-model": "docstring model"}
 """The models of benchmarks/factors.py, in the order of their tables."""
+SAME = 1e-3
+"""Bits per byte by which a measurement on another machine may differ."""
 COMMANDS = {
     "reference": "benchmarks/factors.py",
     "docstring-model": "benchmarks/factors.py --model build/bench/docstring-model",
@@ -23,8 +25,22 @@ COMMANDS = {
 
 
 def _lines() -> dict[str, Row]:
-    """The last measurement of every model."""
-    last = {line["model"]: line for line in lines_of("factors")}
+    """The last measurement of every model, with the rows of methods that only earlier ones have.
+
+    Raises:
+        ValueError: measurements of the model as loaded that differ, so that their rows cannot stand in one table.
+    """
+    last: dict[str, Row] = {}
+    for line in lines_of("factors"):
+        kept = last.get(line["model"], {"rows": []})["rows"]
+        measured = {row["method"] for row in line["rows"]}
+        loaded = [
+            [row["bits_per_byte"] for row in rows if row["method"] == "as loaded"] for rows in (kept, line["rows"])
+        ]
+        others = [row for row in kept if row["method"] not in measured]
+        if others and any(abs(old - new) > SAME for old, new in zip(*loaded, strict=True)):
+            raise ValueError(f"{line['model']} was measured on other text before: measure all methods anew")
+        last[line["model"]] = line | {"rows": line["rows"] + others}
     return {model: last[model] for model in NAMES if model in last}
 
 
