@@ -1,5 +1,15 @@
-"""What training a patched model needs beside a trainer: a callback that stops where the model rotates otherwise."""
+"""What training a patched model needs beside a trainer: positions, weights of the loss, and checks that stop it."""
 
 from rope_ext_hf.training.callback import RopeCallback
+from rope_ext_hf.training.collators import MixedWindowsCollator, PoSECollator, RandomPositionsCollator
+from rope_ext_hf.training.longce import longce_weights
+from rope_ext_hf.training.parallelism import check_context_parallel
 
-__all__ = ["RopeCallback"]
+__all__ = [
+    "MixedWindowsCollator",
+    "PoSECollator",
+    "RandomPositionsCollator",
+    "RopeCallback",
+    "check_context_parallel",
+    "longce_weights",
+]

@@ -21,6 +21,7 @@ from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.serving.fingerprints import fingerprint
+from rope_ext_hf.training.parallelism import check_context_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
@@ -46,7 +47,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         tokenizer: of the text; default: the one beside the model's weights.
 
     Raises:
-        MethodError: text without lengths, or lengths without text.
+        MethodError: text without lengths, or lengths without text; from the training, what `check_context_parallel`
+            refuses.
         FingerprintError: from the training, where the model or a saved folder rotates otherwise; the message names how.
 
     Losses are in the trainer's log as `loss_at_4096`, in nats per token. Works with transformers' and TRL's trainers.
@@ -78,6 +80,9 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self.expected = self.expected or fingerprint_of(model)
         self._first = True
         self._check(fingerprint_of(model), "the model that is to be trained")
+        parallelism = getattr(args, "parallelism_config", None)
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            check_context_parallel(model)
         self._measure(model, state, kwargs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

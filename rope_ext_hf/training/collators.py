@@ -1,0 +1,212 @@
+"""Collators that state positions: a model learns long distances from rows shorter than they are.
+
+    collator = PoSECollator(length=4096, target_length=32768)
+    Trainer(model, arguments, train_dataset=rows, data_collator=collator)   # or a DataLoader's collate_fn
+
+An example is a dict with `input_ids`, perhaps `labels` (default: the ids), as tokenizers and datasets give them; it is
+one document, not several packed together. Padding is left out by its `attention_mask`, and other keys are dropped. What
+is drawn at random follows from the seed and the ids of the example alone: not from the batch, the worker or the process
+that it lands in, nor from what was drawn before, so that a training that is resumed draws the same.
+
+A length-dependent method counts the tokens of a row. Under PoSE and random positions, which stand for longer inputs,
+train inside `rope_ext_hf.fixed_length(model, target_length)`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+
+__all__ = ["MixedWindowsCollator", "PoSECollator", "RandomPositionsCollator"]
+
+IGNORED = -100
+"""The label of a token that is not predicted, in transformers."""
+
+
+@dataclass(frozen=True)
+class PositionCollator:
+    """What all collators of positions do: cut rows, pad them on the right, draw by example.
+
+    Args:
+        length: tokens of a row at most; longer documents are cut.
+        target_length: the extended length in tokens: every position is below it.
+        seed: of all draws.
+        pad_token_id: what shorter rows of a batch are padded with.
+
+    Raises:
+        MethodError: a length below 2, or above the target length.
+    """
+
+    length: int
+    target_length: int
+    seed: int = 0
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.length <= self.target_length:
+            raise MethodError(
+                f"length must be from 2 to target_length, got {self.length} with target_length={self.target_length}"
+            )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch of examples.
+
+        Returns:
+            input_ids, labels, position_ids and attention_mask, each (examples, tokens) int64. The mask is there also
+            without padding: transformers takes a jump of positions in a batch without a mask for the beginning of
+            another document, and keeps the tokens behind it from attending to those before.
+
+        Raises:
+            MethodError: an example without tokens, with position_ids of its own, or whose labels are not one a token.
+        """
+        rows = []
+        for example in examples:
+            ids, labels = _tokens(example)
+            draws = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed & 0xFFFFFFFF))
+            chosen, positions = self.place(len(ids), draws)
+            rows.append((ids[chosen], labels[chosen], positions, torch.ones_like(positions)))
+        paddings = (self.pad_token_id, IGNORED, 0, 0)
+        batch = [
+            torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=padding)
+            for parts, padding in zip(zip(*rows, strict=True), paddings, strict=True)
+        ]
+        return dict(zip(("input_ids", "labels", "position_ids", "attention_mask"), batch, strict=True))
+
+    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Which tokens of a document make a row, and the position of each.
+
+        Args:
+            tokens: of the document.
+
+        Returns:
+            Indices into the document and positions, each (row,) int64.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PoSECollator(PositionCollator):
+    """Positional skip-wise training: two chunks of a document, the second moved to a random later position.
+
+    PoSE (Zhu et al. 2023, arXiv 2309.10400, sec. 3.2), with the draws of its code (dwzhu-pku/PoSE, src/train_pose.py,
+    `train_preprocess_function_pose`): of a row of L tokens the first chunk has 1 to (L + 1) // 2, from the beginning of
+    the document; the second one begins anywhere behind it in the document; and its positions are moved by 0 to
+    target_length - L. Each draw is uniform. Within a chunk positions go on one by one. Distances up to target_length
+    - 1 occur, at the cost of rows of L tokens. The first token of the second chunk is predicted, as there.
+
+    Args:
+        length, target_length, seed, pad_token_id: as `PositionCollator` takes them; length is commonly the trained one.
+    """
+
+    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Which tokens of a document make a row, and the position of each; see `PositionCollator.place`."""
+        row = min(tokens, self.length)
+        first = _draw(1, (row + 1) // 2, draws)
+        skipped_text = _draw(0, tokens - row, draws)
+        skipped_positions = _draw(0, self.target_length - row, draws)
+        chosen, positions = torch.arange(row), torch.arange(row)
+        chosen[first:] += skipped_text
+        positions[first:] += skipped_positions
+        return chosen, positions
+
+
+@dataclass(frozen=True)
+class RandomPositionsCollator(PositionCollator):
+    """Randomised positions: an ascending random sample of all positions up to the target length.
+
+    Ruoss et al. 2023, arXiv 2305.16843, sec. 3.1: the positions of a row are drawn without replacement from 0 to
+    target_length - 1 and sorted, so that their order alone is left to the model. The row is the beginning of the
+    document.
+
+    Args:
+        length, target_length, seed, pad_token_id: as `PositionCollator` takes them.
+    """
+
+    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Which tokens of a document make a row, and the position of each; see `PositionCollator.place`."""
+        row = min(tokens, self.length)
+        return torch.arange(row), torch.randperm(self.target_length, generator=draws)[:row].sort().values
+
+
+@dataclass(frozen=True)
+class MixedWindowsCollator(PositionCollator):
+    """Mixed windows: some documents are read in one long window, others in short windows one after the other.
+
+    After LongRoPE2 (Shang et al. 2025, arXiv 2502.20082, sec. 3.3): short windows keep what the model reads well within
+    its trained length while long ones extend it. Under a length-dependent method (dynamic-yarn, or longrope with two
+    lists) each window gets the frequencies of its own length, short windows those of the model itself; under a static
+    method all get the same.
+
+    Args:
+        length: tokens of a row, and of a long window.
+        target_length: the extended length.
+        seed, pad_token_id: as `PositionCollator` takes them.
+        short_length: tokens of a short window; commonly the trained length.
+        short_share: of the documents, those read in short windows.
+
+    Raises:
+        MethodError: a short length above `length`, or a share outside 0 to 1.
+
+    Positions begin at 0 in every window. There is no mask: transformers tells windows apart by their positions, and so
+    do length-dependent methods. Padding is a window of its own without labels.
+    """
+
+    short_length: int = 0
+    short_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.short_length <= self.length or not 0 <= self.short_share <= 1:
+            raise MethodError(
+                f"short_length must be from 2 to length={self.length} and short_share from 0 to 1, got "
+                f"{self.short_length} and {self.short_share}"
+            )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """A batch of examples: input_ids, labels and position_ids, each (examples, tokens) int64.
+
+        Raises:
+            MethodError: as other collators of positions do.
+        """
+        batch = super().__call__(examples)
+        mask = batch.pop("attention_mask")
+        batch["position_ids"] = torch.where(mask == 1, batch["position_ids"], (1 - mask).cumsum(-1) - 1)
+        return batch
+
+    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Which tokens of a document make a row, and the position of each; see `PositionCollator.place`."""
+        row = torch.arange(min(tokens, self.length))
+        is_short = bool(torch.rand((), generator=draws) < self.short_share)
+        return row, row % self.short_length if is_short else row
+
+
+def _tokens(example: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Ids and labels of an example without its padding, each (tokens,) int64."""
+    if "position_ids" in example:
+        raise MethodError(
+            "an example has position_ids of its own, as packed documents do; give this collator one document per "
+            "example, with packing off"
+        )
+    ids = torch.as_tensor(example["input_ids"], dtype=torch.int64)
+    labels = torch.as_tensor(example.get("labels", ids), dtype=torch.int64)
+    if ids.ndim != 1 or not len(ids) or labels.shape != ids.shape:
+        raise MethodError(
+            f"an example must have a row of input_ids and as many labels, got shapes {tuple(ids.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    if (mask := example.get("attention_mask")) is not None:
+        kept = torch.as_tensor(mask, dtype=torch.bool)
+        ids, labels = ids[kept], labels[kept]
+    return ids, labels
+
+
+def _draw(least: int, most: int, draws: torch.Generator) -> int:
+    """A whole number from least to most, both included."""
+    return int(torch.randint(least, most + 1, (), generator=draws))
