@@ -22,6 +22,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import angle_table
+from rope_ext_hf.patches.length_profiles import ProfileSlot
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 
@@ -35,7 +36,8 @@ def keeps_angles_in_weights(config: Any) -> bool:
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
     """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
-    return (TableSlot if slot.is_table else PatchedSlot)(slot, method, rotary, state)
+    kind = TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
+    return kind(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:

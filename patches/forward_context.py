@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rope_ext_hf.attention.rules import TokenPositions
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.cache_state import CacheState, RowState
-from rope_ext_hf.rotary.embedding import segment_lengths
+from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
 
 __all__ = [
@@ -198,8 +198,14 @@ def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int
     """Real tokens so far: (rows, tokens) of the input that each token belongs to, or (rows,) onto a cache.
 
     A row may hold several inputs one after the other; positions that start anew begin the next one.
+
+    Args:
+        positions: (rows, tokens) or (axes, rows, tokens).
     """
-    by_position = positions.amax(-1) + 1 if past_length else segment_lengths(positions)
+    if positions.ndim == 3:
+        by_position = positions.amax((0, -1)) + 1 if past_length else lengths_over_axes(positions)
+    else:
+        by_position = positions.amax(-1) + 1 if past_length else segment_lengths(positions)
     if padding_mask is None:
         return by_position
     count = padding_mask.sum(-1).to(by_position.device, by_position.dtype)

@@ -32,6 +32,11 @@ class DecoderHooks(ABC):
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         self.slots = list(slots)
 
+    @property
+    def axes(self) -> int:
+        """How many axes the positions of a token have, of which a forward is read as having one."""
+        return max(slot.axes for slot in self.slots)
+
     @abstractmethod
     def pre_forward(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -46,7 +51,7 @@ class DecoderHooks(ABC):
         """Read the arguments of a call and make them the thread's current context; None: no tokens were given."""
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
-        context = ForwardContext.from_call(decoder, args, kwargs, axes=max(slot.axes for slot in self.slots))
+        context = ForwardContext.from_call(decoder, args, kwargs, axes=self.axes)
         if context is not None:
             push(context)
         return context

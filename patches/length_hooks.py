@@ -42,7 +42,7 @@ from rope_ext_hf.rotary.kv_cache import (
     rotate_keys_on_read,
 )
 
-__all__ = ["LengthHooks"]
+__all__ = ["LengthHooks", "checked_state", "read_on_host", "token_positions"]
 
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
 
@@ -82,7 +82,7 @@ class LengthHooks(DecoderHooks):
         context = self.begin(decoder, args, kwargs)
         if context is None:
             return
-        table, positions = tables[0], _positions(context)
+        table, positions = tables[0], token_positions(context)
         context.tables = tuple(tables)
         context.row_lengths = table.resolve_lengths(row_lengths(positions, context.padding_mask, context.past_length))
         # Whether row lengths are no larger than numbers of tokens, and no other forward changes them.
@@ -140,7 +140,7 @@ class LengthHooks(DecoderHooks):
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
         table, cache, past_length = tables[0], context.cache, context.past_length
-        state, stored = _checked_state(context, self.origin())
+        state, stored = checked_state(context, self.origin())
         if lengths.shape[0] == 1:
             lengths = lengths.expand_as(stored.lengths)
         past = stored.positions[:, :past_length].expand(max(positions.shape[0], stored.positions.shape[0]), -1)
@@ -161,7 +161,7 @@ class LengthHooks(DecoderHooks):
         in_steps = table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers)
         packed = None if stored.one_input_each else several_inputs(past, context.padding_mask)
         if in_steps or packed is not None:
-            now, before, any_packed = _on_host(lengths, stored.lengths, packed)
+            now, before, any_packed = read_on_host(lengths, stored.lengths, packed)
             if any_packed:
                 raise packed_error()
             stored = replace(stored, one_input_each=True)
@@ -182,7 +182,7 @@ class LengthHooks(DecoderHooks):
             context.undo.enter_context(rotate_keys_on_read(some, before_storing, after_reading))
 
 
-def _positions(context: ForwardContext) -> Tensor:
+def token_positions(context: ForwardContext) -> Tensor:
     """Positions of the new tokens, (rows or 1, tokens).
 
     Raises:
@@ -205,7 +205,7 @@ def _positions(context: ForwardContext) -> Tensor:
     return positions
 
 
-def _checked_state(context: ForwardContext, origin: KeyOrigin) -> tuple[CacheState, RowState]:
+def checked_state(context: ForwardContext, origin: KeyOrigin) -> tuple[CacheState, RowState]:
     """The state of a cache that fits this forward, and that of its rows."""
     rows = context.new_tokens.shape[0]
     state = check_origin(context.cache, origin)
@@ -232,7 +232,7 @@ def _check_rows(expected: Tensor, lengths: Tensor) -> None:
         )
 
 
-def _on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int], bool]:
+def read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int], bool]:
     """Lengths (rows,), stored lengths (rows,) and a flag, in one wait for the device."""
     flag = torch.zeros_like(lengths[:1]) if packed is None else packed.reshape(1).to(lengths.device)
     *values, any_packed = torch.cat([lengths, stored.to(lengths.device), flag.to(lengths.dtype)]).tolist()

@@ -10,14 +10,14 @@ both go when it is unpatched. What changes is planned first (planning.py), then 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.base import RopeMethod, is_number
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.angle_tables import fill_slot
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
@@ -25,13 +25,14 @@ from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.forward_hooks import install_forward_hooks
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.length_hooks import LengthHooks
+from rope_ext_hf.patches.length_profiles import ProfileHooks, install_generate
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.planning import PatchPlan, plan_patch, plan_replay
 from rope_ext_hf.patches.saving import attach_saving, detach_saving
 from rope_ext_hf.patches.slots import PatchedSlot, find_slots, patch_state, patched_slots, present_specs
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-__all__ = ["apply_plan", "fixed_length", "patch", "patched", "patched_method", "replay", "reset", "unpatch"]
+__all__ = ["apply_plan", "fixed_length", "patch", "patched", "patched_method", "profiles", "replay", "reset", "unpatch"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -95,6 +96,45 @@ def patch(
     return model
 
 
+def profiles(
+    model: M,
+    factors: Sequence[float],
+    method: str | RopeMethod = "yarn",
+    *,
+    over: str = "own",
+    context_length: int | None = None,
+    layers: Layers | None = None,
+    **params: Any,
+) -> M:
+    """Patch a model with a static method at several factors: every row gets the smallest that covers it.
+
+        model = rope_ext_hf.profiles(model, [1, 2, 4])
+        model.generate(ids, max_new_tokens=500)
+
+    In `generate` a row is covered with all that may be generated after it; in other forwards up to the size of a static
+    cache, else with the tokens that are there. A row keeps its factor as long as its cache lives. At factor 1 rows are
+    bit for bit those of the model as loaded, at another those of the static method.
+
+    Args:
+        model, over, context_length, layers: as in `patch`.
+        factors: each covers as many times the context length; the largest has every longer input, too.
+        method: a static frequency method.
+        **params: further parameters of the method.
+
+    Returns:
+        The model.
+
+    Raises:
+        MethodError, UnsupportedModelError: as `patch` does; factors that are no numbers of at least 1.
+        LengthError: in a forward: a row that may outgrow the factor of its cache. `fixed_length` states a whole length.
+    """
+    if not factors or not all(is_number(factor) for factor in factors):
+        raise MethodError(f"factors must be a list of numbers, e.g. [1, 2, 4]; got {factors!r}")
+    *smaller, factor = sorted({*factors})
+    underneath: dict[str, Any] = {"over": over, "context_length": context_length, "layers": layers}
+    return patch(model, "profiles", factor=factor, smaller=smaller, frequency=method, **underneath, **params)
+
+
 def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
     """Patch a model as saved or earlier specs ask, bottom first; the last one is on top.
 
@@ -125,6 +165,9 @@ def apply_plan(plan: PatchPlan) -> None:
             slot.module.config = slot.config  # the replaced module keeps the config it was built from
     if isinstance(method, RemappingMethod):
         install_forward_hooks(model, RemappingHooks)
+    elif method.one_per_cache:
+        install_forward_hooks(model, ProfileHooks)
+        install_generate(model, modules[0])
     elif method.depends_on_length(state.spec.rotary):
         install_forward_hooks(model, LengthHooks)
     attach_saving(model, modules[0])

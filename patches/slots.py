@@ -13,11 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
@@ -105,6 +104,7 @@ class MultipliedRotaryEmbedding(RotaryEmbedding):
     def __init__(self, *args: Any, source: nn.Module, buffer: str, **kwargs: Any) -> None:
         self.__dict__["_learned"] = (source, buffer)  # no submodule: the slot holds it
         super().__init__(*args, **kwargs)
+        self.profiles = ()
 
     def _multiplied(self, inv_freq: Tensor) -> Tensor:
         source, buffer = self.__dict__["_learned"]
@@ -116,6 +116,13 @@ class MultipliedRotaryEmbedding(RotaryEmbedding):
             return super()._frequency_of_call(position_ids, device)
         inv_freq, attention_factor = self._at(self.fixed_length)
         return fixed_point(self._multiplied(inv_freq)).to(device), attention_factor
+
+
+class Removable(Protocol):
+    """What a patch has put elsewhere in a model."""
+
+    def remove(self) -> None:
+        """Take it away again."""
 
 
 class PatchedSlot(nn.Module):
@@ -148,7 +155,7 @@ class PatchedSlot(nn.Module):
         # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
-        self.hooks: list[RemovableHandle] = []  # that hand a method the lengths of each forward
+        self.hooks: list[Removable] = []  # that hand a method the lengths of each forward
         if slot.log_multiplier is not None:
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]

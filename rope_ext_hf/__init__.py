@@ -30,7 +30,7 @@ _NAMES = {
     "patches.describing": "Description describe",
     "patches.fingerprint": "Fingerprint",
     "patches.loading": "from_pretrained",
-    "patches.patching": "apply_plan fixed_length patch patched reset unpatch",
+    "patches.patching": "apply_plan fixed_length patch patched profiles reset unpatch",
     "patches.planning": "PatchPlan plan_patch",
     "rotary.embedding": "RotaryEmbedding",
     "serving.advice": "Advice",
@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched
+    from rope_ext_hf.patches.patching import profiles as profiles
     from rope_ext_hf.patches.patching import reset as reset
     from rope_ext_hf.patches.patching import unpatch as unpatch
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan

@@ -339,6 +339,11 @@ class RopeMethod(ABC):
         """Whether the frequencies, where the method makes them depend on the length, change at a few lengths only."""
         return False
 
+    @property
+    def one_per_cache(self) -> bool:
+        """Whether a row keeps the frequencies that it began with as long as its cache lives."""
+        return False
+
     def changes_in_steps(self, rotary: Rotary) -> bool:
         """Whether the frequencies change at a few lengths only, by the method and by what is underneath."""
         return self.piecewise_constant or (not self.length_dependent and rotary.length_dependent)

@@ -77,8 +77,11 @@ def resolve_method(
     values = implied | params
     if "frequency" in accepted and isinstance(values.get("frequency"), str):  # which gets what is not the method's own
         below = {key: values.pop(key) for key in list(values) if key not in accepted}
+        shared = cls.takes_factor(values)
+        if shared and factor is None and target_length is not None:
+            factor, target_length = _factor_for(cls, values, rotary, target_length), None
         values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
-        factor = None
+        factor = factor if shared else None
     for key in values:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])

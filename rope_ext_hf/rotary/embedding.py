@@ -14,18 +14,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
-from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
-__all__ = ["Layout", "RotaryEmbedding", "arrange", "override_angles", "segment_lengths"]
+__all__ = ["Layout", "RotaryEmbedding", "arrange", "lengths_over_axes", "override_angles", "segment_lengths"]
 
 Layout = Literal["half", "interleaved", "bare", "complex"]
 """How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
@@ -70,7 +71,7 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
     return longest.gather(-1, segment)
 
 
-def _lengths_over_axes(position_ids: Tensor) -> Tensor:
+def lengths_over_axes(position_ids: Tensor) -> Tensor:
     """`segment_lengths` of positions (axes, rows, tokens); where the axes of a row differ, it is one input."""
     text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
     largest = position_ids.amax(0)
@@ -99,6 +100,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     frequency: Tensor
+    profile_frequencies: Tensor
     axes: Tensor
     longest_seen: Tensor
     attention_factor: float
@@ -131,6 +133,9 @@ class RotaryEmbedding(nn.Module):
         self._values: tuple[int, ...] = ()
         self._copies: dict[tuple[int, ...], Tensor] = {}
         self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
+        self.profiles = self._list_profiles()
+        if self.profiles:
+            self.register_buffer("profile_frequencies", torch.empty(0, dtype=torch.int64, device="cpu"), False)
         if axis_of_pair is not None:
             self.register_buffer("axes", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
@@ -203,9 +208,20 @@ class RotaryEmbedding(nn.Module):
         """Inverse frequencies as a model uses them, which may multiply those of the method (a subclass)."""
         return inv_freq
 
+    def _list_profiles(self) -> tuple[tuple[int, Frequencies], ...]:
+        """The longest input and the frequencies of each profile, where a cache has one; else nothing."""
+        profiles: list[tuple[int, Frequencies]] = []
+        while self.method.one_per_cache and (not profiles or profiles[-1][0] < UNBOUNDED):
+            end = self.method.constant_until(self.rotary, profiles[-1][0] + 1 if profiles else 1)
+            profiles.append((end, self._at(end)))
+        return tuple(profiles)
+
     def _refresh_buffer(self) -> None:
         if self.frequency.device.type != "meta":
             self.frequency = self._copy(self._values)
+            if self.profiles:
+                values = [value for _, each in self.profiles for value in fixed_point(each.inv_freq).tolist()]
+                self.profile_frequencies = self._copy(tuple(values)).view(len(self.profiles), -1)
             if self.axis_of_pair is not None:
                 self.axes = self._copy(self.axis_of_pair)
 
@@ -255,6 +271,8 @@ class RotaryEmbedding(nn.Module):
             int64 (rows, 1 or tokens, dim // 2), and (rows, 1 or tokens, 1) float32 or one number.
         """
         device = lengths.device
+        if self.profiles:
+            return self._phase_of_profiles(lengths.unsqueeze(-1))
         wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
         inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
         frequency = fixed_point(self._multiplied(inv_freq)).to(device)
@@ -265,6 +283,18 @@ class RotaryEmbedding(nn.Module):
         return frequency.unsqueeze(-2), (
             attention_factor.unsqueeze(-2) if isinstance(attention_factor, Tensor) else attention_factor
         )
+
+    def _phase_of_profiles(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
+        """`phase_per_position` from the table of all profiles; lengths (rows, 1) or (rows, tokens, 1)."""
+        profile = torch.zeros_like(lengths)
+        attention_factor = torch.full_like(lengths, self.profiles[0][1].attention_factor, dtype=torch.float32)
+        for (end, _), (_, longer) in pairwise(self.profiles):
+            profile = profile + (lengths > end)
+            attention_factor = torch.where(lengths > end, longer.attention_factor, attention_factor)
+        frequency = self.profile_frequencies.to(lengths.device)[profile.squeeze(-1)]
+        if lengths.ndim > 2:
+            return frequency, attention_factor
+        return frequency.unsqueeze(-2), attention_factor.unsqueeze(-2)
 
     def resolve_lengths(self, lengths: Tensor) -> Tensor:
         """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""
@@ -346,7 +376,7 @@ class RotaryEmbedding(nn.Module):
             return state.frequency.to(device), state.attention_factor
         if state is not None and state.row_lengths is not None:
             return self.phase_per_position(state.row_lengths.to(device))
-        lengths = segment_lengths(position_ids) if position_ids.ndim == 2 else _lengths_over_axes(position_ids)
+        lengths = segment_lengths(position_ids) if position_ids.ndim == 2 else lengths_over_axes(position_ids)
         return self.phase_per_position(self.resolve_lengths(lengths))
 
     def extra_repr(self) -> str:

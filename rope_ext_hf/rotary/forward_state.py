@@ -20,7 +20,7 @@ class ForwardState:
     """What is kept for one forward of one module.
 
     Attributes:
-        owner: the module whose forward it is.
+        owner: the module whose forward it is, or what else began it.
         tables: the rotary modules inside that read this state.
         row_lengths: the lengths whose frequencies the rows get, (rows,) or (rows, tokens) integers; None: each row's
             largest position + 1.
@@ -28,7 +28,7 @@ class ForwardState:
         attention_factor: what cos and sin are multiplied by, where `frequency` is given.
     """
 
-    owner: nn.Module
+    owner: object
     tables: tuple[nn.Module, ...] = ()
     row_lengths: Tensor | None = None
     frequency: Tensor | None = None
@@ -52,7 +52,7 @@ def push(state: ForwardState) -> None:
     _local.states = (*getattr(_local, "states", ()), state)
 
 
-def pop(owner: nn.Module) -> ForwardState | None:
+def pop(owner: object) -> ForwardState | None:
     """End the innermost forward of `owner`; None where none was begun, as when a hook before ours raised."""
     states = getattr(_local, "states", ())
     for index in range(len(states) - 1, -1, -1):

@@ -1,0 +1,129 @@
+"""Length profiles: a static method at several factors, of which every input gets the smallest that covers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, is_number
+from rope_ext_hf.methods.guidance import SHORT_INPUTS, Guidance
+from rope_ext_hf.methods.registry import method_from_dict, register_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Default, Yarn
+
+__all__ = ["Profiles"]
+
+
+@register_method("profiles")
+@dataclass(frozen=True, kw_only=True)
+class Profiles(RopeMethod):
+    """A static method at the smallest of several factors that covers an input and what is generated after it.
+
+    A factor f covers lengths up to f C; the largest one has every longer input too. At factor 1 a model runs as loaded.
+
+    Attributes:
+        factor: the largest factor.
+        smaller: the other factors, ascending; default: the powers of two below `factor`, 1 among them.
+        frequency: a static frequency method, whose own factor, if it has one, is `factor`; default: yarn.
+    """
+
+    guidance = Guidance(purposes=(SHORT_INPUTS,), unmeasured="each length as under the method at its factor")
+
+    factor: float
+    smaller: tuple[float, ...] | None = None
+    frequency: RopeMethod | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.frequency, Mapping):
+            object.__setattr__(self, "frequency", method_from_dict(self.frequency))
+        super().__post_init__()
+        smaller: Any = self.smaller
+        if smaller is None:
+            smaller = [2.0**power for power in range(32) if 2.0**power < self.factor]
+        smaller = (smaller,) if is_number(smaller) else smaller
+        if not isinstance(smaller, (list, tuple)) or not all(is_number(each) and each >= 1 for each in smaller):
+            raise MethodError(f"{self.name}: smaller must be a list of factors of at least 1, got {smaller!r}")
+        if list(smaller) != sorted({*smaller} - {self.factor}) or max(smaller, default=0) > self.factor:
+            raise MethodError(
+                f"{self.name}: smaller must be different factors below {self.factor:g}, ascending; got {list(smaller)}"
+            )
+        object.__setattr__(self, "smaller", tuple(map(float, smaller)))
+        method = Yarn(factor=self.factor) if self.frequency is None else self.frequency
+        if (
+            not isinstance(method, RopeMethod)
+            or isinstance(method, RemappingMethod)
+            or method.length_dependent
+            or method.trainable
+        ):
+            raise MethodError(f"{self.name}: frequency must be a static frequency method, got {method!r}")
+        if getattr(method, "factor", None) not in (None, self.factor):
+            raise MethodError(
+                f"{self.name}: the factor of frequency must be the largest, {self.factor:g}, got {method.label()}"
+            )
+        object.__setattr__(self, "frequency", method)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Every factor, ascending."""
+        return (*(self.smaller or ()), self.factor)
+
+    def at_factor(self, factor: float) -> RopeMethod:
+        """The static method of one profile."""
+        assert self.frequency is not None
+        if factor == 1:
+            return Default()
+        has_factor = any(item.name == "factor" for item in fields(self.frequency))
+        return replace(self.frequency, factor=factor) if has_factor else self.frequency  # type: ignore[call-arg]
+
+    def limits(self, rotary: Rotary) -> tuple[int, ...]:
+        """The longest input of each profile but the last, in tokens."""
+        return tuple(round(rotary.context_length * factor) for factor in self.smaller or ())
+
+    @property
+    def length_dependent(self) -> bool:
+        return True
+
+    @property
+    def piecewise_constant(self) -> bool:
+        return True
+
+    @property
+    def one_per_cache(self) -> bool:
+        return True
+
+    def next_change(self, rotary: Rotary, length: int) -> int:
+        return next((limit for limit in self.limits(rotary) if length <= limit), UNBOUNDED)
+
+    def check(self, rotary: Rotary) -> None:
+        for factor in self.factors:
+            self.at_factor(factor).check(rotary)
+
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        tables = [self.at_factor(factor).compute(rotary, length) for factor in self.factors]
+        inv_freq, factors = (
+            [torch.as_tensor(each, dtype=torch.float64, device=length.device) for each in column]
+            for column in zip(*tables, strict=True)
+        )
+        profile = sum((length > limit).long() for limit in self.limits(rotary))
+        if isinstance(profile, int):  # there is one profile
+            return tables[0]
+        return torch.stack(inv_freq)[profile.squeeze(-1)], torch.stack(factors)[profile]
+
+    def cautions(self, rotary: Rotary) -> tuple[str, ...]:
+        ends = [f"up to {limit:,} tokens" for limit in self.limits(rotary)] + ["beyond"]
+        steps = ", ".join(f"x{factor:g} {end}" for factor, end in zip(self.factors, ends, strict=True))
+        return (f"Each row, with all that is generated after it, has one factor: {steps}.",)
+
+    def label(self) -> str:
+        assert self.frequency is not None
+        factors = "/".join(f"{factor:g}" for factor in self.factors)
+        return f"{self.name} x{factors} on {self.frequency.label()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        assert self.frequency is not None
+        return super().to_dict() | {"frequency": self.frequency.to_dict()}
