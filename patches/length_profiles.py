@@ -28,6 +28,8 @@ from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, s
 
 __all__ = ["ProfileHooks", "ProfileSlot", "install_generate"]
 
+_REMEDY = "Hold its whole length from the first token on: with rope_ext_hf.fixed_length(model, prompt + new tokens): ..."
+
 
 class ProfileSlot(PatchedSlot):
     """A slot under length profiles: at factor 1 rows get the angles of the module that it replaces.
@@ -176,7 +178,7 @@ class ProfileHooks(LengthHooks):
                 return None
             if state.tokens is None:
                 raise LengthError(
-                    f"this model's own generate does not state how long rows may become; {_held('prompt + new tokens')}"
+                    f"the generate of this model does not state how long rows may become. {_REMEDY}"
                 )
             if context.past_length and not state.begun:  # a cache may be continued with the new ids alone
                 state.tokens = max(state.tokens, tokens + state.new_tokens)
@@ -198,7 +200,8 @@ class ProfileHooks(LengthHooks):
         past = stored.positions[:, : context.past_length].expand(max(len(positions), len(stored.positions)), -1)
         every = torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
         cropped = stored.positions.shape[1] > context.past_length
-        lengths, kept = torch.broadcast_tensors(lengths, stored.lengths)
+        rows = max(len(lengths), len(stored.lengths))
+        lengths, kept = lengths.expand(rows), stored.lengths.expand(rows)
         if not state.follows:  # compiled code made this cache, and code between the two may have moved its rows
             if not bool((kept == kept[:1]).all()):
                 raise LengthError(
@@ -224,16 +227,12 @@ class ProfileHooks(LengthHooks):
             if length > limit:
                 raise LengthError(
                     f"row {row} of this cache has the frequencies of inputs of up to {limit} tokens, and would come to "
-                    f"{length}: fill a new cache, or {_held(str(length), 'begin')}"
+                    f"{length}: fill a new cache with all its tokens. {_REMEDY}"
                 )
             room.append(limit - length)
         counted = total is not None or mask is not None or context.position_ids is None
         context.cache_rows = RowState(kept, every, end + min(room) if counted else 0, True)
         return kept
-
-
-def _held(length: str, verb: str = "hold") -> str:
-    return f"{verb} it at its whole length: with rope_ext_hf.fixed_length(model, {length}): ..."
 
 
 def _static_size(cache: Any) -> int | None:

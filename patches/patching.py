@@ -99,6 +99,7 @@ def patch(
 def profiles(
     model: M,
     factors: Sequence[float],
+    /,
     method: str | RopeMethod = "yarn",
     *,
     over: str = "own",
