@@ -28,7 +28,7 @@ from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, s
 
 __all__ = ["ProfileHooks", "ProfileSlot", "install_generate"]
 
-_REMEDY = "Hold its whole length from the first token on: with rope_ext_hf.fixed_length(model, prompt + new tokens): ..."
+_REMEDY = "Hold the whole length from its first token on: rope_ext_hf.fixed_length(model, prompt_length + new_tokens)"
 
 
 class ProfileSlot(PatchedSlot):
