@@ -177,9 +177,7 @@ class ProfileHooks(LengthHooks):
             if state.encoder is not None and any(each is decoder for each in state.encoder.modules()):
                 return None
             if state.tokens is None:
-                raise LengthError(
-                    f"the generate of this model does not state how long rows may become. {_REMEDY}"
-                )
+                raise LengthError(f"the generate of this model does not state how long rows may become. {_REMEDY}")
             if context.past_length and not state.begun:  # a cache may be continued with the new ids alone
                 state.tokens = max(state.tokens, tokens + state.new_tokens)
             state.begun = True

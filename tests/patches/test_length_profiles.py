@@ -240,7 +240,8 @@ def test_a_conversation_that_may_outgrow_its_profile_is_refused_before_it_begins
 
 
 def test_the_longest_profile_is_never_outgrown() -> None:
-    found, expected = [], []
+    found: list[Tensor] = []
+    expected: list[Tensor] = []
     for each, into in ((model_at("llama", None), found), (model_at("llama", 4), expected)):
         cache = transformers.DynamicCache(config=each.config)
         first, _ = generated(each, tokens(250), past_key_values=cache)
