@@ -268,6 +268,8 @@ def gguf(
 
     methods.check_single()
     config = _configure(model, methods, source, "gguf", None)
+    if config.shorter:
+        raise MethodError("one file has one set of frequencies: write one for each profile, such as --method yarn")
     rewrite(file, out, config)
     print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{as_text(config)}\n# written to {out}")
 

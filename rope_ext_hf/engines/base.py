@@ -174,6 +174,7 @@ class ServingConfig:
         gguf_removed: tensors to leave out of it.
         computed: what the engine computes then.
         notes: further remarks.
+        shorter: for length profiles, an instance of the engine for each but the longest, shortest first.
     """
 
     engine: str
@@ -190,6 +191,7 @@ class ServingConfig:
     gguf_removed: tuple[str, ...] = ()
     computed: Computed | None = None
     notes: tuple[str, ...] = ()
+    shorter: tuple[ServingConfig, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

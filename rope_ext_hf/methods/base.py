@@ -344,6 +344,10 @@ class RopeMethod(ABC):
         """Whether a row keeps the frequencies that it began with as long as its cache lives."""
         return False
 
+    def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:
+        """The static methods that it chooses from by length, each with its longest input in tokens; empty: none."""
+        return ()
+
     def changes_in_steps(self, rotary: Rotary) -> bool:
         """Whether the frequencies change at a few lengths only, by the method and by what is underneath."""
         return self.piecewise_constant or (not self.length_dependent and rotary.length_dependent)

@@ -72,7 +72,10 @@ class Profiles(RopeMethod):
         """Every factor, ascending."""
         return (*(self.smaller or ()), self.factor)
 
-    def at_factor(self, factor: float) -> RopeMethod:
+    def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:
+        return tuple((round(rotary.context_length * factor), self._at(factor)) for factor in self.factors)
+
+    def _at(self, factor: float) -> RopeMethod:
         """The static method of one profile."""
         assert self.frequency is not None
         if factor == 1:
@@ -80,9 +83,9 @@ class Profiles(RopeMethod):
         has_factor = any(item.name == "factor" for item in fields(self.frequency))
         return replace(self.frequency, factor=factor) if has_factor else self.frequency  # type: ignore[call-arg]
 
-    def limits(self, rotary: Rotary) -> tuple[int, ...]:
-        """The longest input of each profile but the last, in tokens."""
-        return tuple(round(rotary.context_length * factor) for factor in self.smaller or ())
+    def _limits(self, rotary: Rotary) -> list[int]:
+        """The longest input of each profile but the last, which has every longer one, in tokens."""
+        return [length for length, _ in self.profiles(rotary)[:-1]]
 
     @property
     def length_dependent(self) -> bool:
@@ -97,25 +100,25 @@ class Profiles(RopeMethod):
         return True
 
     def next_change(self, rotary: Rotary, length: int) -> int:
-        return next((limit for limit in self.limits(rotary) if length <= limit), UNBOUNDED)
+        return next((limit for limit in self._limits(rotary) if length <= limit), UNBOUNDED)
 
     def check(self, rotary: Rotary) -> None:
-        for factor in self.factors:
-            self.at_factor(factor).check(rotary)
+        for _, method in self.profiles(rotary):
+            method.check(rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        tables = [self.at_factor(factor).compute(rotary, length) for factor in self.factors]
+        tables = [method.compute(rotary, length) for _, method in self.profiles(rotary)]
         inv_freq, factors = (
             [torch.as_tensor(each, dtype=torch.float64, device=length.device) for each in column]
             for column in zip(*tables, strict=True)
         )
-        profile = sum((length > limit).long() for limit in self.limits(rotary))
+        profile = sum((length > limit).long() for limit in self._limits(rotary))
         if isinstance(profile, int):  # there is one profile
             return tables[0]
         return torch.stack(inv_freq)[profile.squeeze(-1)], torch.stack(factors)[profile]
 
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
-        ends = [f"up to {limit:,} tokens" for limit in self.limits(rotary)] + ["beyond"]
+        ends = [f"up to {limit:,} tokens" for limit in self._limits(rotary)] + ["beyond"]
         steps = ", ".join(f"x{factor:g} {end}" for factor, end in zip(self.factors, ends, strict=True))
         return (f"Each row, with all that is generated after it, has one factor: {steps}.",)
 

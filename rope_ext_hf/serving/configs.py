@@ -18,7 +18,7 @@ from rope_ext_hf.errors import short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
-from rope_ext_hf.serving.target import make_target, open_model
+from rope_ext_hf.serving.target import make_targets, open_model
 
 __all__ = ["as_text", "serving_config"]
 
@@ -61,7 +61,7 @@ def serving_config(
     chosen = find_engine(engine).with_plugin() if plugin else find_engine(engine)
     notes = chosen.check_version(engine_version)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    target = make_target(
+    targets = make_targets(
         opened,
         method,
         factor=factor,
@@ -70,17 +70,26 @@ def serving_config(
         context_length=context_length,
         **params,
     )
-    config = chosen.config_for(target)
-    if config.overrides and method is None and (as_saved := _as_saved(target)) is not None:
-        without = chosen.config_for(as_saved)
-        if without.overrides is None:  # the folder's own config.json is enough
-            config = replace(without, encoding="as the folder's config.json has it")
     if opened.described.rotary.length_dependent:
         notes += (
-            f"Inputs of up to {target.original:,} tokens have frequencies of their own here; the engine gives every "
-            "input those of long ones, or changes them for keys that are cached already.",
+            f"Inputs of up to {targets[-1].original:,} tokens have frequencies of their own here; the engine gives "
+            "every input those of long ones, or changes them for keys that are cached already.",
         )
-    return replace(config, notes=(*config.notes, *notes))
+    configs = []
+    for target in targets:
+        config = chosen.config_for(target)
+        if (as_saved := _as_saved(target)) is None:
+            if opened.specs and config.overrides is None and opened.name in config.command:
+                command = tuple("MODEL" if each == opened.name else each for each in config.command)
+                note = f"MODEL is the model as it was published: {opened.name} carries a patch that this is without."
+                config = replace(config, command=command, notes=(*config.notes, note))
+        elif config.overrides and method is None:
+            without = chosen.config_for(as_saved)
+            if without.overrides is None:  # the folder's own config.json is enough
+                config = replace(without, encoding="as the folder's config.json has it")
+        configs.append(replace(config, notes=(*config.notes, *notes)))
+    *shorter, longest = configs
+    return replace(longest, shorter=tuple(shorter))
 
 
 def _as_saved(target: Target) -> Target | None:
@@ -98,7 +107,11 @@ def _as_saved(target: Target) -> Target | None:
 
 def as_text(config: ServingConfig) -> str:
     """A block to copy: variables and the command line, then what goes into files."""
-    lines = [f"# {config.method}, {config.length:,} tokens, {config.engine} {config.version}: {config.encoding}"]
+    lines = []
+    if config.shorter:
+        blocks = [as_text(each) for each in (*config.shorter, replace(config, shorter=()))]
+        return "\n\n".join([_ROUTING, *blocks])
+    lines.append(f"# {config.method}, {config.length:,} tokens, {config.engine} {config.version}: {config.encoding}")
     lines += [f"# {note}" for note in config.notes]
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in config.environment.items())
     if config.command:
@@ -113,6 +126,12 @@ def as_text(config: ServingConfig) -> str:
     if config.gguf_removed:
         lines.append(f"# GGUF tensors to leave out, where they are there: {', '.join(config.gguf_removed)}")
     return "\n".join(lines)
+
+
+_ROUTING = """\
+# No engine has several sets of frequencies: start an instance for each length, on a port of its own, and have a router
+# send a request to the first whose length covers its prompt and its max_tokens. A conversation that outgrows its
+# instance goes on in the next, which reads it anew; prefix caches are not shared."""
 
 
 def _command(arguments: tuple[str, ...]) -> str:

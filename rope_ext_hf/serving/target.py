@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rope_ext_hf.patches.layer_types import choose_layer_types, layers_of_types
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.slots import find_slots, present_specs
 
-__all__ = ["Model", "describe_config", "make_target", "open_model"]
+__all__ = ["Model", "describe_config", "make_target", "make_targets", "open_model"]
 
 
 class Model:
@@ -97,16 +98,7 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
         return Model(model_source(model), text, composite=text is not whole, specs=specs)
 
 
-def make_target(
-    model: Model,
-    method: str | RopeMethod | None = None,
-    *,
-    factor: float | None = None,
-    target_length: int | None = None,
-    over: str = "own",
-    context_length: int | None = None,
-    **params: Any,
-) -> Target:
+def make_target(model: Model, method: str | RopeMethod | None = None, **params: Any) -> Target:
     """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
 
     Args:
@@ -116,7 +108,27 @@ def make_target(
         MethodError: as `rope_ext_hf.patch` does.
         ServingError: a method that changes with every input, or that remaps positions; no serving engine has those.
     """
-    layer_type, config = model.layer_types[0], model.config
+    target, *longer = make_targets(model, method, **params)
+    if longer:
+        raise ServingError(
+            f"one engine has one set of frequencies, and these profiles are {1 + len(longer)}: serve-config prints an "
+            "instance for each"
+        )
+    return target
+
+
+def make_targets(
+    model: Model,
+    method: str | RopeMethod | None = None,
+    *,
+    factor: float | None = None,
+    target_length: int | None = None,
+    over: str = "own",
+    context_length: int | None = None,
+    **params: Any,
+) -> list[Target]:
+    """`make_target`, once for each length profile, shortest first; for another method one target."""
+    config = model.config
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
     if method is None and model.specs and over == "own" and context_length is None:
@@ -134,15 +146,28 @@ def make_target(
             f"{label} changes the relative positions that queries see; no serving engine runs that. Serve the model "
             "with this package and transformers, or choose a static method"
         )
+    if profiles := spec.method.profiles(spec.rotary):
+        specs = [replace(spec, method=static, target_length=length) for length, static in profiles]
+        return [_target(model, each, changes_nothing=False) for each in specs]
     if spec.method.length_dependent:
         raise ServingError(
             f"{label} follows the length of every input; serving engines compute one set of frequencies when they "
             "start. Choose a static method with the factor of the longest input, e.g. yarn"
         )
+    changes_nothing = method is None and not model.specs and over == "own" and context_length is None
+    return [_target(model, spec, changes_nothing=changes_nothing)]
+
+
+def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
+    """The target of a static method.
+
+    Args:
+        changes_nothing: the model is to run as published.
+    """
+    layer_type, config = model.layer_types[0], model.config
     patched = copy.deepcopy(config)
     values = config.to_dict()
     length = spec.target_length or spec.method.extended_length(spec.rotary) or spec.rotary.context_length
-    changes_nothing = method is None and not model.specs and over == "own" and context_length is None
     if not changes_nothing:
         encoding = config_encoding(config, spec, layer_type)
         write_rope(patched, encoding, spec, [], model.layer_types)
@@ -161,5 +186,5 @@ def make_target(
         theta=spec.rotary.theta,
         original=spec.rotary.trained_length,
         length=max(length, length_setting(values)) if changes_nothing else length,
-        method="the model as published" if changes_nothing else label,
+        method="the model as published" if changes_nothing else spec.method.label(),
     )
