@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving
+from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving, training
 from rope_ext_hf.cli.console import print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, short
@@ -35,6 +35,7 @@ _COMMANDS = {
         evaluation.report,
         lm_eval.lm_eval,
     ),
+    "Training": (training.finetune,),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),
     "Serving": (
         serving.extend,
@@ -47,7 +48,9 @@ _COMMANDS = {
 }
 _CONTINUE = {
     "convert": "the same command with --resume continues",
-    **dict.fromkeys(("demo", "extend", "passkey", "ppl", "sweep"), "the same command continues where it stopped"),
+    **dict.fromkeys(
+        ("demo", "extend", "finetune", "passkey", "ppl", "sweep"), "the same command continues where it stopped"
+    ),
 }
 """What to do after Ctrl-C, by command."""
 

@@ -2,14 +2,17 @@
 
 from rope_ext_hf.training.callback import RopeCallback
 from rope_ext_hf.training.collators import MixedWindowsCollator, PoSECollator, RandomPositionsCollator
+from rope_ext_hf.training.finetuning import FinetuneReport, finetune
 from rope_ext_hf.training.longce import longce_weights
 from rope_ext_hf.training.parallelism import check_context_parallel
 
 __all__ = [
+    "FinetuneReport",
     "MixedWindowsCollator",
     "PoSECollator",
     "RandomPositionsCollator",
     "RopeCallback",
     "check_context_parallel",
+    "finetune",
     "longce_weights",
 ]

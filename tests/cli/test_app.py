@@ -119,7 +119,8 @@ def example(command: str) -> list[str]:
             + [pytest.mark.thorough] * (c.name in ("sweep", "passkey", "lm-eval", "report", "explain", "demo")),
         )
         for c in app.registered_commands
-        if c.name not in ("detect", "gguf", "check-server")  # their examples need files or a server that is not there
+        if c.name
+        not in ("detect", "gguf", "check-server", "finetune")  # their examples need files or a server that is not there
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them

@@ -1,0 +1,224 @@
+"""The recipe of `finetune`: long rows of text under the method, and short rows held to the model before it.
+
+A step reads `rows` windows of the extended length, whose next tokens are predicted, and windows of the context length
+that hold as many tokens together, on which the model is kept near the model before the patch by the Kullback-Leibler
+divergence of its predictions (distillation). Without that, a small model trained on its own text over-trains, and any
+model loses at short inputs what it gains at long ones.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from rope_ext_hf.files import read_json, write_json
+from rope_ext_hf.training.callback import RopeCallback
+
+__all__ = ["Budget", "Rows", "train"]
+
+CLOCK = "clock.json"
+COMPLETE = "rope_fingerprint.json"  # the last file of a checkpoint: RopeCallback writes it, atomically
+_ENDLESS = 10**9  # steps
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a training goes on; one of the two is given.
+
+    Attributes:
+        minutes: of training, measurements and loading left out; those of interrupted runs count.
+        steps: of the optimizer.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+
+    def share_used(self, seconds: float, steps: int) -> float:
+        """How much of it is used, 0 to 1."""
+        used = steps / self.steps if self.steps is not None else seconds / (60 * (self.minutes or 0.0))
+        return min(1.0, used)
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Random windows of a text, those of a number the same in every run.
+
+    Args:
+        documents: token ids of each, (tokens,) int64; a window may go from one into the next.
+        length: tokens of a long window.
+        short_length: tokens of a short window; as many are drawn as a long one has tokens.
+        end: the token between documents; None: there is none.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, documents: Sequence[Tensor], length: int, short_length: int, *, end: int | None, seed: int
+    ) -> None:
+        closing = [] if end is None else [torch.tensor([end])]
+        self.text = torch.cat([part for ids in documents for part in (ids, *closing)])
+        self.length, self.short_length, self.seed = length, short_length, seed
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        draws = torch.Generator().manual_seed(self.seed * _ENDLESS + index)
+        return {
+            "long": self._windows(1, self.length, draws),
+            "short": self._windows(max(1, self.length // self.short_length), self.short_length, draws),
+        }
+
+    def _windows(self, count: int, length: int, draws: torch.Generator) -> Tensor:
+        starts = torch.randint(0, len(self.text) - length + 1, (count, 1), generator=draws)
+        return self.text[starts + torch.arange(length)]
+
+    @staticmethod
+    def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """long (rows, length) and short (rows, short_length) int64."""
+        return {key: torch.cat([example[key] for example in examples]) for key in ("long", "short")}
+
+
+class RecipeTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer of the recipe.
+
+    Args:
+        teacher: the model before the patch; None: short rows are left out.
+        guard: the weight of the divergence from it.
+    """
+
+    def __init__(self, *args: Any, teacher: nn.Module | None, guard: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher, self.guard = teacher, guard
+        self.model_accepts_loss_kwargs = False  # the loss is a mean: the Trainer divides it by the rows accumulated
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Nats per token of the long rows, plus the divergence on the short ones."""
+        ids = inputs["long"]
+        outputs = model(input_ids=ids, use_cache=False)
+        loss = functional.cross_entropy(outputs.logits[:, :-1].float().mT, ids[:, 1:])
+        if self.teacher is not None:
+            short = inputs["short"]
+            with torch.no_grad():
+                expected = self.teacher(input_ids=short, use_cache=False).logits.float().log_softmax(-1)
+            given = model(input_ids=short, use_cache=False).logits.float().log_softmax(-1)
+            divergence = functional.kl_div(given, expected, log_target=True, reduction="none").sum(-1).mean()
+            loss = loss + self.guard * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Counts the seconds of training, over interruptions, and ends it when the budget is used."""
+
+    def __init__(self, budget: Budget, seconds: float) -> None:
+        self.budget, self.seconds, self.steps = budget, seconds, 0
+        self._since = time.monotonic()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._since = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds += time.monotonic() - self._since
+        self.steps = state.global_step
+        if self.budget.share_used(self.seconds, self.steps) >= 1:
+            control.should_training_stop = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            write_json(Path(args.output_dir) / f"checkpoint-{state.global_step}" / CLOCK, {"seconds": self.seconds})
+
+    def rate(self, step: int) -> float:
+        """The learning rate's share of its peak: a short rise over 5% of the budget, then a cosine down to 0."""
+        used = self.budget.share_used(self.seconds, step)
+        return min(1.0, (used + 0.002) / 0.05) * 0.5 * (1 + math.cos(math.pi * used))
+
+
+def train(
+    model: Any,
+    teacher: nn.Module | None,
+    rows: Rows,
+    folder: Path,
+    budget: Budget,
+    *,
+    learning_rate: float,
+    batch: int,
+    accumulate: int = 1,
+    guard: float = 1.0,
+    save_every: int = 20,
+    device: str = "auto",
+    report: Any = None,
+) -> dict[str, Any]:
+    """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
+
+    Args:
+        teacher, guard: as `RecipeTrainer` takes them.
+        batch: long rows of a step on each device.
+        accumulate: passes of so many rows per step.
+        save_every: steps between checkpoints.
+        report: called with the step, the loss and the share of the budget that is used, at every log.
+
+    Returns:
+        The steps, the seconds, and the mean loss of every ten steps.
+    """
+    whole = [path for path in folder.glob("checkpoint-*") if (path / COMPLETE).is_file() and (path / CLOCK).is_file()]
+    last = max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    clock = Clock(budget, float(read_json(last / CLOCK)["seconds"]) if last else 0.0)
+    clock.steps = int(last.name.partition("-")[2]) if last else 0
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=budget.steps or _ENDLESS,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=1.0,
+        save_steps=save_every,
+        save_total_limit=2,
+        logging_steps=10,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=device == "cpu",
+    )
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if report is not None and logs and "loss" in logs:
+                report(state.global_step, logs["loss"], budget.share_used(clock.seconds, state.global_step))
+
+    trainer = RecipeTrainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        data_collator=Rows.collate,
+        optimizers=(optimizer, schedule),
+        callbacks=[clock, Report(), RopeCallback()],  # the last one writes the file that makes a checkpoint whole
+        teacher=None if teacher is None else teacher.to(arguments.device),
+        guard=guard,
+    )
+    trainer.remove_callback(PrinterCallback)
+    if clock.budget.share_used(clock.seconds, clock.steps) < 1 or last is None:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    else:  # stopped between the last step and what follows the training
+        trainer._load_from_checkpoint(str(last))
+    curve = [{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry]
+    model.eval()
+    return {"steps": clock.steps, "seconds": round(clock.seconds, 1), "losses": curve}

@@ -1,0 +1,100 @@
+"""The recipe of `finetune`: what a step reads, its loss, and how long it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import rope_ext_hf as rope
+from rope_ext_hf.training.recipe import Budget, Clock, Rows, train
+from tests.support.models import build, logits, tokens
+
+DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
+
+
+def test_rows_are_windows_of_the_text_and_the_same_in_every_run() -> None:
+    rows, same = (Rows(DOCUMENTS, 16, 4, end=2, seed=3) for _ in range(2))
+    text = [*range(10, 60), 2, *range(60, 95), 2]
+    windows = {tuple(text[start : start + 16]) for start in range(len(text) - 15)}
+    drawn = [rows[index] for index in range(500)]
+    assert {tuple(row.tolist()) for each in drawn for row in each["long"]} == windows
+    assert all(each["short"].shape == (4, 4) for each in drawn)
+    assert torch.equal(rows[77]["short"], same[77]["short"])
+    assert not torch.equal(rows[77]["long"], Rows(DOCUMENTS, 16, 4, end=2, seed=4)[77]["long"])
+
+
+@pytest.mark.parametrize("guard", [0.0, 1.0, 3.0])
+def test_the_first_step_follows_the_gradient_of_its_definition(guard: float, tmp_path: Path) -> None:
+    rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
+    model, teacher = rope.patch(build("llama"), "linear", factor=4), build("llama")
+    by_hand = rope.patch(build("llama"), "linear", factor=4)
+    batch = Rows.collate([rows[0], rows[1]])
+    scores = by_hand(input_ids=batch["long"]).logits[:, :-1]
+    loss = functional.cross_entropy(scores.flatten(0, 1), batch["long"][:, 1:].flatten())
+    if guard:
+        expected = logits(teacher, batch["short"]).softmax(-1)
+        given = by_hand(input_ids=batch["short"]).logits.log_softmax(-1)
+        loss = loss + guard * (expected * (expected.log() - given)).sum(-1).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3 * 0.04, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer.step()
+    ran = train(
+        model, teacher if guard else None, rows, tmp_path, Budget(steps=1), learning_rate=1e-3, batch=2, guard=guard,
+        device="cpu",
+    )  # fmt: skip
+    assert ran["steps"] == 1
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+
+
+def test_the_rate_rises_falls_and_ends_with_the_budget() -> None:
+    by_step, by_time = Clock(Budget(steps=100), 0.0), Clock(Budget(minutes=1.0), 0.0)
+    rates = [by_step.rate(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.04)
+    assert max(rates) == rates[5] > 0.99
+    assert rates[100] == 0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    by_time.seconds = 30.0
+    assert by_time.rate(7) == pytest.approx(by_step.rate(50))
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
+    options: dict[str, Any] = {"learning_rate": 1e-3, "batch": 2, "save_every": 3, "device": "cpu"}
+    whole = rope.patch(build("llama"), "yarn", factor=4)
+    train(whole, None, rows, tmp_path / "whole", Budget(steps=12), **options)
+
+    def stop(step: int, loss: float, used: float) -> None:
+        if step == 10:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(
+            rope.patch(build("llama"), "yarn", factor=4), None, rows, tmp_path / "cut", Budget(steps=12),
+            report=stop, **options,
+        )  # fmt: skip
+    (tmp_path / "cut" / "checkpoint-11").mkdir()  # as if it had been killed while it wrote this one
+    for _ in range(2):  # the second time there is nothing left to train
+        again = rope.patch(build("llama"), "yarn", factor=4)
+        ran = train(again, None, rows, tmp_path / "cut", Budget(steps=12), **options)
+        assert ran["steps"] == 12
+        for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert ran["losses"][0]["step"] == 10 if ran["losses"] else True
+
+
+def test_a_budget_of_time_ends_the_training(tmp_path: Path) -> None:
+    rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
+    ran = train(build("llama"), None, rows, tmp_path, Budget(minutes=0.005), learning_rate=1e-3, batch=1, device="cpu")
+    assert ran["steps"] >= 1
+    assert ran["seconds"] >= 0.3
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{ran['steps']}"]
