@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-exports | test-other-engines | test-engines | test-llama-cpp | test-vllm |
-# coverage | mutate | fuzz | lint |
+# test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp test-vllm coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -81,6 +81,12 @@ build/vllm/ready: Makefile pyproject.toml
 	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
 	build/vllm/bin/pip install -q --no-deps .
 	touch $@
+
+# check-server on live servers of llama.cpp and vLLM, right ones and ones with a mistake; half an hour. The result goes to
+# docs/results/servers.json.
+test-servers: .venv/ready build/llama-cpp/ready build/vllm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.live_servers \
+		--llama-cpp build/llama-cpp/bin/python --vllm build/vllm/bin/python
 
 # An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 eval/protocols.py" for less.
 mutate: .venv/ready

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -158,8 +158,16 @@ def cases() -> Iterator[Case]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write_gguf(model: Any, path: Path) -> None:
-    """The file that llama.cpp's converter makes, in float32 and without a vocabulary."""
+def write_gguf(
+    model: Any, path: Path, kind: str = "F32", tokens: Sequence[bytes] = (), *, permuted: bool = True
+) -> None:
+    """The file that llama.cpp's converter makes.
+
+    Args:
+        kind: of the matrices; vectors are in float32.
+        tokens: the vocabulary; none: the file has none.
+        permuted: whether the rows of a Llama are in the order that llama.cpp rotates.
+    """
     config, own = model.config, converted(model.config.to_dict())
     writer = gguf.GGUFWriter(path, own.architecture)
     writer.add_context_length(own.keys["context_length"])
@@ -174,9 +182,20 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_rope_dimension_count(own.dim)
     writer.add_rope_freq_base(own.keys["rope.freq_base"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == own.architecture)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    if config.model_type.startswith("gemma3"):
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_tokenizer_model("llama" if tokens else "none")
+    if tokens:
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types([gguf.TokenType.BYTE if len(token) == 6 else gguf.TokenType.CONTROL for token in tokens])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(1)
+        writer.add_add_bos_token(True)
+        writer.add_add_space_prefix(False)
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == own.architecture)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    stored = gguf.GGMLQuantizationType[kind]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -184,9 +203,12 @@ def write_gguf(model: Any, path: Path) -> None:
         name = names.get_name(key, try_suffixes=(".weight",))
         assert name, key
         part = key.split(".")[-2]
-        if own.architecture == "llama" and part in heads:  # rotated in pairs (2i, 2i + 1) there
+        if own.architecture == "gemma3" and part.endswith("norm"):
+            value = value + 1  # which the model adds there
+        if own.architecture == "llama" and part in heads and permuted:  # rotated in pairs (2i, 2i + 1) there
             value = value.reshape(heads[part], 2, own.dim // 2, -1).transpose(1, 2).reshape(value.shape)
-        writer.add_tensor(name, value.float().contiguous().numpy())
+        numbers, used = value.float().contiguous().numpy(), stored if value.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(numbers, used), raw_dtype=used)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

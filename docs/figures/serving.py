@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -225,3 +226,59 @@ def vllm_logprobs() -> str:
         f"{versions}.*"
     )
     return markdown_table(["model", "over", "by", *(f"`{method}`" for method in methods)], table, note)
+
+
+@figure
+def servers() -> str:
+    """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
+    result = read_result("servers")
+    columns = list(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]))
+    by_case: dict[tuple[bool, str, str], dict[tuple[str, str], Row]] = {}
+    for row in result["rows"]:
+        right = row["expected"] == "as measured"
+        name = "weights of the other pairing" if " weights " in row["expected"] else row["expected"]
+        by_case.setdefault((not right, row["measured"], name), {})[row["engine"], row["dtype"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "–"
+        if not row.get("right"):
+            return f"**{row.get('runs') or 'not said'}**"
+        return f"{max(row['differences'][row['closest']]):.0e}"
+
+    counts = [sum(bool(row.get("right")) for row in result["rows"]), len(result["rows"])]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*The largest root mean square difference in nats from the configuration that the server was taken for, over "
+        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256. {counts[0]} of "
+        f"{counts[1]} verdicts are right. Measured by `{result['command']}` with {versions}.*"
+    )
+    table = (
+        (measured, name, *(cell(rows.get(column)) for column in columns))
+        for (_, measured, name), rows in sorted(by_case.items(), key=lambda item: item[0][0])
+    )
+    return markdown_table(["measured", "served", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+
+
+def _report(expected: str) -> str:
+    """What check-server says of one of the servers of llama.cpp in Q8_0."""
+    from rope_ext_hf.serving.server_check import ServerReport
+
+    row = next(
+        row
+        for row in read_result("servers")["rows"]
+        if (row["engine"], row["dtype"], row["measured"], row["expected"])
+        == ("llama.cpp", "Q8_0", "Llama, yarn", expected)
+    )
+    values = {item.name: row[item.name] for item in fields(ServerReport) if item.name in row}
+    return f"\n\n```\n{ServerReport(url='http://localhost:8080', **values)}\n```\n\n"
+
+
+@figure
+def check_server_right() -> str:
+    return _report("as measured")
+
+
+@figure
+def check_server_wrong() -> str:
+    return _report("with no attention factor")

@@ -221,31 +221,39 @@ def check_server(
         Path | None,
         typer.Option(metavar="FILE", help="Answers collected elsewhere, as JSON; the address is not asked."),
     ] = None,
+    to_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the answers there and compare nothing: no weights are needed here."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether a running server computes what was measured, or which mistake it runs; exit code 1 if it does not.
 
     Of vLLM, SGLang, llama.cpp, or a program with OpenAI's completions that gives log-probabilities of prompts. The
-    model is loaded here too. An API key is taken from the variable ROPE_EXT_API_KEY.
+    model is loaded here too, except with --to-file. An API key is taken from the variable ROPE_EXT_API_KEY.
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
     from rope_ext_hf.serving.server_check import check_server as check
+    from rope_ext_hf.serving.server_check import save_answers
 
+    if to_file is not None and from_file is not None:
+        raise MethodError("--to-file asks the server, and --from-file does not; give one of them")
     quiet_transformers()
-    report = check(
-        url,
-        model,
-        lengths=parse_lengths(lengths) if lengths else None,
-        data=data,
-        served_name=served_name,
-        dtype="float32" if load.dtype == "auto" else load.dtype,
-        device=load.device,
-        seconds=seconds,
-        from_file=from_file,
-        revision=load.revision,
-        trust_remote_code=load.trust_remote_code,
-    )
+    asked: dict[str, Any] = {
+        "lengths": parse_lengths(lengths) if lengths else None,
+        "data": data,
+        "served_name": served_name,
+        "seconds": seconds,
+        "revision": load.revision,
+        "trust_remote_code": load.trust_remote_code,
+    }
+    if to_file is not None:
+        save_answers(url, model, to_file, **asked)
+        print_text(json_text({"written": str(to_file)}) if as_json else f"written to {to_file}")
+        return
+    dtype = "float32" if load.dtype == "auto" else load.dtype
+    report = check(url, model, dtype=dtype, device=load.device, from_file=from_file, **asked)
     print_text(json_text(report.to_dict()) if as_json else str(report))
     if not report.agrees:
         raise typer.Exit(1)

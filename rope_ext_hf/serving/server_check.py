@@ -8,41 +8,56 @@ Where they differ, the likely mistakes are computed here too, and the one that f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.live_model import rotated_parameters
-from rope_ext_hf.checkpoints.row_layouts import rotary_tensors
-from rope_ext_hf.errors import CorpusError, RopeExtError, ServingError
+from rope_ext_hf.errors import CorpusError, ServingError
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import atomic_file, check_destination, read_json
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
-from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.static import Default, Factors
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.serving.server_clients import Answer, connect
+from rope_ext_hf.serving.server_mistakes import AS_MEASURED, configurations
 from rope_ext_hf.serving.target import open_model
 
-__all__ = ["ServerReport", "check_server"]
+__all__ = ["ServerReport", "check_server", "save_answers"]
 
-AS_MEASURED = "as measured"
-NOISE = 2e-3
-"""The root mean square difference in nats up to which two programs in float32 run one model."""
-EXPLAINED = 0.2
-"""The largest one that bfloat16 or 8-bit weights explain."""
-CLEARLY = 0.7
-"""Another configuration is named where its difference is below this share of that of the model as measured."""
+CERTAIN = 6.0
+"""Standard errors by which a configuration fits worse than another before it is excluded."""
+MARGIN = 3.0
+"""How many times the rounding of a dtype here explains in a server, whose sums run in another order."""
+_RESOLUTION = 1e-6  # of a log-probability in float32, in nats
+_BLOCK = 32  # weights with one scale
+
+
+class Prompt(NamedTuple):
+    """Token ids, and what a server answered about them."""
+
+    ids: list[int]
+    answers: list[Answer]
+
+
+class Collected(NamedTuple):
+    """What a server answered.
+
+    Attributes:
+        server: the program with its version.
+        prompts: the shortest first.
+        refused: the server's words on the first prompt that it did not answer; None: it answered all.
+    """
+
+    server: str
+    prompts: list[Prompt]
+    refused: str | None
 
 
 @dataclass(frozen=True)
@@ -53,38 +68,58 @@ class ServerReport:
         url, server: the address, and the program with its version.
         method: what was measured.
         runs: the configuration that the server agrees with: "as measured", or the name of a mistake; None: none.
+        closest: the configuration with the smallest difference, whether the server agrees with it or not.
+        precision: the dtype whose rounding explains the difference that is left; None: none does.
+        alike: configurations that these answers do not tell from `closest`.
+        refused: the server's words on the shortest prompt that it does not answer; None: it answers all.
         lengths: of the prompts, in tokens.
-        differences: by configuration, the root mean square difference of log-probabilities at each length, in nats.
+        differences: by configuration, the root mean square difference of log-probabilities in nats, at each length up
+            to the one that excludes it.
+        explained: by dtype, the largest such difference that its rounding explains.
     """
 
     url: str
     server: str
     method: str
     runs: str | None
+    closest: str
+    precision: str | None
+    alike: tuple[str, ...]
+    refused: str | None
     lengths: tuple[int, ...]
     differences: dict[str, tuple[float, ...]]
+    explained: dict[str, tuple[float, ...]]
 
     @property
     def agrees(self) -> bool:
-        """Whether the server computes what was measured."""
-        return self.runs == AS_MEASURED
+        """Whether the server computes what was measured, at every length asked for."""
+        return self.runs == AS_MEASURED and self.refused is None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self) | {"agrees": self.agrees}
 
     def __str__(self) -> str:
-        if self.agrees:
+        if self.runs == AS_MEASURED:
             verdict = f"serves what was measured: {self.method}"
         elif self.runs is not None:
             verdict = f"does not serve what was measured ({self.method}): it runs the model {self.runs}"
         else:
-            verdict = f"serves neither what was measured ({self.method}) nor the model with a likely mistake"
-        width = max(map(len, (*self.differences, "difference in nats")))
-        lines = [f"{self.server} at {self.url} {verdict}", ""]
-        lines.append(f"{'difference in nats':{width}}" + "".join(f"{length:>10,}" for length in self.lengths))
-        for name, values in self.differences.items():
-            lines.append(f"{name:{width}}" + "".join(f"{value:>10.4f}" for value in values))
+            verdict = (
+                f"serves neither what was measured ({self.method}) nor the model with a likely mistake; the closest, "
+                f"{self.closest}, differs by more than rounding explains"
+            )
+        lines = [f"{self.server} at {self.url} {verdict}"]
+        if self.precision is not None:
+            lines.append(f"the difference that is left is within the rounding of {self.precision}")
+        if self.alike:
+            lines.append(f"these answers do not tell that from the model {', '.join(self.alike)}")
+        if self.refused is not None:
+            lines.append(f"it does not answer a longer prompt: {self.refused}")
+        rows = self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
+        width = max(map(len, (*rows, "difference in nats")))
+        lines += ["", f"{'difference in nats':{width}}" + "".join(f"{length:>10,}" for length in self.lengths)]
+        lines += [f"{name:{width}}" + "".join(f"{value:>10.4f}" for value in values) for name, values in rows.items()]
         return "\n".join(lines)
 
 
@@ -124,33 +159,113 @@ def check_server(
     """
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if from_file is not None:
-        program, prompts = Path(from_file).name, _read_answers(Path(from_file))
+        collected = _read_answers(Path(from_file))
     else:
-        client = connect(url, served_name, seconds)
-        described = describe(load_empty(model, **source))
-        longest = described.extended_length or described.context_length
-        # A server takes a prompt with the token that it generates.
-        wanted = sorted(set(lengths or _doubling(described.context_length // 2, longest - 1)))
-        ids = _text_ids(load_tokenizer(model, **source), data, wanted[-1])
-        program, prompts = client.title, [(ids[:length], client.answers(ids[:length])) for length in wanted]
+        collected = _collect(url, model, lengths, data, served_name, seconds, source)
+    prompts = collected.prompts
     loaded = load_model(model, dtype=dtype, device=device, **source)
-    size = loaded.get_input_embeddings().weight.shape[0]
-    if other := [t for given, answers in prompts for t in (*given, *(a.token for a in answers)) if not 0 <= t < size]:
-        raise ServingError(f"token {other[0]} is outside this model's vocabulary of {size}; another model is served")
-    differences: dict[str, tuple[float, ...]] = {}
-    for name, configuration in _configurations(loaded, open_model(model, **source).described.rotary):
-        with configuration:
-            differences[name] = tuple(_difference(loaded, given, answers) for given, answers in prompts)
-        if name == AS_MEASURED and max(differences[name]) <= NOISE:
-            break
+    _check_tokens(prompts, loaded.get_input_embeddings().weight.shape[0])
+    made = configurations(loaded, open_model(model, **source).described.rotary)
+    theirs = [torch.tensor([a.logprob for a in prompt.answers], dtype=torch.float64) for prompt in prompts]
+    ours: dict[str, list[Tensor]] = {name: [] for name in made}
+    left = list(made)
+    for prompt in prompts:  # the shortest first: what it excludes is not computed for the longer ones
+        for name in left:
+            with made[name]():
+                ours[name].append(_logprobs(loaded, prompt))
+        closest = min(left, key=lambda name: math.hypot(*_distances(theirs, ours[name])))
+        left = [name for name in left if name == AS_MEASURED or not _excluded(theirs, ours[name], ours[closest])]
+    alike = [name for name in left if name != closest and not _excluded(theirs, ours[name], ours[closest])]
+    if AS_MEASURED in alike:
+        alike[alike.index(AS_MEASURED)], closest = closest, AS_MEASURED
+    precision, explained = None, {}
+    with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
+        for name, spread in _spreads(loaded, prompts, ours[closest]):
+            explained[name] = tuple(MARGIN * value for value in spread)
+            if all(a <= b for a, b in zip(_distances(theirs, ours[closest]), explained[name], strict=True)):
+                precision = name
+                break
     return ServerReport(
         url=str(url),
-        server=program,
+        server=collected.server,
         method=_label(loaded),
-        runs=_verdict(differences),
-        lengths=tuple(len(given) for given, _ in prompts),
-        differences=differences,
+        runs=closest if precision else None,
+        closest=closest,
+        precision=precision,
+        alike=tuple(alike),
+        refused=collected.refused,
+        lengths=tuple(len(prompt.ids) for prompt in prompts),
+        differences={name: _distances(theirs, values) for name, values in ours.items()},
+        explained=explained,
     )
+
+
+def save_answers(
+    url: str,
+    model: str | Path,
+    path: str | Path,
+    *,
+    lengths: Sequence[int] | None = None,
+    data: str = "stdlib",
+    served_name: str | None = None,
+    seconds: float = 300.0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Write what a server answers into a file for `check_server(from_file=...)`; no weights are read here.
+
+    Args:
+        model: its config and its tokenizer are read.
+        path: the file; the other arguments are those of `check_server`.
+
+    Raises:
+        ServingError: nothing there, or no log-probabilities; the message has the server's words.
+        FileError: the file exists, or the disk refuses it.
+        CheckpointError, CorpusError: as other functions raise them.
+    """
+    destination = Path(path)
+    check_destination(destination)
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    collected = _collect(url, model, lengths, data, served_name, seconds, source)
+    with atomic_file(destination) as part:
+        part.write_text(json.dumps(collected._asdict() | {"prompts": [p._asdict() for p in collected.prompts]}))
+
+
+def _collect(
+    url: str,
+    model: str | Path,
+    lengths: Sequence[int] | None,
+    data: str,
+    served_name: str | None,
+    seconds: float,
+    source: Mapping[str, Any],
+) -> Collected:
+    client = connect(url, served_name, seconds)
+    described = describe(load_empty(model, **source))
+    longest = described.extended_length or described.context_length
+    # A server takes a prompt with the token that it generates.
+    wanted = sorted(set(lengths or _doubling(described.context_length // 2, longest - 1)))
+    ids = _text_ids(load_tokenizer(model, **source), data, wanted[-1])
+    prompts: list[Prompt] = []
+    refused = None
+    for length in wanted:
+        try:
+            prompts.append(Prompt(ids[:length], client.finite_answers(ids[:length])))
+        except ServingError as error:
+            if not prompts:
+                raise
+            refused = str(error)
+            break
+    return Collected(client.title, prompts, refused)
+
+
+def _check_tokens(prompts: Sequence[Prompt], size: int) -> None:
+    for ids, answers in prompts:
+        for token in (*ids, *(answer.token for answer in answers)):
+            if not 0 <= token < size:
+                raise ServingError(
+                    f"token {token} is outside this model's vocabulary of {size}; another model is served"
+                )
 
 
 def _label(model: Any) -> str:
@@ -182,111 +297,79 @@ def _text_ids(tokenizer: Any, data: str, count: int) -> list[int]:
     )
 
 
-def _read_answers(path: Path) -> list[tuple[list[int], list[Answer]]]:
-    try:
+def _read_answers(path: Path) -> Collected:
+    usable = False
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        saved = read_json(path)
         prompts = [
-            (list(map(int, prompt["ids"])), [Answer(int(p), int(t), float(x)) for p, t, x in prompt["answers"]])
-            for prompt in read_json(path)["prompts"]
+            Prompt(list(map(int, prompt["ids"])), [Answer(int(p), int(t), float(x)) for p, t, x in prompt["answers"]])
+            for prompt in saved["prompts"]
         ]
-        usable = prompts and all(
-            answers and all(0 < each.position <= len(ids) for each in answers) for ids, answers in prompts
+        usable = bool(prompts) and all(
+            answers and all(0 < each.position <= len(ids) and math.isfinite(each.logprob) for each in answers)
+            for ids, answers in prompts
         )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        usable = False
     if not usable:
         raise ServingError(
             f"{str(path)!r} does not hold answers of a server: JSON with 'prompts', each with 'ids' and with 'answers' "
             "[position, token, logprob]"
         )
-    return sorted(prompts, key=lambda prompt: len(prompt[0]))
+    prompts.sort(key=lambda prompt: len(prompt.ids))
+    return Collected(str(saved.get("server") or path.name), prompts, saved.get("refused"))
 
 
 @torch.no_grad()
-def _difference(model: Any, ids: Sequence[int], answers: Sequence[Answer]) -> float:
-    """The root mean square difference of a server's log-probabilities and the model's, in nats."""
+def _logprobs(model: Any, prompt: Prompt) -> Tensor:
+    """What the model here gives for the tokens that a server answered about, (answers,) float64."""
+    ids, answers = prompt
     first = min(answer.position for answer in answers)
     given = torch.tensor([list(ids)], device=model.device)
     scores = model(given, use_cache=False, logits_to_keep=len(ids) - first + 1).logits[0].float().log_softmax(-1)
     rows, tokens = (torch.tensor(part) for part in zip(*((a.position - first, a.token) for a in answers), strict=True))
-    ours = scores[rows.to(scores.device), tokens.to(scores.device)].double().cpu()
-    theirs = torch.tensor([answer.logprob for answer in answers], dtype=torch.float64)
-    return float((ours - theirs).square().mean().sqrt())
+    ours: Tensor = scores[rows.to(scores.device), tokens.to(scores.device)]
+    return ours.double().cpu()
 
 
-def _verdict(differences: dict[str, tuple[float, ...]]) -> str | None:
-    """The configuration that a server runs: the measured one, unless another fits clearly better."""
-    total = {name: sum(value * value for value in values) ** 0.5 for name, values in differences.items()}
-    best = min(total, key=lambda name: total[name])
-    if total[best] > CLEARLY * total[AS_MEASURED]:
-        best = AS_MEASURED
-    return best if max(differences[best]) <= EXPLAINED else None
+def _distances(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[float, ...]:
+    """The root mean square difference at each length that was computed, in nats."""
+    return tuple(float((a - b).square().mean().sqrt()) for a, b in zip(theirs, ours, strict=False))
 
 
-def _configurations(model: Any, as_loaded: Rotary) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
-    """The model as measured, and with each likely mistake, by name; a mistake that changes nothing here is left out."""
-    yield AS_MEASURED, nullcontext()
-    specs = present_specs(model)
-    method: RopeMethod = specs[-1].method if specs else Default()
-    rotary = specs[-1].rotary if specs else as_loaded
-    if specs:
-        yield "without the patch", patched(model, Default())
-    if not isinstance(method, RemappingMethod):
-        made = _frequencies_of_mistakes(method, rotary, specs[-1].target_length if specs else None)
-        if specs and as_loaded.own is None:
-            made.pop("no scaling at all", None)  # it is the model without the patch
-        for name, (inv_freq, factor) in made.items():
-            divisors = tuple((rotary.theta_inv_freq() / inv_freq).tolist())
-            changed = Factors(factors=divisors, attention_factor=factor)
-            yield f"with {name}", patched(model, changed, over="original")
-    if class_pairing(model.config) is not None:
-        yield "with weights of the other pairing", _other_pairing(model)
+def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[Tensor]) -> bool:
+    """Whether one configuration fits worse than the best by more than the scatter about the best can do.
+
+    Under independent scatter s about the best, the difference of the two sums of squares has the mean |ours - best|^2
+    and the standard deviation 2 s |ours - best|.
+    """
+    server, other, first = (torch.cat(list(part[: len(ours)])) for part in (theirs, ours, best))
+    scatter = max(float((server - first).square().mean().sqrt()), _RESOLUTION)
+    worse = (server - other).square().sum() - (server - first).square().sum()
+    return bool(worse > CERTAIN * 2 * scatter * (other - first).norm())
 
 
-def _frequencies_of_mistakes(
-    method: RopeMethod, rotary: Rotary, target_length: int | None
-) -> dict[str, tuple[Tensor, float]]:
-    """Frequencies and attention factor by mistake, those that are as they should be left out."""
-    length = target_length or method.extended_length(rotary) or rotary.context_length
-    inv_freq, factor = method.frequencies(rotary, length)
-    short, short_factor = method.frequencies(rotary, 1)
-    plain = rotary.theta_inv_freq()
-    made: dict[str, tuple[Tensor, float]] = {
-        "no scaling at all": (plain, 1.0),
-        "no attention factor": (inv_freq, 1.0),
-        "the attention factor applied twice": (inv_freq, factor * factor),
-        "the scaling applied twice": (inv_freq * inv_freq / plain, factor),
-        "theta 10,000": (inv_freq * rotary.theta_inv_freq(10_000.0) / plain, factor),
-        "the frequencies of long inputs for all": (inv_freq, factor),
-        "the frequencies of short inputs for all": (short, short_factor),
-    }
-    try:
-        wrong = replace(rotary, trained_length=length, own=None)
-        made["the extended length as the original one"] = tuple(method.frequencies(wrong, length))  # type: ignore[assignment]
-    except (RopeExtError, ValueError):  # no such combination
-        pass
-    follows = method.length_dependent
-    return {
-        name: (frequencies, magnitude)
-        for name, (frequencies, magnitude) in made.items()
-        if bool((frequencies > 0).all())
-        and (follows or not torch.allclose(frequencies, inv_freq, rtol=1e-6) or abs(magnitude - factor) > 1e-6)
-    }
+def _spreads(model: Any, prompts: Sequence[Prompt], exact: Sequence[Tensor]) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """By dtype, what rounding to it changes at each length, in nats; the model's weights are lost."""
+
+    def changed() -> tuple[float, ...]:
+        return _distances(exact, [_logprobs(model, prompt) for prompt in prompts])
+
+    if model.dtype == torch.float32:
+        model.to(torch.bfloat16)
+        rounded = changed()
+        model.to(torch.float32)
+        yield "float32 or float16", tuple(value / 8 for value in rounded)  # float16 has three bits more
+        yield "bfloat16", rounded
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0:
+                parameter.copy_(_eight_bits(parameter.contiguous()))
+    yield "8-bit weights", changed()
 
 
-@contextmanager
-def _other_pairing(model: Any) -> Iterator[None]:
-    """The model with the rows of its query and key weights in the order of the pairing that its class does not run."""
-    runs = class_pairing(model.config)
-    rows = rotated_parameters(model, rotary_tensors(model.config, checkpoint_geometry(model).dim))
-
-    def reorder(to: str) -> None:
-        with torch.no_grad():
-            for parameter, layout in rows:
-                parameter.copy_(layout.to_pairing(parameter.data, to))
-
-    reorder("half" if runs == "interleaved" else "interleaved")
-    try:
-        yield
-    finally:
-        assert runs is not None
-        reorder(runs)
+def _eight_bits(weight: Tensor) -> Tensor:
+    """Weights as Q8_0 of llama.cpp holds them: 8 bits each, and a scale in float16 for every 32."""
+    blocks = weight.float().view(-1, _BLOCK)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    whole = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)).round()
+    rounded: Tensor = whole * scale.half().float()
+    return rounded.view_as(weight)

@@ -5,8 +5,11 @@ Only the address given is asked: a redirect is an error. An API key is taken fro
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import os
+import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -20,12 +23,17 @@ from rope_ext_hf.errors import ServingError, one_line, short
 
 __all__ = ["Answer", "connect"]
 
-COMPARED = 32
+COMPARED = 128
 """Tokens at the end of a prompt whose log-probabilities are asked for."""
-CUTS, NEXT = 4, 10
+CUTS, NEXT = 8, 16
 """Prompts, each a token longer, and likely next tokens of each, of a server that gives no others."""
+WHOLE = [["a", 100]]
+"""A token to generate: with a piece of a character llama.cpp gives no log-probabilities. Those given are unbiased."""
 MOST_BYTES = 500_000_000  # of an answer; vLLM gives all tokens of a prompt
 _KEY = "ROPE_EXT_API_KEY"
+_PROBE_SECONDS, _PART = 30.0, 1 << 20
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)
+"""What an answer of another form than expected raises."""
 
 
 class Answer(NamedTuple):
@@ -50,8 +58,8 @@ class Client(ABC):
     """
 
     program: ClassVar[str]
-    probe: ClassVar[str]
-    """A path that answers with a JSON object on a server of this kind, and on no other."""
+    probes: ClassVar[tuple[str, ...]]
+    """Paths of which one answers with a JSON object on a server of this kind, and on no kind after it."""
 
     def __init__(self, url: str, served_name: str | None, seconds: float, version: str) -> None:
         self.url, self.seconds, self.version = url, seconds, version
@@ -76,12 +84,26 @@ class Client(ABC):
             listed = _ask(self.url, "/v1/models", None, self.seconds)
             try:
                 self._name = str(listed["data"][0]["id"])
-            except (KeyError, IndexError, TypeError) as error:
+            except _UNREADABLE as error:
                 raise ServingError(f"{self.url} lists no models at /v1/models; state the name of the model") from error
         return self._name
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         return _ask(self.url, path, body, self.seconds)
+
+    def finite_answers(self, ids: Sequence[int]) -> list[Answer]:
+        """`answers`, every log-probability a finite number.
+
+        Raises:
+            ServingError: as `answers` does, and one that is not finite.
+        """
+        given = self.answers(ids)
+        if wrong := [answer for answer in given if not math.isfinite(answer.logprob)]:
+            raise ServingError(
+                f"{self.title} at {self.url} gives the log-probability {wrong[0].logprob} for token {wrong[0].token} "
+                f"at position {wrong[0].position}"
+            )
+        return given
 
     def none_given(self, answer: Any) -> ServingError:
         return ServingError(
@@ -90,7 +112,7 @@ class Client(ABC):
 
 
 class VLLMClient(Client):
-    program, probe = VLLM.title, "/version"
+    program, probes = VLLM.title, ("/version",)
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
         body = {
@@ -105,12 +127,12 @@ class VLLMClient(Client):
             listed = answer["choices"][0]["prompt_logprobs"]
             start = max(1, len(ids) - COMPARED)
             return [Answer(at, ids[at], float(listed[at][str(ids[at])]["logprob"])) for at in range(start, len(ids))]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise self.none_given(answer) from error
 
 
 class SGLangClient(Client):
-    program, probe = SGLang.title, "/get_model_info"
+    program, probes = SGLang.title, ("/model_info", "/get_model_info")  # the second is deprecated
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
         start = max(1, len(ids) - COMPARED)
@@ -129,23 +151,23 @@ class SGLangClient(Client):
             if [entry[1] for entry in listed] != list(ids[start:]):
                 raise ValueError("other tokens")
             return [Answer(start + i, ids[start + i], float(entry[0])) for i, entry in enumerate(listed)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise self.none_given(answer) from error
 
 
 class LlamaCppClient(Client):
-    program, probe = LlamaCpp.name, "/props"
+    program, probes = LlamaCpp.name, ("/props",)
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
         """Of the likely next tokens after the last few prefixes: it gives no log-probabilities of a prompt."""
         made: list[Answer] = []
         for stop in range(max(1, len(ids) - CUTS + 1), len(ids) + 1):
-            body = {"prompt": list(ids[:stop]), "n_predict": 1, "n_probs": NEXT, "temperature": 0, "cache_prompt": True}
-            answer = self.ask("/completion", body | {"post_sampling_probs": False})
+            body = {"prompt": list(ids[:stop]), "n_predict": 1, "n_probs": NEXT, "temperature": 0, "logit_bias": WHOLE}
+            answer = self.ask("/completion", body | {"cache_prompt": True, "post_sampling_probs": False})
             try:
                 likely = answer["completion_probabilities"][0]["top_logprobs"]
                 made += [Answer(stop, int(entry["id"]), float(entry["logprob"])) for entry in likely]
-            except (KeyError, IndexError, TypeError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise self.none_given(answer) from error
         if not made:
             raise self.none_given({})
@@ -153,7 +175,7 @@ class LlamaCppClient(Client):
 
 
 class OpenAIClient(Client):
-    program, probe = "a server with OpenAI's completions", "/v1/models"
+    program, probes = "a server with OpenAI's completions", ("/v1/models",)
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
         body = {"model": self.served_name(), "prompt": list(ids), "max_tokens": 1, "temperature": 0}
@@ -164,8 +186,11 @@ class OpenAIClient(Client):
                 raise ValueError("fewer tokens")
             start = max(1, len(ids) - COMPARED)
             return [Answer(at, ids[at], float(listed[at])) for at in range(start, len(ids))]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise self.none_given(answer) from error
+
+
+_KINDS = (VLLMClient, SGLangClient, LlamaCppClient, OpenAIClient)
 
 
 def connect(url: str, served_name: str | None, seconds: float) -> Client:
@@ -178,17 +203,18 @@ def connect(url: str, served_name: str | None, seconds: float) -> Client:
     if not url.startswith(("http://", "https://")):
         raise ServingError(f"the address of a server begins with http:// or https://; got {short(url)!r}")
     failure = None
-    for kind in (VLLMClient, SGLangClient, LlamaCppClient, OpenAIClient):
+    for kind, path in [(each, path) for each in _KINDS for path in each.probes]:
         try:
-            found = _ask(url, kind.probe, None, min(seconds, 30.0))
+            answer = _ask(url, path, None, min(seconds, _PROBE_SECONDS))
         except ServingError as error:
             failure = error
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, urllib.error.HTTPError):
+                break  # nothing is there, or it hangs
             continue
-        if isinstance(found, dict):
-            version = found.get("version") or found.get("build_info") or ""
+        if isinstance(answer, dict):
+            version = answer.get("version") or answer.get("build_info") or ""
             return kind(url, served_name, seconds, short(str(version), 40))
-    assert failure is not None
-    raise failure
+    raise failure or ServingError(f"{url} is no server of a kind that is known here")
 
 
 def _ask(url: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
@@ -198,19 +224,23 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None, seconds: float) ->
         headers["Authorization"] = f"Bearer {os.environ[_KEY]}"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers)
+    end, text = time.monotonic() + seconds, bytearray()
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds) as answer:
-            text = answer.read(MOST_BYTES + 1)
+            while part := answer.read1(_PART):
+                text += part
+                if time.monotonic() > end:
+                    raise TimeoutError(f"its answer is not complete after {seconds:g} seconds")
+                if len(text) > MOST_BYTES:
+                    raise ServingError(f"{url}{path} answers with more than {MOST_BYTES:,} bytes")
     except urllib.error.HTTPError as error:
         with error:
             words = " ".join(error.read(2000).decode("utf-8", errors="replace").split()) if error.fp else ""
         raise ServingError(
             f"{url}{path} answers with status {error.code}: {short(words or error.reason, 300)}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServingError(f"{url}{path} does not answer: {one_line(error)}") from error
-    if len(text) > MOST_BYTES:
-        raise ServingError(f"{url}{path} answers with more than {MOST_BYTES:,} bytes")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

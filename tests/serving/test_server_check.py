@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,6 +18,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.reference import path as reference_folder
+from rope_ext_hf.serving.server_check import save_answers
+from tests.support.model_servers import KINDS, logprobs, serving
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def plain(**rope_parameters: Any) -> Any:
+def plain(dtype: torch.dtype = torch.float32, **rope_parameters: Any) -> Any:
     """The bundled model as stock transformers builds it from rope settings."""
     config = {"rope_type": "default", "rope_theta": 10000.0} | rope_parameters
-    return AutoModelForCausalLM.from_pretrained(reference_folder(), dtype=torch.float32, rope_parameters=config).eval()
+    return AutoModelForCausalLM.from_pretrained(reference_folder(), dtype=dtype, rope_parameters=config).eval()
 
 
 YARN: dict[str, Any] = {
@@ -49,93 +50,22 @@ YARN: dict[str, Any] = {
 }
 
 
-def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        scores: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
-    return scores
-
-
-def vllm(model: Any, body: Any) -> Any:
-    ids = body["prompt"]
-    scores = logprobs(model, ids)
-    listed = [None, *({str(ids[i]): {"logprob": float(scores[i - 1, ids[i]])}} for i in range(1, len(ids)))]
-    return {"choices": [{"prompt_logprobs": listed}]}
-
-
-def sglang(model: Any, body: Any) -> Any:
-    ids, start = body["input_ids"], body["logprob_start_len"]
-    scores = logprobs(model, ids)
-    listed = [
-        [None, ids[start], None],
-        *([float(scores[i - 1, ids[i]]), ids[i], None] for i in range(start + 1, len(ids))),
-    ]
-    return {"meta_info": {"input_token_logprobs": listed}}
-
-
-def llama_cpp(model: Any, body: Any) -> Any:
-    values, tokens = logprobs(model, body["prompt"])[-1].topk(body["n_probs"])
-    top = [{"id": int(token), "logprob": float(value)} for value, token in zip(values, tokens, strict=True)]
-    return {"completion_probabilities": [{"top_logprobs": top}]}
-
-
-def openai(model: Any, body: Any) -> Any:
-    ids = body["prompt"]
-    scores = logprobs(model, ids)
-    listed = [None, *(float(scores[i - 1, ids[i]]) for i in range(1, len(ids)))]
-    return {"choices": [{"logprobs": {"token_logprobs": listed}}]}
-
-
-MODELS = {"data": [{"id": "served"}]}
-KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any, Any], Any]]] = {
-    "vLLM 0.33.0": ({"/version": {"version": "0.33.0"}, "/v1/models": MODELS}, "/v1/completions", vllm),
-    "SGLang": ({"/get_model_info": {"model_path": "x"}}, "/generate", sglang),
-    "llama.cpp b1": ({"/props": {"build_info": "b1"}}, "/completion", llama_cpp),
-    "a server with OpenAI's completions": ({"/v1/models": MODELS}, "/v1/completions", openai),
-}
-
-
-@contextmanager
-def serving(kind: str, model: Any, answer: Callable[[Any, Any], Any] | None = None) -> Iterator[str]:
-    """The address of a server of this kind."""
-    gets, at, usual = KINDS[kind]
-
-    class Handler(BaseHTTPRequestHandler):
-        def reply(self, value: Any) -> None:
-            self.send_response(404 if value is None else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(value or {"error": "no such path"}).encode())
-
-        def do_GET(self) -> None:
-            self.reply(gets.get(self.path))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.reply((answer or usual)(model, body) if self.path == at else None)
-
-        def log_message(self, *_: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_server_of_each_kind(kind: str, folder: Path) -> None:
     with serving(kind, plain(**YARN)) as url:
-        report = rope.check_server(url, folder, lengths=[128, 600])
+        report = rope.check_server(url, folder, lengths=[64, 300])
     assert report.agrees
-    assert (report.server, report.lengths) == (kind, (128, 600))
+    assert (report.server, report.lengths) == (kind, (64, 300))
     assert max(report.differences["as measured"]) < 1e-3
     assert "serves what was measured: yarn x4" in str(report)
 
 
 def squared(module: Any) -> None:
     module.attention_scaling **= 2
+
+
+def rounded(module: Any) -> None:
+    module.inv_freq = module.inv_freq.bfloat16().float()
 
 
 def twice(module: Any) -> None:
@@ -154,7 +84,10 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "with the attention factor applied twice": lambda: changed(squared),
     "with the scaling applied twice": lambda: changed(twice),
     "with the extended length as the original one": lambda: plain(**YARN | {"original_max_position_embeddings": 1024}),
-    "with weights of the other pairing": lambda: wrongly_paired(),
+    "with interleaved weights rotated as half": lambda: wrongly_paired(),
+    "with frequencies rounded to bfloat16": lambda: changed(rounded),
+    "with linear x4 in place of yarn x4": lambda: plain(rope_type="linear", factor=4.0),
+    "with yarn x2 in place of yarn x4": lambda: plain(**YARN | {"factor": 2.0}),
 }
 
 
@@ -163,33 +96,96 @@ def wrongly_paired() -> Any:
         return rope.convert(plain(**YARN), to="interleaved")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("kind", ["vLLM 0.33.0", pytest.param("llama.cpp b1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("vLLM 0.33.0", name) for name in MISTAKES), ("llama.cpp b1", "with no attention factor")],
+)
 def test_a_mistake_is_named(kind: str, name: str, folder: Path) -> None:
     with serving(kind, MISTAKES[name]()) as url:
-        report = rope.check_server(url, folder, lengths=[200, 700])
+        report = rope.check_server(url, folder, lengths=[100, 400])
     assert not report.agrees
     assert report.runs == name, str(report)
 
 
-def test_a_server_in_bfloat16_is_right_too(folder: Path) -> None:
-    with serving("vLLM 0.33.0", plain(**YARN).to(torch.bfloat16)) as url:
-        report = rope.check_server(url, folder, lengths=[200, 700])
+def eight_bits(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as the gguf package writes it in Q8_0, and reads it back."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+
+
+def quantised() -> Any:
+    model = plain(**YARN)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(eight_bits(parameter.detach()))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [lambda: plain(torch.bfloat16, **YARN), quantised], ids=["bfloat16", "Q8_0"])
+def test_a_server_of_another_dtype_is_right_too(model: Callable[[], Any], dtype: str, folder: Path) -> None:
+    with serving("vLLM 0.33.0", model()) as url:
+        report = rope.check_server(url, folder, lengths=[100, 400], dtype=dtype)
     assert report.agrees, str(report)
+    assert report.precision in ("bfloat16", "8-bit weights")
+
+
+def test_eight_bit_weights_are_those_of_gguf() -> None:
+    from rope_ext_hf.serving.server_check import _eight_bits
+
+    weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0.0
+    torch.testing.assert_close(_eight_bits(weight), eight_bits(weight), rtol=0, atol=0)
+
+
+def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
+    torch.manual_seed(0)
+    other = AutoModelForCausalLM.from_config(plain().config).eval()
+    with serving("vLLM 0.33.0", other) as url:
+        report = rope.check_server(url, folder, lengths=[200])
+    assert (report.runs, report.precision, report.agrees) == (None, None, False)
+    assert f"the closest, {report.closest}, differs by more than rounding explains" in str(report)
+
+
+def test_what_answers_cannot_tell_apart_is_said(tmp_path: Path) -> None:
+    """An attention factor of 1.0005 is below the rounding of bfloat16."""
+    folder = tmp_path / "slight"
+    factor: dict[str, Any] = {"attention_factor": 1.0005}
+    rope.patch(plain(), "yarn", factor=4.0, **factor).save_pretrained(folder)
+    for file in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(reference_folder() / file, folder)
+    with serving("vLLM 0.33.0", plain(torch.bfloat16, **YARN, **factor)) as url:
+        report = rope.check_server(url, folder, lengths=[100, 300])
+    assert report.agrees
+    assert "with no attention factor" in report.alike
+    assert "these answers do not tell that from the model" in str(report)
+
+
+def test_a_server_that_refuses_long_prompts_is_not_right(folder: Path) -> None:
+    """The extended length was not handed to it: what it answers is right."""
+    usual = KINDS["vLLM 0.33.0"][2]
+    with serving(
+        "vLLM 0.33.0", plain(**YARN), lambda m, body: None if len(body["prompt"]) > 256 else usual(m, body)
+    ) as url:
+        report = rope.check_server(url, folder, lengths=[100, 400])
+    assert (report.runs, report.agrees, report.lengths) == ("as measured", False, (100,))
+    assert "does not answer a longer prompt" in str(report)
+    assert "404" in str(report)
 
 
 @pytest.mark.slow
 def test_the_patch_is_as_before_after_all_mistakes_were_tried(folder: Path) -> None:
     """Weights and frequencies come back: another model here would call a right server wrong the next time."""
     from rope_ext_hf.hub import load_model
-    from rope_ext_hf.serving.server_check import _configurations
+    from rope_ext_hf.serving.server_mistakes import configurations
     from rope_ext_hf.serving.target import open_model
 
     model = load_model(folder, dtype="float32", device="cpu")
     before, ids = {k: v.clone() for k, v in model.state_dict().items()}, list(range(5, 205))
     expected = logprobs(model, ids)
-    for _, configuration in _configurations(model, open_model(folder).described.rotary):
-        with configuration:
+    for configuration in configurations(model, open_model(folder).described.rotary).values():
+        with configuration():
             pass
     assert torch.equal(logprobs(model, ids), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -224,3 +220,24 @@ def test_answers_collected_elsewhere_and_the_command(folder: Path, tmp_path: Pat
     wrong = CliRunner().invoke(app, ["check-server", "elsewhere", "reference", "--from-file", str(collected), "--json"])
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)["agrees"] is False
+
+
+def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path: Path) -> None:
+    (bare := tmp_path / "bare").mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, bare)
+    collected = tmp_path / "answers.json"
+    with serving("vLLM 0.33.0", plain(**YARN)) as url:
+        arguments = ["check-server", url, str(bare), "--lengths", "64,300", "--to-file", str(collected)]
+        written = CliRunner().invoke(app, arguments)
+        assert written.exit_code == 0, written.output
+        assert CliRunner().invoke(app, arguments).exit_code == 2  # the file exists
+        direct = rope.check_server(url, folder, lengths=[64, 300])
+    report = rope.check_server("elsewhere", folder, from_file=collected)
+    assert report.agrees
+    assert (report.server, report.lengths) == ("vLLM 0.33.0", (64, 300))
+    assert report.differences == direct.differences
+    with pytest.raises(ServingError, match="does not answer"):
+        save_answers("http://127.0.0.1:9", bare, tmp_path / "none.json", seconds=2.0)
+    assert not (tmp_path / "none.json").exists()

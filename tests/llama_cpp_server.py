@@ -1,0 +1,27 @@
+"""llama.cpp's HTTP server on the loopback address, run in an environment of its own by tests/live_servers.py.
+
+    python tests/llama_cpp_server.py FILE.gguf LENGTH
+
+LENGTH is the context that is allocated, `-c` of llama-server; everything else is as llama-server sets it. It prints its
+address, and serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import xllamacpp
+
+
+def main() -> None:
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path, parameters.n_ctx = sys.argv[1], int(sys.argv[2])
+    parameters.cpuparams.n_threads = parameters.n_gpu_layers = 1
+    parameters.ui = parameters.warmup = False
+    server = xllamacpp.Server(parameters)
+    print(server.listening_address, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
