@@ -182,7 +182,12 @@ def _layer(
             bias(near, near)  # it raises where it is for another number of heads
         return Layer(method, None)
     if nearly_equal(at_stored.key, at_far.key) and nearly_equal(at_stored.query, at_far.query):
-        return Layer(LocalAttention(at_near.window), None)  # no rotation, or one by a rotary module of its own
+        # No rotation, or one by a rotary module of its own. Queries that are alike at all positions have no temperature
+        # of their own either: where such a layer attends to everything, that of the method is all it can be given.
+        still = nearly_equal(at_near.key, at_far.key) and nearly_equal(at_near.query, at_far.query)
+        return Layer(
+            LocalAttention(at_near.window, temperature=method if still and at_near.window is None else None), None
+        )
     device = at_near.key.device
     moved = table.between(RemappedPosition(near), RemappedPosition(far), device)
     stored = table.between(RemappedPosition(near), RemappedPosition(), device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import ConfigRope
-from rope_ext_hf.patches.layer_types import SLIDING, sliding_layers
+from rope_ext_hf.patches.layer_types import SLIDING, rotating_layers, sliding_layers
 from rope_ext_hf.patches.slots import Slot
 
-__all__ = ["sliding_note", "sliding_notes"]
+__all__ = ["sliding_note", "sliding_notes", "unrotated_note"]
 
 
 def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
@@ -43,3 +45,15 @@ def sliding_note(config: Any, apart: ConfigRope | None, extended_length: int) ->
         own = f"{apart.method.name}, theta {apart.plain.theta:g}"
         return f"{share} and keep their own rotary embedding ({own}).", False
     return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
+
+
+def unrotated_note(config: Any, method: RopeMethod) -> str | None:
+    """What a method does to full-attention layers without RoPE, as a sentence; None where it reaches every layer."""
+    rotating, full = rotating_layers(config)
+    remapping = isinstance(method, RemappingMethod)
+    if rotating == full or (remapping and not method.moves_keys):  # a bias, which every layer gets
+        return None
+    layers = f"{full - rotating} of the {full} full-attention layers do not rotate their queries and keys (no RoPE)"
+    if not remapping or method.temperature == "none":
+        return f"{layers}: the method does not reach them."
+    return f"{layers}: the temperature ({method.temperature}) is all that the method changes there."

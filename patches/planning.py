@@ -36,13 +36,13 @@ from rope_ext_hf.patches.geometry import (
     undo_saved_patch,
 )
 from rope_ext_hf.patches.layer_types import Layers, rotating_layers
-from rope_ext_hf.patches.notes import sliding_notes
+from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slots import Slot, find_slots, patch_state
 
-__all__ = ["PatchPlan", "plan_patch", "plan_replay"]
+__all__ = ["PatchPlan", "check_rotating", "plan_patch", "plan_replay"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _plan(
     configs = _copied_configs(model, slots[0].config)
     config = next(swap.patched for swap in configs if swap.original is slots[0].config)
     undo_saved_patch(config)
-    _check_rotating(config, layers)
+    check_rotating(config, layers)
     base = base_rope(model, slots, config, over, context_length)
     # 2. the method, with every parameter filled in
     spec, live, saved = make_spec(base), below or base.live, below or base.saved
@@ -143,7 +143,11 @@ def _plan(
         write_rope(other, encoding, spec, saved, layer_types)
     _check_softmax_scale(slots[0], config, encoding)
     sliding, every_layer = sliding_notes(slots[0], encoding.extended_length or spec.rotary.context_length)
-    notes = [sliding, *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers)]
+    notes = [
+        sliding,
+        unrotated_note(slots[0].config, spec.method),
+        *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers),
+    ]
     state = PatchState(
         spec,
         encoding,
@@ -192,7 +196,8 @@ def _on_meta_device(model: nn.Module) -> bool:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_rotating(config: Any, layers: tuple[str | int, ...] | None) -> None:
+def check_rotating(config: Any, layers: tuple[str | int, ...] | None = None) -> None:
+    """Raise UnsupportedModelError where no full-attention layer rotates and no other layers were asked for."""
     rotating, full = rotating_layers(config)
     if full and not rotating and layers is None:
         raise UnsupportedModelError(

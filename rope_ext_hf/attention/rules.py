@@ -46,16 +46,18 @@ class AttentionRule(Protocol):
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """The rule of a layer that no method changes: causal attention at true relative positions.
+    """The rule of a layer whose keys no method moves: causal attention at true relative positions.
 
     Attributes:
         window_size: keys a query sees, itself included; None: all before it.
         method: the remapping method whose rotary module the layer shares, so that keys arrive rotated to its
             `key_position`; None: they arrive at their own position, or unrotated.
+        temperature: the remapping method whose temperature the layer has; None: it has none.
     """
 
     window_size: int | None = None
     method: RemappingMethod | None = None
+    temperature: RemappingMethod | None = None
 
     @property
     def local_zone_exact(self) -> bool:
@@ -71,7 +73,7 @@ class LocalAttention:
         return self.key_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        return None
+        return None if self.temperature is None else self.temperature.query_scale(m)
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
         return None

@@ -102,6 +102,7 @@ class Target:
         theta, original: the base, and the length in tokens without any scaling.
         length: tokens to serve.
         method: the method, for messages.
+        notes: what the method does not reach, and what else a user must hear, whatever the engine.
     """
 
     model: str
@@ -116,6 +117,7 @@ class Target:
     original: int
     length: int
     method: str
+    notes: tuple[str, ...] = ()
 
     @property
     def model_type(self) -> str:

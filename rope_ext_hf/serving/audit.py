@@ -25,10 +25,12 @@ from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
+from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.layer_types import SLIDING
+from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config
 
@@ -68,11 +70,13 @@ class Audit:
         path: the file.
         engines: one report each.
         problems: what is wrong with the file itself.
+        notes: what its rope settings do not reach, in any engine.
     """
 
     path: str
     engines: tuple[EngineReport, ...]
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -95,6 +99,7 @@ class Audit:
                 figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
             lines.append(f"  {report.engine:<13}{report.version:<19}{figures}{report.verdict}")
             lines += [f"      {note}" for note in (computed.notes if computed else ())]
+        lines += [f"  note         {note}" for note in self.notes]
         return "\n".join([*lines, *(f"  problem      {problem}" for problem in self.problems)])
 
 
@@ -139,13 +144,13 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     engines = [engine() for engine in list_engines().values() if not (engine.reference or engine.rules_of)]
     reference = _report(reference_engine(), config)
     against = reference_engine() if reference.computed is not None else None
-    most = _context_length(config)
+    most, note = _length_and_note(config)
     reports = [reference, *(_too_long(_report(engine, config, against), most) for engine in engines)]
-    return Audit(name, tuple(reports), tuple(problems))
+    return Audit(name, tuple(reports), tuple(problems), () if note is None else (note,))
 
 
-def _context_length(config: Mapping[str, Any]) -> int | None:
-    """The length in tokens that the model is for; None where transformers or this package cannot read its config."""
+def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    """The length in tokens that the model is for, and what its scaling does not reach; None: nothing, or not known."""
     from transformers import AutoConfig
 
     values = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}
@@ -154,9 +159,11 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
             text = AutoConfig.for_model(str(config.get("model_type")), **values).get_text_config()
             nested = [key for key, value in text.rope_parameters.items() if isinstance(value, Mapping)]
             layer_type = next((key for key in nested if key not in SLIDING), None)
-            return describe_config(text, layer_type).context_length
+            described = describe_config(text, layer_type)
+            scaled = not isinstance(described.method, Default)
+            return described.context_length, unrotated_note(text, described.method) if scaled else None
     except RopeExtError:
-        return None
+        return None, None
 
 
 def _too_long(report: EngineReport, most: int | None) -> EngineReport:

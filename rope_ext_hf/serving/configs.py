@@ -87,7 +87,7 @@ def serving_config(
             without = chosen.config_for(as_saved)
             if without.overrides is None:  # the folder's own config.json is enough
                 config = replace(without, encoding="as the folder's config.json has it")
-        configs.append(replace(config, notes=(*config.notes, *notes)))
+        configs.append(replace(config, notes=(*config.notes, *target.notes, *notes)))
     *shorter, longest = configs
     return replace(longest, shorter=tuple(shorter))
 

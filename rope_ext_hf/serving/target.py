@@ -29,7 +29,9 @@ from rope_ext_hf.patches.config import (
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import choose_layer_types, layers_of_types
+from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.planning import check_rotating
 from rope_ext_hf.patches.slots import find_slots, present_specs
 
 __all__ = ["Model", "describe_config", "make_target", "make_targets", "open_model"]
@@ -169,6 +171,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
     values = config.to_dict()
     length = spec.target_length or spec.method.extended_length(spec.rotary) or spec.rotary.context_length
     if not changes_nothing:
+        check_rotating(config, spec.layers)
         encoding = config_encoding(config, spec, layer_type)
         write_rope(patched, encoding, spec, [], model.layer_types)
         patched.max_position_embeddings = encoding.saved_length
@@ -187,4 +190,5 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         original=spec.rotary.trained_length,
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else spec.method.label(),
+        notes=() if changes_nothing or (note := unrotated_note(config, spec.method)) is None else (note,),
     )

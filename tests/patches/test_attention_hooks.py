@@ -66,7 +66,7 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
         places = torch.tensor(
             [[distance(far, m, n) if far else float(m - n) for n in range(m + 1)] + [0.0] * (tokens - m - 1)
              for m in range(tokens)], dtype=torch.float64,
-        )  # fmt: skip
+        ) * getattr(module, "use_rope", 1)  # fmt: skip
         theta = own_theta if window is not None and own_theta else 10_000.0
         at = rotate_to(parts[0][..., :, None, :].expand(*parts[0].shape[:3], tokens, -1), places, family.rotated, theta)
         scores = torch.einsum("bhmnd,bhnd->bhmn", at, parts[1])
@@ -117,6 +117,26 @@ def test_logits_are_those_of_the_definition(name: str, method: str) -> None:
         expected = logits(model, ids)
     torch.testing.assert_close(actual, expected, atol=ATOL, rtol=0)
     assert (plain - expected).abs().max() > 100 * ATOL
+
+
+@pytest.mark.parametrize("temperature", ["none", "log-n", "llama4"])
+@pytest.mark.parametrize("method", ["rerope", "stairs"])
+def test_layers_without_rope_get_the_temperature_alone(method: str, temperature: str) -> None:
+    sizes = build_config("llama").to_dict() | {"no_rope_layers": [1, 0], "use_sliding_window": False}
+    config = transformers.SmolLM3Config(
+        **{key: sizes[key] for key in sizes if key not in ("model_type", "layer_types")}
+    )
+    model, ids = from_config(config), tokens(3 * TRAINED)
+    with rope.patched(model, method, temperature=temperature):
+        actual, fitted, notes = logits(model, ids), patched_method(model), rope.describe(model).notes
+        whole, cache = logits(model, ids), DynamicCache(config=config)
+        with torch.no_grad():
+            parts = [model(x, past_key_values=cache, use_cache=True).logits for x in torch.split(ids, [100, 1, 91], 1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=ATOL, rtol=0)
+    said = "the method does not reach them" if temperature == "none" else f"the temperature ({temperature}) is all"
+    assert any(note.startswith("1 of the 2 full-attention layers do not rotate") and said in note for note in notes)
+    with defined(model, "llama", fitted):
+        torch.testing.assert_close(actual, logits(model, ids), atol=ATOL, rtol=0)
 
 
 @each_family
