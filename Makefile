@@ -48,11 +48,11 @@ build/exports/ready: Makefile
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
-# The rotary classes of vLLM and SGLang, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
+# The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
 test-engines: .venv/ready test-llama-cpp
-	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23
+	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23 exllamav3==1.6.5
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
-	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines
+	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
 
 # A quarter of an hour: every language model class of transformers, built tiny and patched; the result goes to
 # docs/results/coverage.json. It goes on where it was stopped; `rm -r build/coverage` to begin anew.

@@ -1,7 +1,7 @@
-"""Do the rotary classes of vLLM and SGLang compute what rope_ext_hf.engines says they do?
+"""Do the rotary classes of vLLM, SGLang and ExLlamaV3 compute what rope_ext_hf.engines says they do?
 
     make test-engines
-    python -m tests.engine_classes --vllm FOLDER --sglang FOLDER
+    python -m tests.engine_classes --vllm FOLDER --sglang FOLDER --exllamav3 FOLDER
 
 FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
 stand-ins, so that no GPU is needed. Every method of every family in docs/engine-*.md is configured with serving_config,
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -195,6 +195,40 @@ def served_by(engine: Engine, skipped: Sequence[str]) -> Iterator[tuple[dict[str
                 yield row, target, config
 
 
+def exllamav3_rope(home: ModuleType, target: Target, keys: Mapping[str, Any]) -> Any:
+    """The module of ExLlamaV3 for a config.json, read as architecture/llama.py, gemma3.py, deepseek_v3.py read it."""
+    rope = importlib.import_module("exllamav3.util.rope")
+    config = {key: value for key, value in target.config.items() if key != "rope_parameters"}
+    config |= keys.get("text_config", keys)
+    latent = target.model_type == "deepseek_v3"
+    head = config.get("qk_rope_head_dim") if latent else config.get("head_dim")
+    reader = SimpleNamespace(
+        config_dict=config, head_dim=head or config["hidden_size"] // config["num_attention_heads"]
+    )
+    settings = home.Config.read_rope_settings_default(
+        reader, rope.RopeStyle.GPTJ if latent else rope.RopeStyle.NEOX, yarn_mscale_ratio=latent
+    )
+    module = rope.RoPE("cpu", settings)
+    module.softmax_scale = rope.yarn_sm_scale_fold(settings.rope_scaling) if latent else 1.0
+    return module
+
+
+def compare_exllamav3(folder: Path) -> dict[str, Any]:
+    """The classes of ExLlamaV3 beside what each configuration is meant to compute."""
+    real = ("exllamav3.util.rope", "exllamav3.util.file", "exllamav3.model.config")
+    sys.meta_path.insert(0, Finder("exllamav3", real, folder))
+    home, engine, rows = importlib.import_module(real[-1]), find_engine("exllamav3"), []
+    for row, target, config in served_by(engine, ()):
+        module = exllamav3_rope(home, target, config.config_keys)
+        expected = torch.tensor(target.inv_freq, dtype=torch.float64)
+        row["frequencies"] = float(((module.inv_freq.double() - expected).abs() / expected).max())
+        row["magnitude"] = abs(module.attn_factor / target.attention_factor - 1)
+        row["softmax_scale"] = abs(module.softmax_scale / target.softmax_scale - 1)
+        rows.append(row)
+    sys.meta_path.pop(0)
+    return {"engine": engine.name, "version": engine.version, "rows": rows, "skipped": []}
+
+
 def compare(
     name: str, folder: Path, real: Sequence[str], build: Any, register: Any, skipped: Sequence[str]
 ) -> dict[str, Any]:
@@ -242,6 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vllm", type=Path, required=True)
     parser.add_argument("--sglang", type=Path, required=True)
+    parser.add_argument("--exllamav3", type=Path, required=True)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -263,24 +298,27 @@ def main() -> None:
             register_sglang,
             ("gemma3_text",),  # whose model file calls the functions of transformers
         ),
+        compare_exllamav3(given.exllamav3),
     ]
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
     content = {"command": "make test-engines", "versions": versions, "engines": results}
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     wrong = 0
     for result in results:
-        rows = result["rows"] + result["plugin"]
+        rows = result["rows"] + result.get("plugin", [])
         far = [
             row
             for row in rows
-            if row["frequencies"] > TOLERANCE or row["magnitude"] > 1e-6 or row.get("positions", 0) > TOLERANCE
+            if row["frequencies"] > TOLERANCE
+            or max(row["magnitude"], row.get("softmax_scale", 0)) > 1e-6
+            or row.get("positions", 0) > TOLERANCE
         ]
-        wrong += len(far) + len(result["rows"]) - result["untouched"]
+        wrong += len(far) + (len(result["rows"]) - result["untouched"] if "untouched" in result else 0)
         worst = max(row["frequencies"] for row in rows)
         off = max(row["magnitude"] for row in rows)
         print(
             f"{result['engine']} {result['version']}: {len(result['rows'])} served by its own rope types, "
-            f"{result['untouched']} of them the same module with the plug-in, {len(result['plugin'])} by the plug-in; "
+            f"{len(result.get('plugin', []))} by the plug-in; "
             f"frequencies {worst:.2g}, magnitude {off:.2g}"
         )
         print(*far, sep="\n")

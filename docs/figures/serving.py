@@ -121,18 +121,23 @@ for _engine in filter(_has_page, list_engines()):
 def _classes(engine: str) -> str:
     """How the rotary classes of an engine compare with what its configurations are meant to compute."""
     result = next(each for each in read_result("engine-classes")["engines"] if each["engine"] == engine)
-    every = result["rows"] + result["plugin"]
+    plugin = result.get("plugin", [])
+    every = result["rows"] + plugin
     rows = {
         "frequencies, largest relative difference (float32 tables)": max(row["frequencies"] for row in every),
         "magnitude, largest relative difference": max(row["magnitude"] for row in every),
-        "queries rotated by M-RoPE, largest difference": max(row.get("positions", 0.0) for row in every),
     }
-    cells = [
-        ("configurations by its own rope types", str(len(result["rows"]))),
-        ("of these, the same module with the plug-in registered", str(result["untouched"])),
-        ("configurations by the plug-in", str(len(result["plugin"]))),
-        *((name, f"{value:.1e}") for name, value in rows.items()),
-    ]
+    for key, name in (
+        ("softmax_scale", "softmax scale, largest relative difference"),
+        ("positions", "queries rotated by M-RoPE, largest difference"),
+    ):
+        if measured := [row[key] for row in every if key in row]:
+            rows[name] = max(measured)
+    cells = [("configurations by its own rope types", str(len(result["rows"])))]
+    if plugin:
+        cells.append(("of these, the same module with the plug-in registered", str(result["untouched"])))
+        cells.append(("configurations by the plug-in", str(len(plugin))))
+    cells += [(name, f"{value:.1e}") for name, value in rows.items()]
     cells.append(("families not built by its factory", ", ".join(result["skipped"]) or "none"))
     return markdown_table([f"{engine} {result['version']}", "measured by `make test-engines`"], cells)
 
@@ -145,6 +150,11 @@ def engine_classes_vllm() -> str:
 @figure
 def engine_classes_sglang() -> str:
     return _classes("sglang")
+
+
+@figure
+def engine_classes_exllamav3() -> str:
+    return _classes("exllamav3")
 
 
 @figure

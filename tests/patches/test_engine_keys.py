@@ -232,9 +232,16 @@ LISTS = {"short_factor": [1.0] * 8, "long_factor": [float(i + 1) for i in range(
 @pytest.mark.parametrize(
     ("method", "params", "wrong"),
     [
-        ("yarn", {"attention_factor": 1.3}, ["mlx-lm 0.32.2"]),
-        ("yarn", {"truncate": False}, ["mlx-lm 0.32.2"]),
-        ("longrope", LISTS, ["transformers 4.57", "mlx-lm 0.32.2", "vLLM 0.33", "SGLang 0.5.23"]),
+        ("yarn", {"attention_factor": 1.3}, ["mlx-lm 0.32.2", "TensorRT-LLM 1.2.0rc2"]),
+        ("yarn", {"truncate": False}, ["mlx-lm 0.32.2", "TensorRT-LLM 1.2.0rc2"]),
+        (
+            "longrope",
+            LISTS,
+            [
+                *("transformers 4.57", "ExLlamaV3 1.6.5", "mlx-lm 0.32.2", "vLLM 0.33", "SGLang 0.5.23"),
+                "TensorRT-LLM 1.2.0rc2",
+            ],
+        ),
     ],
 )
 def test_saving_warns_of_programs_that_run_another_model(

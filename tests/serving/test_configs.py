@@ -21,10 +21,18 @@ from rope_ext_hf import reference
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.engines.base import Computed, Engine, ServingConfig, Target, find_engine, list_engines, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
-from rope_ext_hf.errors import CheckpointError, FileError, MethodError, RopeExtError, ServingError, UnknownMethodError
+from rope_ext_hf.errors import (
+    CheckpointError,
+    FileError,
+    MethodError,
+    RopeExtError,
+    ServingError,
+    UnknownMethodError,
+    UnsupportedModelError,
+)
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.audit import audit_config
-from rope_ext_hf.serving.target import make_target
+from rope_ext_hf.serving.target import Model, make_target
 from tests.support.every_model import tiny
 from tests.support.models import build
 from tests.support.serving_models import SERVED, published_config, served_model, targets
@@ -98,6 +106,12 @@ def test_the_rules_for_transformers_are_those_of_transformers(family: str) -> No
         ("gpt-oss", "own", "yarn", "vllm", None),
         ("gpt-oss", "original", "yarn", "vllm", "native"),
         ("DeepSeek", "own", "default", "sglang", "native"),
+        ("DeepSeek", "own", "default", "exllamav3", "native"),
+        ("gpt-oss", "original", "yarn", "exllamav3", "native"),
+        ("Llama", "own", "yarn", "exllamav3", "longrope with equal lists"),
+        ("Qwen3", "original", "yarn", "tensorrt-llm", "native"),
+        ("Qwen3", "original", "linear", "tensorrt-llm", None),
+        ("Gemma 3", "original", "by-parts", "tensorrt-llm", "native"),
         ("DeepSeek", "own", "ntk", "vllm", None),
         ("Phi-3", "original", "yarn", "mlx", "longrope with equal lists"),
     ],
@@ -223,10 +237,10 @@ def test_the_rules_are_those_of_the_versions_that_were_compared() -> None:
     for engine in measured("engine-classes")["engines"]:
         assert engine["version"] == find_engine(engine["engine"]).version
         assert {row["family"] for row in engine["rows"]} | set(engine["skipped"]) >= {"Llama", "Qwen3-VL", "DeepSeek"}
-        assert engine["untouched"] == len(engine["rows"])
-        for row in engine["rows"] + engine["plugin"]:
+        assert engine.get("untouched", len(engine["rows"])) == len(engine["rows"])
+        for row in engine["rows"] + engine.get("plugin", []):
             assert row["frequencies"] <= 2e-5, row
-            assert row["magnitude"] <= 1e-6, row
+            assert max(row["magnitude"], row.get("softmax_scale", 0.0)) <= 1e-6, row
             assert row.get("positions", 0.0) <= 2e-5, row
     files = measured("llama-cpp")
     assert files["versions"]["llama.cpp"] == find_engine("llama.cpp").version
@@ -255,7 +269,16 @@ def rows(config: dict[str, Any]) -> dict[str, Any]:
 
 def test_audit_finds_what_engines_ignore() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert audit_config(BASE | {"rope_scaling": yarn}).agrees
+    extended = BASE | {"max_position_embeddings": 131072, "rope_scaling": yarn | {"type": "yarn"}}
+    assert audit_config(extended).agrees
+    short = rows(BASE | {"rope_scaling": yarn})  # ExLlamaV3 divides max_position_embeddings by the original length
+    assert [name for name, report in short.items() if report.differs] == ["exllamav3"]
+    assert short["exllamav3"].computed.notes == (
+        "yarn: the factor is 1, max_position_embeddings over the original length.",
+    )
+    qwen = rows(extended | {"model_type": "qwen3", "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    assert qwen["tensorrt-llm"].computed.notes == ("Qwen3: the rope type linear is run as yarn.",)
+    assert "frequencies differ" in qwen["tensorrt-llm"].differs
     given = rows(BASE | {"rope_scaling": yarn | {"attention_factor": 1.0}})
     assert given["vllm"].differs is None
     assert "magnitude" in given["sglang"].differs
@@ -264,6 +287,22 @@ def test_audit_finds_what_engines_ignore() -> None:
     nested = {key: value for key, value in BASE.items() if key != "rope_theta"}
     modern = rows(nested | {"rope_parameters": yarn | {"rope_theta": 1e6}})
     assert "does not run" in modern["mlx"].differs
+
+
+def test_layers_without_rope_are_named() -> None:
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    smollm = AutoConfig.for_model("smollm3", no_rope_layers=[1, 1, 1, 0], rope_parameters=yarn, pad_token_id=0, **sizes)
+    note = "1 of the 4 full-attention layers do not rotate their queries and keys (no RoPE)"
+    assert audit_config(smollm.to_dict()).notes == (f"{note}: the method does not reach them.",)
+    assert f"note         {note}" in str(audit_config(smollm.to_dict()))
+    model = Model("smollm", smollm, composite=False, specs=[])
+    assert make_target(model, "linear", factor=2).notes == (f"{note}: the method does not reach them.",)
+    assert make_target(model).notes == ()
+    cohere = AutoConfig.for_model("cohere2", sliding_window=16, **sizes)
+    assert audit_config(cohere.to_dict()).notes == ()
+    with pytest.raises(UnsupportedModelError, match="none of the 1 full-attention layers"):
+        make_target(Model("cohere", cohere, composite=False, specs=[]), "yarn", factor=2)
 
 
 def test_audit_finds_a_factor_that_is_applied_twice() -> None:
