@@ -50,10 +50,12 @@ def sliding_note(config: Any, apart: ConfigRope | None, extended_length: int) ->
 def unrotated_note(config: Any, method: RopeMethod) -> str | None:
     """What a method does to full-attention layers without RoPE, as a sentence; None where it reaches every layer."""
     rotating, full = rotating_layers(config)
-    remapping = isinstance(method, RemappingMethod)
-    if rotating == full or (remapping and not method.moves_keys):  # a bias, which every layer gets
+    if rotating == full:
         return None
     layers = f"{full - rotating} of the {full} full-attention layers do not rotate their queries and keys (no RoPE)"
-    if not remapping or method.temperature == "none":
-        return f"{layers}: the method does not reach them."
-    return f"{layers}: the temperature ({method.temperature}) is all that the method changes there."
+    if isinstance(method, RemappingMethod):
+        if not method.moves_keys:  # it adds a bias to scores, which every layer gets
+            return None
+        if method.temperature != "none":
+            return f"{layers}: the temperature ({method.temperature}) is all that the method changes there."
+    return f"{layers}: the method does not reach them."
