@@ -153,11 +153,11 @@ class ProfileHooks(LengthHooks):
             positions = positions[-max(slot.axes for slot in self.slots) :]
         lengths = row_lengths(positions, context.padding_mask, context.past_length)
         positions = positions.amax(0) if positions.ndim == 3 else positions
-        total = self._total(decoder, context)
+        total, checked = self._total(decoder, context)
         if total is not None:
             lengths = (lengths if lengths.ndim == 1 else lengths.amax(-1)) + (total - tokens)
         if context.past_length:
-            context.row_lengths = self._continue(context, table, lengths, positions, total)
+            context.row_lengths = self._continue(context, table, lengths, positions, total, checked)
             return
         if context.cache is not None:
             discard_state(context.cache)
@@ -168,31 +168,47 @@ class ProfileHooks(LengthHooks):
         context.cache_rows = RowState(rows, positions, valid_up_to, context.position_ids is None)
         context.row_lengths = lengths
 
-    def _total(self, decoder: nn.Module, context: ForwardContext) -> int | None:
-        """How many tokens the longest row may come to have, padding included; None: nothing states it."""
+    def _total(self, decoder: nn.Module, context: ForwardContext) -> tuple[int | None, bool]:
+        """How many tokens the longest row may come to have, padding included, and whether that was checked before.
+
+        None: nothing states it.
+        """
         tokens = context.past_length + context.new_tokens.shape[1]
         for state in running():
             if not isinstance(state, Generation) or state.patch is not self.slots[0].state:
                 continue
             if state.encoder is not None and any(each is decoder for each in state.encoder.modules()):
-                return None
+                return None, False
             if state.tokens is None:
                 raise LengthError(f"the generate of this model does not state how long rows may become. {_REMEDY}")
-            if context.past_length and not state.begun:  # a cache may be continued with the new ids alone
+            begun, state.begun = state.begun, True
+            if begun and not context.past_length:  # the prompt again, or a shorter one beside it, for guidance
+                return min(state.tokens, tokens + state.new_tokens), False
+            if context.past_length and not begun:  # a cache may be continued with the new ids alone
                 state.tokens = max(state.tokens, tokens + state.new_tokens)
-            state.begun = True
-            return max(state.tokens, tokens)
-        return _static_size(context.cache)
+            if context.prepared_mask and len(context.new_tokens) > 1 and tokens + state.new_tokens < state.tokens:
+                raise LengthError(
+                    "the padding of a part of the prompt does not follow from a prepared attention mask: with a static "
+                    f"cache, generate from several rows without prefill_chunk_size. {_REMEDY}"
+                )
+            return max(state.tokens, tokens), begun
+        return _static_size(context.cache), False
 
     def _continue(
-        self, context: ForwardContext, table: RotaryEmbedding, lengths: Tensor, positions: Tensor, total: int | None
+        self,
+        context: ForwardContext,
+        table: RotaryEmbedding,
+        lengths: Tensor,
+        positions: Tensor,
+        total: int | None,
+        checked: bool,
     ) -> Tensor:
         """The lengths by which the rows of a cache have their profiles, (rows,).
 
         Args:
             lengths: (rows or 1,), what the rows may come to have.
             positions: (rows or 1, tokens), of the new tokens.
-            total: as `_total` gives it.
+            total, checked: as `_total` gives them.
         """
         state, stored = checked_state(context, self.origin())
         past = stored.positions[:, : context.past_length].expand(max(len(positions), len(stored.positions)), -1)
@@ -208,11 +224,11 @@ class ProfileHooks(LengthHooks):
                 )
             follow_rows(context.cache, state)
         mask = context.padding_mask
-        if mask is not None and context.new_tokens.shape[1] > 1:  # a part of the prompt before may be padding alone
+        if mask is not None:  # a part of the prompt before may be padding alone
             kept = torch.where(mask[:, : context.past_length].any(-1).to(kept.device), kept, lengths)
         context.cache_state = state
         context.cache_rows = replace(stored, lengths=kept, positions=every)
-        end = total or every.shape[1]
+        end = total if total is not None and not checked else every.shape[1]
         if end <= stored.valid_up_to and not (cropped and total is None):
             return kept  # without waiting for the device
         packed = None if stored.one_input_each else several_inputs(past, mask)

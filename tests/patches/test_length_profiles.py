@@ -17,6 +17,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError
+from tests.patches.test_slots_multimodal import build as build_multimodal
+from tests.patches.test_slots_multimodal import with_image
 from tests.support.models import FAMILIES, TRAINED, build, logits, tokens
 
 FACTORS = (1, 2, 4)
@@ -120,7 +122,7 @@ def test_whole_sequences_go_by_their_own_length(lengths: list[int], side: str) -
 
 
 @pytest.mark.slow
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4), chunk=st.none() | st.integers(3, 90))
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4), chunk=st.none() | st.integers(1, 90))
 @settings(max_examples=12, deadline=None)
 def test_generation_goes_by_prompt_and_new_tokens(lengths: list[int], chunk: int | None) -> None:
     """Whatever the batch, and however the prompt is cut into chunks, of which the first may be padding alone."""
@@ -137,11 +139,67 @@ def test_generation_goes_by_prompt_and_new_tokens(lengths: list[int], chunk: int
         pytest.param({"num_beams": 3, "num_return_sequences": 2}, id="beams"),
         pytest.param({"use_cache": False}, id="no-cache"),
         pytest.param({"cache_implementation": "static"}, id="static-cache"),
+        pytest.param({"prefill_chunk_size": 10}, id="chunks"),
         pytest.param({"max_new_tokens": None, "max_length": max(LENGTHS) + NEW}, id="max-length"),
     ],
 )
 def test_every_way_to_generate(options: dict[str, Any]) -> None:
     assert_rows_equal(model_at("llama", None), lambda factor: model_at("llama", factor), LENGTHS, WANTED, **options)
+
+
+def test_a_short_input_beside_the_prompt_is_short() -> None:
+    """Guidance runs the model without the prompt, too, onto a cache of its own."""
+    lengths, options = [100, TRAINED - NEW], {"guidance_scale": 1.5}
+    ids, mask = batch(lengths)
+    found = generated(model_at("llama", None), ids, attention_mask=mask, **options)[1]
+    assert torch.equal(found[1], generated(model_at("llama", 1), ids, attention_mask=mask, **options)[1][1])
+
+
+def test_unknown_padding_of_a_part_of_the_prompt_is_refused() -> None:
+    ids, mask = batch([20, 100])
+    options: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 16}
+    with pytest.raises(LengthError, match="without prefill_chunk_size"):
+        generated(model_at("llama", None), ids, attention_mask=mask, **options)
+    found, expected = (generated(model_at("llama", which), ids[1:], **options)[1] for which in (None, 2))
+    assert torch.equal(found, expected)
+
+
+def test_images_count_by_their_positions() -> None:
+    for tokens_, factor in ((40, 1), (TRAINED, 1), (100, 2)):
+        inputs = with_image(tokens_)
+        model, static = rope.profiles(build_multimodal("qwen3_vl"), FACTORS), build_multimodal("qwen3_vl")
+        static = static if factor == 1 else rope.patch(static, "yarn", factor=factor)
+        with torch.no_grad():
+            assert torch.equal(model(**inputs).logits, static(**inputs).logits)
+        if tokens_ != TRAINED:
+            assert torch.equal(*(each.generate(**inputs, **OPTIONS) for each in (model, static)))
+
+
+def test_each_half_of_an_encoder_and_decoder_counts_for_itself() -> None:
+    half: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": TRAINED,
+        "sliding_window": 32,
+        "initializer_range": 0.15,
+    }
+
+    def halves() -> Any:
+        torch.manual_seed(0)
+        config = transformers.T5GemmaConfig(encoder=dict(half), decoder=dict(half), vocab_size=97)
+        return transformers.T5GemmaForConditionalGeneration(config).eval()
+
+    model = rope.profiles(halves(), FACTORS)
+    ids, options = tokens(TRAINED), {"decoder_start_token_id": 2, "max_new_tokens": TRAINED - 1}
+    assert torch.equal(generated(model, ids, **options)[1], generated(halves(), ids, **options)[1])
+    encoded = model.get_encoder()(tokens(TRAINED + 1)).last_hidden_state
+    static = rope.patch(halves(), "yarn", factor=2).get_encoder()(tokens(TRAINED + 1)).last_hidden_state
+    assert torch.equal(encoded, static)
 
 
 @pytest.mark.parametrize("over", ["own", "original"])
@@ -416,6 +474,25 @@ def test_an_adapter_generates_with_profiles() -> None:
         static = copy.deepcopy(loaded)
         static = static if factor == 1 else rope.patch(static, "yarn", factor=factor)
         assert torch.equal(*(generated(each, tokens(length))[1] for each in (model, static)))
+
+
+def test_layers_on_disk(tmp_path: Path) -> None:
+    build("gemma3").save_pretrained(tmp_path / "loaded")
+    places = ["model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    model, whole = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "loaded", **how)
+        for how in (
+            {
+                "device_map": dict.fromkeys(places, "cpu") | {"model.layers.0": "disk"},
+                "offload_folder": tmp_path / "off",
+            },
+            {},
+        )
+    )
+    for each in (model, whole):
+        rope.profiles(each, FACTORS)
+    for length in LENGTHS:
+        assert torch.equal(*(generated(each, tokens(length))[1] for each in (model, whole)))
 
 
 def test_it_describes_itself() -> None:
