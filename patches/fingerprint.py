@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext_hf.errors import CheckpointError, FingerprintError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -26,7 +26,15 @@ from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, patch_state, rotary_modules
 
-__all__ = ["FINGERPRINT_KEY", "Fingerprint", "check_recorded", "fingerprint_of", "fingerprint_record", "with_pairing"]
+__all__ = [
+    "FINGERPRINT_KEY",
+    "Fingerprint",
+    "check_recorded",
+    "fingerprint_of",
+    "fingerprint_record",
+    "table_differences",
+    "with_pairing",
+]
 
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
@@ -238,6 +246,36 @@ def check_recorded(model: nn.Module, record: Mapping[str, Any]) -> None:
             f"the loaded model does not rotate as it did when it was saved: {' '.join(sentences)} Undo what was "
             f"changed since; or, to load it as it is now, {way_out}"
         )
+
+
+def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> list[str]:
+    """How the table of an engine's rotary module differs from the model that was saved, by the record of its patch.
+
+    Args:
+        record: a record without a fingerprint, and a layer type whose frequencies follow the length or whose positions
+            are remapped, is not compared.
+        cos, sin: of position 1, (pairs,), with the attention factor, in any dtype: differences up to 1% count as none.
+
+    Returns:
+        Sentences; none where a layer type has these frequencies, or none has as many pairs.
+
+    Raises:
+        CheckpointError: a damaged fingerprint in the record.
+    """
+    if FINGERPRINT_KEY not in record:
+        return []
+    cos, sin = cos.double().cpu(), sin.double().cpu()
+    inv_freq, factor = tuple(torch.atan2(sin, cos).tolist()), float(torch.hypot(cos, sin).mean())
+    sentences: list[str] = []
+    for expected in Fingerprint.from_dict(record[FINGERPRINT_KEY]).layers.values():
+        if len(expected.inv_freq) != len(inv_freq):
+            continue
+        alike = _close(expected.inv_freq, inv_freq) and _close((expected.attention_factor,), (factor,))
+        if alike or expected.positions is not None or expected.short_inv_freq is not None:
+            return []
+        actual = replace(expected, inv_freq=inv_freq, attention_factor=factor)
+        sentences = sentences or list(_layer_differences(expected, actual))
+    return sentences
 
 
 def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> LayerRope:

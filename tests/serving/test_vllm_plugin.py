@@ -11,11 +11,12 @@ import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
@@ -76,7 +77,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     vars(model).update(get_rope=get_rope)
     layers = ModuleType("vllm.model_executor.layers")
     vars(layers).update(rotary_embedding=home)
-    names = {"vllm": ModuleType("vllm"), "vllm.model_executor": ModuleType("vllm.model_executor")}
+    config = ModuleType("vllm.config")
+    vars(config).update(get_current_vllm_config_or_none=lambda: None)
+    vars(parent := ModuleType("vllm")).update(config=config)
+    names = {"vllm": parent, config.__name__: config, "vllm.model_executor": ModuleType("vllm.model_executor")}
     for name, module in {**names, layers.__name__: layers, HOME: home, model.__name__: model}.items():
         monkeypatch.setitem(sys.modules, name, module)
     register()
@@ -111,6 +115,26 @@ def test_a_table_is_exact_at_positions_of_a_million(engine: Any) -> None:
             assert module.cos_sin_cache[last, column].item() == pytest.approx(exact, abs=1e-6)
     assert engine.get_rope(16, 2**20, True, dict(given), torch.float32) is module
     assert engine.get_rope(16, 128, True, given, torch.float32) is not module
+
+
+def test_a_module_that_rotates_otherwise_than_the_saved_model_is_named(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = rope.patch(build("llama"), "yarn", factor=4)
+    model.save_pretrained(tmp_path)
+    present = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=AutoConfig.from_pretrained(tmp_path)))
+    monkeypatch.setattr(sys.modules["vllm.config"], "get_current_vllm_config_or_none", lambda: present)
+    right, asked = settings(model), [settings(build("llama"), method="yarn", factor=8)]
+    asked += [right | {"attention_factor": 1.0}, settings(build("llama"), method="default")]
+    for dtype in (torch.float32, torch.bfloat16):
+        engine.get_rope(16, 256, True, right, dtype)  # warnings are errors here
+    engine.get_rope(16, 256, rope_parameters={"rope_type": "yarn"})  # its stand-in has no table
+    for wrong, said in zip(asked, ("Frequencies differ", "is missing", "The scaling is missing"), strict=True):
+        with pytest.warns(UserWarning, match=f"vLLM does not rotate as the model did when it was saved: .*{said}"):
+            engine.get_rope(16, 256, True, wrong, torch.float32)
+    engine.get_rope(16, 256, True, dict(asked[0]), torch.float32)  # said once
+    longer = settings(build("qwen3", head_dim=32), method="linear", factor=4)
+    engine.get_rope(32, 256, True, longer, torch.float32)  # of another geometry: a draft, a vision tower
 
 
 def test_geometry_is_passed_on(engine: Any) -> None:
