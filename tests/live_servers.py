@@ -3,9 +3,9 @@
     make test-servers
     python -m tests.live_servers --llama-cpp ENV/bin/python --vllm ENV/bin/python
 
-Small models are patched and saved. llama.cpp's server runs them from GGUF files in float32, bfloat16 and Q8_0, vLLM's
-from folders in float32 and bfloat16, each as `serving_config` says, and then with mistakes that people make. The result
-goes to docs/results/servers.json; the exit status is 1 where a verdict is wrong.
+Small models are patched and saved. llama.cpp's server runs them from GGUF files in float32, bfloat16, Q8_0 and Q4_0,
+vLLM's from folders in float32 and bfloat16, each as `serving_config` says, and then with mistakes that people make. The
+result goes to docs/results/servers.json; the exit status is 1 where a verdict is wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WORK = ROOT / "build" / "server-files"
 RESULT = ROOT / "docs" / "results" / "servers.json"
 CONTEXT, LENGTH = 256, 1024
 LENGTHS = (96, 300, 700)
-DTYPES = {"llama.cpp": ("F32", "BF16", "Q8_0"), "vllm": ("float32", "bfloat16")}
+DTYPES = {"llama.cpp": ("F32", "BF16", "Q8_0", "Q4_0"), "vllm": ("float32", "bfloat16")}
 TOKENS = [b"<pad>", b"</s>", b"<unk>", *(f"<0x{byte:02X}>".encode() for byte in range(256))]
 STARTS_WITHIN = 300.0  # seconds
 
@@ -420,7 +420,9 @@ def row(engine: Any, dtype: str, case: Measured | Mistake) -> dict[str, Any]:
     lengths = [length for length in LENGTHS if length <= longest]
     try:
         with serving as url:
-            report = rope.check_server(url, measured.folder(), lengths=lengths, device="cpu")
+            report = rope.check_server(
+                url, measured.folder(), lengths=lengths, weight_bits=4 if dtype == "Q4_0" else 8, device="cpu"
+            )
     except (RopeExtError, RuntimeError) as error:
         return made | {"failed": str(error)}
     told = report.to_dict()

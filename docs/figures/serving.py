@@ -242,7 +242,7 @@ def vllm_logprobs() -> str:
 def servers() -> str:
     """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
     result = read_result("servers")
-    columns = list(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]))
+    columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]), key=lambda each: each[0])
     by_case: dict[tuple[bool, str, str], dict[tuple[str, str], Row]] = {}
     for row in result["rows"]:
         right = row["expected"] == "as measured"
@@ -254,14 +254,16 @@ def servers() -> str:
             return "–"
         if not row.get("right"):
             return f"**{row.get('runs') or 'not said'}**"
-        return f"{max(row['differences'][row['closest']]):.0e}"
+        alike = f" ({len(row['alike'])})" if row["alike"] else ""
+        return f"{max(row['differences'][row['closest']]):.0e}{alike}"
 
     counts = [sum(bool(row.get("right")) for row in result["rows"]), len(result["rows"])]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         f"*The largest root mean square difference in nats from the configuration that the server was taken for, over "
-        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256. {counts[0]} of "
-        f"{counts[1]} verdicts are right. Measured by `{result['command']}` with {versions}.*"
+        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256; in brackets, how "
+        f"many others were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. Measured by "
+        f"`{result['command']}` with {versions}.*"
     )
     table = (
         (measured, name, *(cell(rows.get(column)) for column in columns))

@@ -217,6 +217,10 @@ def check_server(
         str | None, typer.Option(metavar="NAME", help="What the server calls the model. Default: the first it lists.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="That an answer may take.")] = 300.0,
+    weight_bits: Annotated[
+        int,
+        typer.Option(min=2, max=32, metavar="N", help="Of the weights on the server: how much rounding is allowed."),
+    ] = 8,
     from_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Answers collected elsewhere, as JSON; the address is not asked."),
@@ -253,7 +257,8 @@ def check_server(
         print_text(json_text({"written": str(to_file)}) if as_json else f"written to {to_file}")
         return
     dtype = "float32" if load.dtype == "auto" else load.dtype
-    report = check(url, model, dtype=dtype, device=load.device, from_file=from_file, **asked)
+    asked |= {"device": load.device, "weight_bits": weight_bits, "from_file": from_file}
+    report = check(url, model, dtype=dtype, **asked)
     print_text(json_text(report.to_dict()) if as_json else str(report))
     if not report.agrees:
         raise typer.Exit(1)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, ServingError
+from rope_ext_hf.errors import CorpusError, MethodError, ServingError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.files import atomic_file, check_destination, read_json
 from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
@@ -133,6 +133,7 @@ def check_server(
     dtype: str = "float32",
     device: str = "auto",
     seconds: float = 300.0,
+    weight_bits: int = 8,
     from_file: str | Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -148,6 +149,7 @@ def check_server(
         served_name: what the server calls the model; default: the first that it lists.
         dtype, device: of the model here.
         seconds: that an answer may take.
+        weight_bits: of the weights on the server, 2 to 32; what coarser weights would explain is not allowed.
         from_file: answers collected elsewhere, in place of the server's: JSON with {"prompts": [{"ids": [...],
             "answers": [[position, token, logprob], ...]}]}, of a token given the tokens before the position.
         revision: branch, tag or commit on the Hub.
@@ -157,6 +159,8 @@ def check_server(
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
         CheckpointError, CorpusError, MethodError: as other functions raise them.
     """
+    if not 2 <= weight_bits <= 32:
+        raise MethodError(f"weight_bits must be from 2 to 32, got {weight_bits}")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if from_file is not None:
         collected = _read_answers(Path(from_file))
@@ -180,7 +184,7 @@ def check_server(
         alike[alike.index(AS_MEASURED)], closest = closest, AS_MEASURED
     precision, explained = None, {}
     with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
-        for name, spread in _spreads(loaded, prompts, ours[closest]):
+        for name, spread in _spreads(loaded, prompts, ours[closest], weight_bits):
             explained[name] = tuple(MARGIN * value for value in spread)
             if all(a <= b for a, b in zip(_distances(theirs, ours[closest]), explained[name], strict=True)):
                 precision = name
@@ -347,7 +351,9 @@ def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[T
     return bool(worse > CERTAIN * 2 * scatter * (other - first).norm())
 
 
-def _spreads(model: Any, prompts: Sequence[Prompt], exact: Sequence[Tensor]) -> Iterator[tuple[str, tuple[float, ...]]]:
+def _spreads(
+    model: Any, prompts: Sequence[Prompt], exact: Sequence[Tensor], weight_bits: int
+) -> Iterator[tuple[str, tuple[float, ...]]]:
     """By dtype, what rounding to it changes at each length, in nats; the model's weights are lost."""
 
     def changed() -> tuple[float, ...]:
@@ -359,17 +365,18 @@ def _spreads(model: Any, prompts: Sequence[Prompt], exact: Sequence[Tensor]) -> 
         model.to(torch.float32)
         yield "float32 or float16", tuple(value / 8 for value in rounded)  # float16 has three bits more
         yield "bfloat16", rounded
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0:
-                parameter.copy_(_eight_bits(parameter.contiguous()))
-    yield "8-bit weights", changed()
+    for bits in sorted({8, weight_bits}, reverse=True) if weight_bits <= 8 else ():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0:
+                    parameter.copy_(_rounded(parameter.contiguous(), bits))
+        yield f"{bits}-bit weights", changed()
 
 
-def _eight_bits(weight: Tensor) -> Tensor:
-    """Weights as Q8_0 of llama.cpp holds them: 8 bits each, and a scale in float16 for every 32."""
+def _rounded(weight: Tensor, bits: int) -> Tensor:
+    """Weights in few bits, with a scale in float16 for every 32; 8 bits are Q8_0 of llama.cpp."""
     blocks = weight.float().view(-1, _BLOCK)
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    scale = blocks.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     whole = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)).round()
     rounded: Tensor = whole * scale.half().float()
     return rounded.view_as(weight)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.errors import ServingError
+from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.serving.server_check import save_answers
 from tests.support.model_servers import KINDS, logprobs, serving
@@ -107,18 +107,17 @@ def test_a_mistake_is_named(kind: str, name: str, folder: Path) -> None:
     assert report.runs == name, str(report)
 
 
-def eight_bits(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as the gguf package writes it in Q8_0, and reads it back."""
-    kind = gguf.GGMLQuantizationType.Q8_0
+def through_gguf(weight: torch.Tensor, kind: Any = gguf.GGMLQuantizationType.Q8_0) -> torch.Tensor:
+    """A weight as the gguf package writes it, and reads it back."""
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
 
 
-def quantised() -> Any:
+def quantised(kind: Any = gguf.GGMLQuantizationType.Q8_0) -> Any:
     model = plain(**YARN)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.copy_(eight_bits(parameter.detach()))
+                parameter.copy_(through_gguf(parameter.detach(), kind))
     return model
 
 
@@ -131,12 +130,27 @@ def test_a_server_of_another_dtype_is_right_too(model: Callable[[], Any], dtype:
     assert report.precision in ("bfloat16", "8-bit weights")
 
 
-def test_eight_bit_weights_are_those_of_gguf() -> None:
-    from rope_ext_hf.serving.server_check import _eight_bits
+def test_weights_of_few_bits() -> None:
+    """Eight bits as the gguf package makes them; four within half a step of the largest number of each block."""
+    from rope_ext_hf.serving.server_check import _rounded
 
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
     weight[0] = 0.0
-    torch.testing.assert_close(_eight_bits(weight), eight_bits(weight), rtol=0, atol=0)
+    torch.testing.assert_close(_rounded(weight, 8), through_gguf(weight), rtol=0, atol=0)
+    blocks, rounded = weight.view(-1, 32), _rounded(weight, 4).view(-1, 32)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    assert bool(((rounded - blocks).abs() <= largest / 14 * 1.001).all())
+    assert all(len(block.unique()) <= 15 for block in rounded)
+
+
+def test_coarser_weights_are_allowed_where_they_are_stated(folder: Path) -> None:
+    model = quantised(gguf.GGMLQuantizationType.Q4_0)
+    with serving("vLLM 0.33.0", model) as url:
+        unstated, stated = (rope.check_server(url, folder, lengths=[100], weight_bits=bits) for bits in (8, 4))
+    assert (unstated.runs, unstated.closest) == (None, "as measured")
+    assert (stated.runs, stated.precision) == ("as measured", "4-bit weights")
+    with pytest.raises(MethodError, match="from 2 to 32, got 1"):
+        rope.check_server("http://127.0.0.1:9", folder, weight_bits=1)
 
 
 def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
