@@ -73,6 +73,13 @@ def engines() -> str:
 
 
 @figure
+def drafts() -> str:
+    """What reaches the draft of speculative decoding, by engine."""
+    rows = [(engine.title or name, engine.drafts) for name, engine in list_engines().items() if engine.drafts]
+    return markdown_table(["engine", "speculative decoding"], rows)
+
+
+@figure
 def engines_without_a_page() -> str:
     """The tables of an engine that nobody has written a page for yet."""
     parts = [f"## {name}{_served_table(name)}{_traps_table(name)}" for name in list_engines() if not _has_page(name)]

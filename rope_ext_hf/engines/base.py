@@ -216,6 +216,8 @@ class Engine(ABC):
     """Whether the others are compared with it."""
     usual_server: ClassVar[bool] = False
     """Whether commands are for it where no engine is named; one has it."""
+    drafts: ClassVar[str] = ""
+    """What of such a configuration reaches a draft of speculative decoding, in sentences; empty: not known."""
     former: ClassVar[type[Engine] | None] = None
     """A former major version that is still in use, with rules of its own."""
     rules_of: ClassVar[str] = ""

@@ -322,6 +322,11 @@ def _ratio(own: FileRope, target: Target) -> float | None:
 class LlamaCpp(_GGUFEngine):
     """llama.cpp, by the flags of llama-server where they do, else by rewriting the GGUF file."""
 
+    drafts = (
+        "The flags go to the model of --model-draft as well (params_dft of tools/server/server-context.cpp); what the "
+        "GGUF file carries must be in the draft's file, too."
+    )
+
     def computed(self, target: Target, file: FileRope, removed: tuple[str, ...]) -> Computed:
         return file_computes(file, target.length, by_flags=_flags(target, file, removed) is not None)
 

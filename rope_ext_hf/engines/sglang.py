@@ -49,6 +49,10 @@ class SGLang(ConfigEngine):
     """SGLang, started with `python -m sglang.launch_server`."""
 
     title = "SGLang"
+    drafts = (
+        "--json-model-override-args and --context-length go to the draft as well (from_server_args of "
+        "configs/model_config.py), also to one in a folder of its own, which must have the same rotary embedding."
+    )
     version = "0.5.23"
 
     def with_plugin(self) -> Engine:

@@ -69,6 +69,11 @@ class VLLM(ConfigEngine):
     """vLLM, started with `vllm serve`."""
 
     title = "vLLM"
+    drafts = (
+        "--hf-overrides does not reach a draft (compose_draft_hf_overrides of config/speculative.py; vLLM #37443, "
+        "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
+        "folder of its own."
+    )
     usual_server = True
     version = "0.33.0"
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")

@@ -305,6 +305,18 @@ def test_layers_without_rope_are_named() -> None:
         make_target(Model("cohere", cohere, composite=False, specs=[]), "yarn", factor=2)
 
 
+def test_what_a_draft_gets_is_said_where_a_model_has_one() -> None:
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        model = build("llama")
+        setattr(model.config, key, 1)
+        for engine, part in (("vllm", "--hf-overrides does not reach a draft"), ("sglang", "go to the draft as well")):
+            notes = rope.serving_config(model, engine, "yarn", factor=4).notes
+            assert [part in note for note in notes if note.startswith("This model has draft layers.")] == [True]
+            assert not any("draft" in note for note in rope.serving_config(model, engine).notes)
+        assert not any("draft" in note for note in rope.serving_config(model, "mlx", "yarn", factor=4).notes)
+    assert not any("draft" in note for note in rope.serving_config(build("llama"), "vllm", "yarn", factor=4).notes)
+
+
 def test_audit_finds_a_factor_that_is_applied_twice() -> None:
     linear = {"type": "linear", "rope_type": "linear", "factor": 4.0}
     coder = {"model_type": "llama", "head_dim": 128, "rope_theta": 100000, "rope_scaling": linear}
