@@ -101,7 +101,8 @@ class ServerReport:
 
     def __str__(self) -> str:
         if self.runs == AS_MEASURED:
-            verdict = f"serves what was measured: {self.method}"
+            reach = "" if self.refused is None else f" up to {self.lengths[-1]:,} tokens"
+            verdict = f"serves what was measured{reach}: {self.method}"
         elif self.runs is not None:
             verdict = f"does not serve what was measured ({self.method}): it runs the model {self.runs}"
         else:
@@ -149,7 +150,8 @@ def check_server(
         served_name: what the server calls the model; default: the first that it lists.
         dtype, device: of the model here.
         seconds: that an answer may take.
-        weight_bits: of the weights on the server, 2 to 32; what coarser weights would explain is not allowed.
+        weight_bits: of the weights on the server, 2 to 32; what coarser weights would explain is not allowed. Above
+            16, the rounding of float16 is.
         from_file: answers collected elsewhere, in place of the server's: JSON with {"prompts": [{"ids": [...],
             "answers": [[position, token, logprob], ...]}]}, of a token given the tokens before the position.
         revision: branch, tag or commit on the Hub.
@@ -319,7 +321,8 @@ def _read_answers(path: Path) -> Collected:
             "[position, token, logprob]"
         )
     prompts.sort(key=lambda prompt: len(prompt.ids))
-    return Collected(str(saved.get("server") or path.name), prompts, saved.get("refused"))
+    refused = saved.get("refused")
+    return Collected(str(saved.get("server") or path.name), prompts, None if refused is None else str(refused))
 
 
 @torch.no_grad()
@@ -364,7 +367,8 @@ def _spreads(
         rounded = changed()
         model.to(torch.float32)
         yield "float32 or float16", tuple(value / 8 for value in rounded)  # float16 has three bits more
-        yield "bfloat16", rounded
+        if weight_bits <= 16:
+            yield "bfloat16", rounded
     for bits in sorted({8, weight_bits}, reverse=True) if weight_bits <= 8 else ():
         with torch.no_grad():
             for parameter in model.parameters():

@@ -153,6 +153,13 @@ def test_coarser_weights_are_allowed_where_they_are_stated(folder: Path) -> None
         rope.check_server("http://127.0.0.1:9", folder, weight_bits=1)
 
 
+def test_a_small_unknown_mistake_does_not_hide_where_the_dtype_is_stated(folder: Path) -> None:
+    with serving("vLLM 0.33.0", plain(**YARN | {"factor": 3.7})) as url:
+        unstated, stated = (rope.check_server(url, folder, lengths=[64, 200], weight_bits=bits) for bits in (8, 32))
+    assert unstated.precision == "bfloat16"
+    assert (stated.runs, stated.closest) == (None, "as measured")
+
+
 def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
     torch.manual_seed(0)
     other = AutoModelForCausalLM.from_config(plain().config).eval()
@@ -184,6 +191,7 @@ def test_a_server_that_refuses_long_prompts_is_not_right(folder: Path) -> None:
     ) as url:
         report = rope.check_server(url, folder, lengths=[100, 400])
     assert (report.runs, report.agrees, report.lengths) == ("as measured", False, (100,))
+    assert "serves what was measured up to 100 tokens: yarn x4" in str(report)
     assert "does not answer a longer prompt" in str(report)
     assert "404" in str(report)
 
