@@ -19,6 +19,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError
 from tests.patches.test_slots_multimodal import build as build_multimodal
 from tests.patches.test_slots_multimodal import with_image
+from tests.support.dispatch import HostReads
 from tests.support.models import FAMILIES, TRAINED, build, logits, tokens
 
 FACTORS = (1, 2, 4)
@@ -390,6 +391,23 @@ def test_a_prompt_of_embeddings(stated: dict[str, Any]) -> None:
 
 
 # --- a patched model stays a model of transformers -----------------------------------------------------------------
+
+
+def test_no_forward_of_a_generation_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = batch(LENGTHS)
+    counted = []
+    for model in (model_at("llama", None), model_at("llama", 1)):
+        with HostReads() as reads:
+            logits(model, ids, attention_mask=mask)
+            generated(model, ids, attention_mask=mask)
+        counted.append(reads.count)
+    assert counted[0] == counted[1]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("values were read on the host")
+
+    monkeypatch.setattr("rope_ext_hf.patches.length_profiles.read_on_host", refuse)
+    generated(model_at("llama", None), ids, attention_mask=mask, num_beams=2)
 
 
 @pytest.mark.slow
