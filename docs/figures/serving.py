@@ -219,8 +219,10 @@ def llama_cpp() -> str:
 def vllm_logprobs() -> str:
     result = read_result("vllm")
     by_method: dict[tuple[str, str], dict[tuple[str, bool], Row]] = {}
-    for row in result["rows"]:
-        by_method.setdefault((row["family"], row["over"]), {})[row["method"], row["plugin"]] = row
+    other = {each["family"]: each for each in result["stock"] if each.get("largest_difference", 0) > result["agree"]}
+    for row in (*result["rows"], *result["classes"]):
+        if row["family"] not in other:
+            by_method.setdefault((row["family"], row["over"]), {})[row["method"], row["plugin"]] = row
     methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
 
     def cell(row: Row | None) -> str:
@@ -232,15 +234,23 @@ def vllm_logprobs() -> str:
         (family, over, way, *(cell(rows.get((method, plugin))) for method in methods))
         for (family, over), rows in by_method.items()
         for plugin, way in ((False, "stock"), (True, "plug-in"))
+        if any(key[1] == plugin for key in rows)
     ]
     equal = all(each["bit_equal"] for each in result["stock"])
     moved = [row["moved_by"] for row in result["rows"] if "moved_by" in row]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    by_class = " and ".join(dict.fromkeys(row["family"] for row in result["classes"]))
+    unlike = "".join(
+        f" {name} is left out: without any method this vLLM differs from transformers by "
+        f"{each['largest_difference']:.1g} nats."
+        for name, each in other.items()
+    )
     note = (
         f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU; the methods move "
         f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
-        f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. Measured by `make test-vllm` with "
-        f"{versions}.*"
+        f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
+        f"of vLLM's class and of transformers, since this vLLM lacks what their models import.{unlike} Measured by "
+        f"`make test-vllm` with {versions}.*"
     )
     return markdown_table(["model", "over", "by", *(f"`{method}`" for method in methods)], table, note)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rope_ext_hf.engines.base import GEOMETRY_KEYS, Encoding, ServingConfig, Target
 
-__all__ = ["PLUGIN_TYPE", "plugin_encoding", "plugin_frequencies", "plugin_note"]
+__all__ = ["PLUGIN_TYPE", "plugin_encoding", "plugin_frequencies", "plugin_note", "plugin_settings"]
 
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type; `rope_ext_hf.serving.plugin_tables` describes its settings and builds their tables."""
@@ -27,9 +27,23 @@ def plugin_encoding(target: Target, more: Mapping[str, Any] | None = None) -> En
     )
 
 
+def plugin_settings(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Rope settings with their `inv_freq` and `attention_factor`, under whatever keys they came; None without them.
+
+    Some models of engines read or hand on certain keys alone: vLLM's gpt-oss YaRN's, of which `beta_fast` holds the
+    frequencies and `beta_slow` the magnitude, and its DeepSeek has another use for an `attention_factor` of 1.
+    """
+    if "inv_freq" in settings:
+        return {"attention_factor": settings.get("magnitude")} | dict(settings)
+    if isinstance(settings.get("beta_fast"), str):
+        return dict(settings) | {"inv_freq": settings["beta_fast"], "attention_factor": settings["beta_slow"]}
+    return None
+
+
 def plugin_frequencies(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], float]:
-    """The frequencies and the magnitude that settings of this type hold."""
-    return tuple(map(float, json.loads(settings["inv_freq"]))), float(settings["attention_factor"])
+    """The frequencies and the magnitude that settings for the plug-ins hold."""
+    held = plugin_settings(settings) or {}
+    return tuple(map(float, json.loads(held["inv_freq"]))), float(held["attention_factor"])
 
 
 def plugin_note(config: ServingConfig, title: str) -> tuple[str, ...]:

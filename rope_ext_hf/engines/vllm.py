@@ -32,7 +32,7 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, plugin_encoding, plugin_frequencies, plugin_note
+from rope_ext_hf.engines.plugin_type import plugin_encoding, plugin_frequencies, plugin_note, plugin_settings
 from rope_ext_hf.errors import ServingError
 
 __all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
@@ -183,19 +183,36 @@ class VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
-        yield plugin_encoding(target)
+        encoding = plugin_encoding(target)
+        settings = dict(encoding.settings)
+        if target.model_type in MLA_FAMILIES:
+            # Its model takes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type leaves
+            # the length as it is; without the plug-in vLLM stops at the missing original length.
+            settings |= {
+                "rope_type": "deepseek_yarn",
+                "magnitude": settings.pop("attention_factor"),
+                "factor": math.e,  # yarn_magnitude(e, m) is 1 + m / 10
+                "mscale_all_dim": 10 * (math.sqrt(target.softmax_scale) - 1),
+            }
+        elif target.model_type == "gpt_oss":  # its model hands on YaRN's keys alone
+            settings |= {
+                "factor": 1.0,
+                "original_max_position_embeddings": target.length,
+                "beta_fast": settings.pop("inv_freq"),  # text: without the plug-in vLLM stops at it
+                "beta_slow": settings.pop("attention_factor"),
+            }
+        yield replace(encoding, settings=settings)
 
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
         text = text_settings(config)
         settings = rope_settings(text)
-        if settings["rope_type"] != PLUGIN_TYPE:
+        if plugin_settings(settings) is None:
             return super().computes(config, length)
-        if (model_type := str(text.get("model_type"))) in MLA_FAMILIES | {"gpt_oss"}:
-            raise ServingError(
-                f"its {model_type} model builds rope settings of its own, and the plug-in never gets these"
-            )
+        softmax_scale = 1.0
+        if text.get("model_type") in MLA_FAMILIES:
+            softmax_scale = yarn_magnitude(settings["factor"], settings["mscale_all_dim"]) ** 2
         inv_freq, magnitude = plugin_frequencies(settings)
-        return Computed(inv_freq, magnitude, length_setting(text))
+        return Computed(inv_freq, magnitude, length_setting(text), softmax_scale=softmax_scale)
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         config = super().served(target, encoding, computed)

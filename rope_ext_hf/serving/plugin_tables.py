@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["build_rotary", "taken_over"]
+from rope_ext_hf.engines.plugin_type import plugin_frequencies, plugin_settings
+
+__all__ = ["build_rotary", "for_transformers", "taken_over"]
 
 BLOCK = 65536  # positions whose angles are computed at a time, in float64
 
@@ -34,8 +36,8 @@ def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, An
     def get_rope(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(stock).bind(*args, **kwargs)
         given.apply_defaults()
-        settings = given.arguments.get(settings_name) or {}
-        if "inv_freq" not in settings:
+        settings = plugin_settings(given.arguments.get(settings_name) or {})
+        if settings is None:
             return stock(*args, **kwargs)
         key = tuple((name, _hashable(value)) for name, value in given.arguments.items())
         if key not in tables or _freed(tables[key]):
@@ -79,8 +81,7 @@ def build_rotary(
     Raises:
         ValueError: settings with other frequencies than the model rotates.
     """
-    frequencies: list[float] = json.loads(settings["inv_freq"])
-    factor = float(settings["attention_factor"])
+    frequencies, factor = plugin_frequencies(settings)
     if 2 * len(frequencies) != rotary_dim:
         raise ValueError(
             f"the rope settings of this config have {len(frequencies)} frequencies, and the model rotates "
@@ -122,3 +123,12 @@ def build_rotary(
     axes = {name: settings[name] for name in known if name in settings}
     dtype = dtype or torch.get_default_dtype()
     return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
+
+
+def for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
+    """Frequencies, (pairs,) float32, and magnitude, as the functions of transformers' ROPE_INIT_FUNCTIONS return them.
+
+    Engines run some models by the classes of transformers, or with their frequencies.
+    """
+    inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)
+    return torch.tensor(inv_freq, dtype=torch.float32, device=device), attention_factor

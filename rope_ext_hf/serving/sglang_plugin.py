@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, plugin_frequencies
-from rope_ext_hf.serving.plugin_tables import build_rotary, taken_over
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
+from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, taken_over
 
 __all__ = ["register"]
 
@@ -25,7 +23,7 @@ def register() -> None:
 
     for name in ("get_rope", "get_rope_cpu"):
         HookRegistry.register(f"{FACTORY}.{name}", taken_over("rope_scaling", _build), HookType.AROUND)
-    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = _for_transformers  # SGLang's Gemma 3 takes its frequencies from there
+    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # SGLang's Gemma 3 takes its frequencies from there
 
 
 def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -42,9 +40,3 @@ def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
         half=arguments["is_neox_style"],
         dtype=arguments["dtype"],
     )
-
-
-def _for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
-    """Frequencies, (pairs,) float32, and magnitude, as the functions of transformers return them."""
-    inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)
-    return torch.tensor(inv_freq, dtype=torch.float32, device=device), attention_factor

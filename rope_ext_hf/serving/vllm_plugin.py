@@ -16,15 +16,17 @@ from typing import Any
 from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
 from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import table_differences
-from rope_ext_hf.serving.plugin_tables import build_rotary, taken_over
+from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, taken_over
 
 __all__ = ["register"]
 
 
 def register() -> None:
     """Let vLLM's `get_rope` build rotary embeddings of the rope type "rope_ext_hf"; a second call changes nothing."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from vllm.model_executor.layers import rotary_embedding
 
+    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # vLLM runs some models by the classes of transformers
     stock = rotary_embedding.get_rope
     if getattr(stock, PLUGIN_TYPE, False):
         return

@@ -160,5 +160,35 @@ def test_who_has_a_plug_in() -> None:
     assert EntryPoint(name, value, "vllm.general_plugins").load() is register
     with pytest.raises(ServingError, match="no plug-in of this package for mlx; there is one for vllm, sglang"):
         rope.serving_config(build("llama"), "mlx", "yarn", factor=4, plugin=True)
-    with pytest.raises(ServingError, match="builds rope settings of its own"):
-        rope.serving_config(build("gpt_oss"), "vllm", "yarn", factor=4, plugin=True)
+
+
+def test_the_keys_that_gpt_oss_hands_on_hold_the_table(engine: Any) -> None:
+    model = rope.patch(build("gpt_oss"), "factors", factors=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), factor=2)
+    given = settings(model)
+    # vllm/model_executor/models/gpt_oss.py builds these settings, whatever the rope type is.
+    kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    handed_on = {key: given[key] for key in kept} | {"rope_type": "yarn", "truncate": given.get("truncate", True)}
+    assert given["factor"] == 1.0  # by which vLLM multiplies the length
+    module = engine.get_rope(16, 64, True, handed_on, torch.float32)
+    position, rotary = torch.tensor([[5]]), model.model.rotary_emb
+    cos, sin = rotary(torch.zeros(1, 1, 16), position)  # of gpt-oss: one column for each pair
+    assert torch.allclose(module.cos_sin_cache[5], torch.cat((cos, sin), -1)[0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("over", ["own", "original"])
+def test_the_model_of_deepseek_gets_its_softmax_scale(engine: Any, over: str) -> None:
+    own = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model = build("deepseek_v3", rope_parameters=own | {"original_max_position_embeddings": 32})
+    scale = model.model.layers[0].self_attn.scaling * (model.config.qk_head_dim**0.5)
+    rope.patch(model, "linear", factor=2, over=over)
+    given = settings(model)
+    # vllm/model_executor/models/deepseek_v2.py: the rope type it chooses, and by what it multiplies the softmax scale.
+    assert given["rope_type"] == "deepseek_yarn"
+    assert "attention_factor" not in given
+    mscale = 0.1 * given["mscale_all_dim"] * math.log(given["factor"]) + 1.0
+    assert mscale**2 == pytest.approx(scale, rel=1e-9)
+    assert "original_max_position_embeddings" not in given  # so that vLLM without the plug-in stops
+    module = engine.get_rope(model.config.qk_rope_head_dim, 64, False, given, torch.float32)
+    cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 8), torch.tensor([[7]]))
+    pairs = model.config.qk_rope_head_dim // 2
+    assert torch.allclose(module.cos_sin_cache[7], torch.cat((cos[0, 0, :pairs], sin[0, 0, :pairs])), atol=1e-6)
