@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from training_prompts import WORDINGS, ask_in_training
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rope_ext_hf.eval.retrieval_prompts import TASKS, ask
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT
 
 __all__ = ["write_card"]
@@ -83,13 +83,12 @@ def _phase_text(phase: dict[str, Any]) -> str:
 
 
 def _examples(seed: int) -> str:
-    """A training prompt of every task that has any, in one line each."""
+    """A training prompt of every task that has wordings for it, in one line each."""
     lines = []
-    for name, task in TASKS.items():
-        if task.training:
-            question = ask(task, random.Random(seed), held_out=False, wording=0)
-            texts = (question.statements[0], question.question, question.answer)
-            lines.append(f"- {name}: " + ", ".join(f"`{text.strip()}`" for text in texts))
+    for name in WORDINGS:
+        question = ask_in_training(name, random.Random(seed), wording=0)
+        texts = (question.statements[0], question.question, question.answer)
+        lines.append(f"- {name}: " + ", ".join(f"`{text.strip()}`" for text in texts))
     return "\n".join(lines)
 
 
@@ -116,7 +115,7 @@ def write_card(folder: Path) -> None:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         held_out=", ".join(f"`{name}`" for name in HELD_OUT),
-        tasks=sum(bool(task.training) for task in TASKS.values()),
+        tasks=len(WORDINGS),
         examples=_examples(record["seed"]),
         minutes=sum(phase["curve"][-1]["seconds"] for phase in phases.values()) / 60,
         held=record["final"]["held_out_bits_per_byte"],

@@ -27,11 +27,11 @@ import torch
 from reference_card import write_card
 from torch import Tensor, nn
 from torch.nn import functional
+from training_prompts import Part, Prompt, training_prompt
 from training_text import stdlib_training
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.retrieval_prompts import TASKS, Part, Prompt, training_prompt
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
 SEED = 20240517
@@ -124,7 +124,7 @@ def training_prompts(text: bytes, rng: random.Random, count: int) -> tuple[Tenso
         rng,
         (
             training_prompt(
-                TASKS[rng.choice(PROMPT_TASKS)],
+                rng.choice(PROMPT_TASKS),
                 rng,
                 length=TRAINED_LENGTH + 1,
                 keys=rng.randint(1, MAX_KEYS),
@@ -147,7 +147,7 @@ def held_out_prompts(text: bytes, rng: random.Random, count: int, keys: int) -> 
         rng,
         (
             training_prompt(
-                TASKS[tasks[index % len(tasks)]],
+                tasks[index % len(tasks)],
                 rng,
                 length=TRAINED_LENGTH + 1,
                 keys=keys,

@@ -5,26 +5,22 @@
     question.question          # "\\n# quill ="
     question.answer            # " 51893"
 
-A task is what is asked and in which words; all tasks are data in `TASKS`, so a new one is a new entry. Each has two
-sets of wordings. The bundled model is trained on one of them; measurements use the other, with names and values that
-training never uses: words come from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held
-out. Only the task is the same.
+A task is what is asked and in which words; all tasks are data in `TASKS`, so a new one is a new entry. The bundled
+model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come from two
+disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import re
-import string
 import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from importlib.resources import files
 
-__all__ = ["TASKS", "Part", "Prompt", "Task", "ask", "insert", "other_answers", "training_prompt"]
+__all__ = ["TASKS", "Task", "ask", "insert", "other_answers"]
 
 _WORDS = tomllib.loads(files("rope_ext_hf.eval").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
 
@@ -38,8 +34,6 @@ HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 """What made-up words consist of."""
-OPENING_CHARACTERS = (string.ascii_letters + string.digits + string.punctuation).translate({ord(c): None for c in "{}"})
-"""What may stand before a number in training, so that no opening of a measurement is new to it."""
 LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 Draw = Callable[[random.Random, bool], str]
@@ -75,7 +69,7 @@ def word(rng: random.Random, held_out: bool) -> str:
 
 def words(rng: random.Random, held_out: bool) -> list[str]:
     """Two different ones."""
-    return _distinct(lambda: word(rng, held_out), 2)
+    return draw_distinct(lambda: word(rng, held_out), 2)
 
 
 def identifier(rng: random.Random, held_out: bool) -> str:
@@ -118,11 +112,6 @@ class Wording:
     question: str
     answer: str = " {value}"
 
-    def with_opening(self, opening: str) -> Wording:
-        """The same with characters before the value, which the question ends with."""
-        question = self.question + self.answer.removesuffix("{value}") + opening
-        return Wording(self.statement.replace("{value}", opening + "{value}"), question, "{value}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -130,8 +119,7 @@ class Task:
 
     Attributes:
         name, value: how they are drawn.
-        training: wordings the bundled model is trained on; empty: this task is not trained.
-        held_out: wordings for measurements, used in turn.
+        held_out: wordings for measurements, used in turn; the bundled model is not trained on them.
         head: instructions before the filler.
         filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
             library.
@@ -139,7 +127,6 @@ class Task:
 
     name: Draw
     value: Draw
-    training: tuple[Wording, ...] = ()
     held_out: tuple[Wording, ...]
     head: str = ""
     filler: str | None = None
@@ -149,12 +136,6 @@ TASKS: dict[str, Task] = {
     "key-value": Task(
         name=identifier,
         value=number,
-        training=tuple(
-            Wording(f"\n{opening}{{name}}{sign}{{value}}\n", f"\n{opening}{{name}}{sign.rstrip()}", f"{space}{{value}}")
-            for opening in ("", "# ", "; ", "* ", "// ", "- ", ":")
-            for sign, space in ((": ", " "), (" = ", " "), ("=", ""), (" -> ", " "), (" ~ ", " "), ("@", ""))
-            if (opening, sign) != ("# ", " = ")
-        ),
         held_out=(
             Wording("\n# {name} = {value}\n", "\n# {name} ="),
             Wording("\n| {name} | {value} |\n", "\n| {name} |"),
@@ -163,31 +144,6 @@ TASKS: dict[str, Task] = {
     "assignment": Task(
         name=identifier,
         value=number,
-        training=tuple(
-            Wording(
-                f"\n{statement}\n".replace("{name}", name), f"\n{use}".replace("{name}", name), "{value}"
-            ).with_opening(opening)
-            for statement in (
-                "{name} = {value}",
-                "    {name} = {value}",
-                "self.{name} = {value}",
-                "let {name} = {value};",
-                "{name}: int = {value}",
-                "set {name} {value}",
-                "#define {name} {value}",
-            )
-            for use in (
-                "assert {name} == ",
-                "if {name} == ",
-                "    print({name})  # ",
-                ">>> {name}\n",
-                "while {name} < ",
-                "echo ${name}  # ",
-                "check({name}, ",
-            )
-            for name in ("{name}", "{NAME}")
-            for opening in ("", "", "-", "int(", '"', "1e")
-        ),
         held_out=(
             Wording("\n{NAME} = 0x{value}\n", "\nassert {NAME} == 0x", "{value}"),
             Wording("\n{name} := {value}\n", "\nreturn {name}  # ", "{value}"),
@@ -196,20 +152,6 @@ TASKS: dict[str, Task] = {
     "quote": Task(
         name=subject,
         value=predicate,
-        training=tuple(
-            Wording(f"\n{opening}{{name}} {{value}}{closing}\n", f"\n{opening}{{name}}")
-            for opening, closing in (
-                ('"', '."'),
-                ("> ", "."),
-                ("# ", "."),
-                ("``", ".''"),
-                ("", "."),
-                ("* ", ";"),
-                ("<p>", ".</p>"),
-                ("(", ".)"),
-                ("/* ", ". */"),
-            )
-        ),
         held_out=(
             Wording("\n'{name} {value}.'\n", "\n'{name}"),
             Wording("\n-- {name} {value}!\n", "\n-- {name}"),
@@ -218,21 +160,6 @@ TASKS: dict[str, Task] = {
     "copy": Task(
         name=code_prefix,
         value=code,
-        training=tuple(
-            Wording(f"\n{opening}{{name}}{{value}}{closing}\n", f"\n{opening}{{name}}", "{value}")
-            for opening, closing in (
-                ("<", ">"),
-                ("[", "]"),
-                ("id ", ""),
-                ("# ", ""),
-                ("", ""),
-                ('"', '"'),
-                ("* ", ""),
-                ("/", "/"),
-                ("sha-", ";"),
-                ("$", "$"),
-            )
-        ),
         held_out=(
             Wording("\n({name}{value})\n", "\n({name}", "{value}"),
             Wording("\nkey={name}{value}\n", "\nkey={name}", "{value}"),
@@ -280,6 +207,18 @@ class Question:
     questions: tuple[str, ...]
     answers: tuple[str, ...]
 
+    @classmethod
+    def from_values(cls, task: Task, wording: Wording, names: Sequence[str], values: Sequence[str]) -> Question:
+        pairs = [
+            {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
+        ]
+        return cls(
+            head=task.head,
+            statements=tuple(wording.statement.format(**pair) for pair in pairs),
+            questions=tuple(wording.question.format(**pair) for pair in pairs),
+            answers=tuple(wording.answer.format(**pair) for pair in pairs),
+        )
+
     @property
     def question(self) -> str:
         return self.questions[0]
@@ -302,74 +241,31 @@ class Question:
         )
 
 
-def ask(
-    task: Task,
-    rng: random.Random,
-    *,
-    keys: int = 1,
-    held_out: bool = True,
-    wording: int | None = None,
-) -> Question:
+def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> Question:
     """Draw `keys` names with their values, and ask for the first.
 
     Args:
-        held_out: what measurements use, else what the bundled model is trained on. Names and values of training share
-            words, so that only the whole name tells the statements apart, and often all numbers of a prompt have the
-            same characters before them.
         wording: number of the wording, counted on from 0 after the last; default: a random one.
 
     Raises:
-        ValueError: more keys than the task can tell apart, or a task without wordings to train on.
+        ValueError: more keys than the task can tell apart.
     """
-    wordings = task.held_out if held_out else task.training
-    if not wordings:
-        raise ValueError("this task has no wordings to train on")
+    wordings = task.held_out
     chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
     if keys > 1 and "{name}" not in chosen.question.lower():
         raise ValueError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
-    names = _distinct(lambda: task.name(rng, held_out), keys)
-    values = _distinct(lambda: task.value(rng, held_out), keys)
-    if not held_out:
-        names, values = _share_words(rng, names), _share_words(rng, values)
-        if values[0].isdigit() and rng.random() < 0.5:
-            chosen = chosen.with_opening(_any_opening(rng))
-    pairs = [{"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)]
-    return Question(
-        head=task.head,
-        statements=tuple(chosen.statement.format(**pair) for pair in pairs),
-        questions=tuple(chosen.question.format(**pair) for pair in pairs),
-        answers=tuple(chosen.answer.format(**pair) for pair in pairs),
-    )
+    names = draw_distinct(lambda: task.name(rng, True), keys)
+    return Question.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
 
 
-def _distinct(draw: Callable[[], str], count: int) -> list[str]:
+def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """So many different texts, in the order drawn."""
     drawn: dict[str, None] = {}
     for _ in range(100 * count):
         drawn[draw()] = None
         if len(drawn) == count:
             return list(drawn)
     raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
-
-
-def _any_opening(rng: random.Random) -> str:
-    """One to three characters, never those of a held-out wording."""
-    while True:
-        opening = "".join(rng.choices(OPENING_CHARACTERS, k=rng.randint(1, 3)))
-        if "0x" not in opening:
-            return opening
-
-
-def _share_words(rng: random.Random, texts: list[str]) -> list[str]:
-    """Texts of several words, some words of each replaced by the one at the same place of another text."""
-    split = [re.split("([ _])", text) for text in texts]
-    shared = []
-    for words in split:
-        at = rng.randrange(0, len(words), 2)
-        other = rng.choice(split)
-        if rng.random() < 0.6 and len(other) == len(words) > 1:
-            words = [*words[:at], other[at], *words[at + 1 :]]
-        shared.append("".join(words))
-    return shared if len(set(shared)) == len(texts) else texts
 
 
 def other_answers(task: Task, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
@@ -399,65 +295,3 @@ def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
         places.append((index, at, stop))
         at = stop
     return places
-
-
-class Part(IntEnum):
-    """What a byte of a training prompt belongs to."""
-
-    FILLER = 0
-    STATEMENT_OR_QUESTION = 1
-    ANSWER = 2
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A training prompt in bytes, less its filler.
-
-    Attributes:
-        statements: in the order of the text, with how many bytes of filler stand before each.
-        tail: what stands after all filler: questions, each with its answer.
-        filler_length: bytes of filler in all.
-    """
-
-    statements: tuple[tuple[int, bytes], ...]
-    tail: tuple[tuple[bytes, bytes], ...]
-    filler_length: int
-
-    def fill(self, filler: bytes) -> tuple[bytes, list[Part]]:
-        """The whole prompt, and what each of its bytes belongs to."""
-        pieces, at = [], 0
-        for before, statement in self.statements:
-            pieces += [(filler[at:before], Part.FILLER), (statement, Part.STATEMENT_OR_QUESTION)]
-            at = before
-        pieces.append((filler[at : self.filler_length], Part.FILLER))
-        for question, answer in self.tail:
-            pieces += [(question, Part.STATEMENT_OR_QUESTION), (answer, Part.ANSWER)]
-        return b"".join(text for text, _ in pieces), [part for text, part in pieces for _ in text]
-
-
-def training_prompt(
-    task: Task,
-    rng: random.Random,
-    *,
-    length: int,
-    keys: int,
-    asked: int = 1,
-    held_out: bool = False,
-    wording: int | None = None,
-) -> Prompt:
-    """A prompt of `length` bytes with statements at random depths, of fewer keys where so many do not fit.
-
-    Args:
-        asked: questions at the end, each with its answer, about different statements.
-        held_out, wording: as `ask` takes them.
-    """
-    for count in range(keys, 0, -1):
-        question = ask(task, rng, keys=count, held_out=held_out, wording=wording)
-        pairs = zip(question.questions, question.answers, strict=True)
-        tail = tuple((asks.encode(), answer.encode()) for asks, answer in itertools.islice(pairs, asked))
-        statements = [(question.head + statement).encode() for statement in question.statements]
-        room = length - sum(map(len, statements)) - sum(map(len, itertools.chain(*tail)))
-        if room >= 0:
-            places = insert(room, [rng.random() for _ in statements])
-            return Prompt(tuple((stop, statements[index]) for index, _, stop in places), tail, room)
-    raise ValueError(f"{length} bytes are too few for a statement and its question")

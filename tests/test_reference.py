@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 import train_reference
+from training_prompts import Part
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.plan import Tokens, tokenize
-from rope_ext_hf.eval.retrieval_prompts import HELD_OUT_WORDS, TRAINING_WORDS, Part
+from rope_ext_hf.eval.retrieval_prompts import HELD_OUT_WORDS, TRAINING_WORDS
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path

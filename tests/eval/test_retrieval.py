@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from training_prompts import WORDINGS
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import rope_ext_hf as rope
@@ -158,7 +159,7 @@ def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
     assert sizes == {5} if name == "bytes" else len(sizes) > 1  # the merges do make numbers of different lengths
 
 
-@pytest.mark.parametrize("task", [name for name in TASKS if TASKS[name].training])
+@pytest.mark.parametrize("task", WORDINGS)
 def test_every_task_has_as_many_distractors_as_a_default_run_asks_for(task: str) -> None:
     for trial in make_trials(TASKS[task], byte_tokenizer(), trials=20, distractors=19):
         assert len({tuple(ids) for ids in trial.answers.tolist()}) == 20

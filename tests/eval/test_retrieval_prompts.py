@@ -4,8 +4,10 @@ import hashlib
 import itertools
 import random
 import re
+from functools import partial
 
 import pytest
+from training_prompts import WORDINGS, Part, ask_in_training, training_prompt
 from training_text import stdlib_training
 
 from rope_ext_hf.eval.retrieval_prompts import (
@@ -14,17 +16,14 @@ from rope_ext_hf.eval.retrieval_prompts import (
     TASKS,
     TRAINING_VERBS,
     TRAINING_WORDS,
-    Part,
     Task,
     Wording,
     ask,
     insert,
     other_answers,
-    training_prompt,
 )
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 
-TRAINED = {name: task for name, task in TASKS.items() if task.training}
 FILLER = b"\0" * 1000  # occurs in no statement
 
 
@@ -38,7 +37,7 @@ def drawn(task: Task, count: int, held_out: bool) -> tuple[set[str], set[str]]:
     return {task.name(rng, held_out) for _ in range(count)}, {task.value(rng, held_out) for _ in range(count)}
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", WORDINGS)
 def test_names_values_and_wordings_of_measurements_are_never_trained_on(name: str) -> None:
     task = TASKS[name]
     trained_names, trained_values = drawn(task, 3000, held_out=False)
@@ -47,7 +46,7 @@ def test_names_values_and_wordings_of_measurements_are_never_trained_on(name: st
     assert not trained_names & names
     assert not trained_values & values
     for part in ("statement", "question"):
-        assert not {getattr(w, part) for w in task.training} & {getattr(w, part) for w in task.held_out}
+        assert not {getattr(w, part) for w in WORDINGS[name]} & {getattr(w, part) for w in task.held_out}
 
 
 def test_word_lists_are_disjoint_and_without_repeats() -> None:
@@ -71,7 +70,7 @@ def test_filler_of_measurements_is_no_training_text() -> None:
     assert not trained & {document.name for document in stdlib_held_out()}
 
 
-@pytest.mark.parametrize(("name", "keys"), [*itertools.product(TRAINED, (1, 2, 4)), ("needle", 3), ("passkey", 1)])
+@pytest.mark.parametrize(("name", "keys"), [*itertools.product(WORDINGS, (1, 2, 4)), ("needle", 3), ("passkey", 1)])
 def test_questions_have_one_answer(name: str, keys: int) -> None:
     task = TASKS[name]
     for index in range(20):
@@ -90,9 +89,10 @@ def test_questions_have_one_answer(name: str, keys: int) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_wordings_take_turns_and_answers_follow_from_statements(name: str) -> None:
     task = TASKS[name]
-    for wordings, held_out in ((task.training, False), (task.held_out, True)):
+    in_training = partial(ask_in_training, name)
+    for wordings, draw in ((WORDINGS.get(name, ()), in_training), (task.held_out, partial(ask, task))):
         for index, wording in enumerate(wordings):
-            question = ask(task, random.Random(1), held_out=held_out, wording=index + len(wordings))
+            question = draw(random.Random(1), wording=index + len(wordings))
             pattern = re.escape(wording.statement)
             pattern = re.sub(r"\\{(name|NAME|value)\\}", "(.+)", pattern)
             assert re.fullmatch(pattern, question.statements[0])
@@ -112,15 +112,13 @@ def test_insert_gives_places_in_the_order_of_the_text() -> None:
     assert insert(0, [0.3, 0.2]) == [(1, 0, 0), (0, 0, 0)]
 
 
-@pytest.mark.parametrize(("name", "keys", "asked"), [*itertools.product(TRAINED, (1, 4), (1, 2))])
+@pytest.mark.parametrize(("name", "keys", "asked"), [*itertools.product(WORDINGS, (1, 4), (1, 2))])
 @pytest.mark.parametrize("held_out", [False, True])
 def test_training_prompts_have_their_length_and_their_answers_at_the_end(
     name: str, keys: int, asked: int, held_out: bool
 ) -> None:
     for seed in range(10):
-        prompt = training_prompt(
-            TASKS[name], random.Random(seed), length=257, keys=keys, asked=asked, held_out=held_out
-        )
+        prompt = training_prompt(name, random.Random(seed), length=257, keys=keys, asked=asked, held_out=held_out)
         text, parts = prompt.fill(FILLER)
         assert len(text) == len(parts) == 257
         assert [byte == 0 for byte in text] == [part == Part.FILLER for part in parts]
@@ -142,7 +140,7 @@ def test_training_prompts_have_their_length_and_their_answers_at_the_end(
 def test_statements_stand_at_all_depths() -> None:
     shares = []
     for seed in range(200):
-        prompt = training_prompt(TASKS["key-value"], random.Random(seed), length=257, keys=1)
+        prompt = training_prompt("key-value", random.Random(seed), length=257, keys=1)
         ((before, _),) = prompt.statements
         shares.append(before / prompt.filler_length)
     assert min(shares) < 0.02
@@ -151,17 +149,15 @@ def test_statements_stand_at_all_depths() -> None:
 
 
 def test_statements_that_do_not_fit_are_left_out() -> None:
-    prompt = training_prompt(TASKS["quote"], random.Random(0), length=150, keys=4)
+    prompt = training_prompt("quote", random.Random(0), length=150, keys=4)
     assert 1 <= len(prompt.statements) < 4
     with pytest.raises(ValueError, match="too few"):
-        training_prompt(TASKS["quote"], random.Random(0), length=30, keys=4)
+        training_prompt("quote", random.Random(0), length=30, keys=4)
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no names that tell 2 keys apart"):
         ask(TASKS["passkey"], random.Random(0), keys=2)
-    with pytest.raises(ValueError, match="no wordings to train on"):
-        ask(TASKS["needle"], random.Random(0), held_out=False)
     few = Task(
         name=lambda rng, held_out: rng.choice("ab"),
         value=TASKS["copy"].value,
@@ -176,7 +172,9 @@ def test_prompts_are_those_of_earlier_measurements() -> None:
     digest = hashlib.sha256()
     for name, task in TASKS.items():
         for seed, held_out in itertools.product(range(300), (True, False)):
-            if held_out or task.training:
-                keys = 1 if name == "passkey" else 1 + seed % 4
-                digest.update(repr(ask(task, random.Random(seed), keys=keys, held_out=held_out)).encode())
+            keys = 1 if name == "passkey" else 1 + seed % 4
+            if held_out:
+                digest.update(repr(ask(task, random.Random(seed), keys=keys)).encode())
+            elif name in WORDINGS:
+                digest.update(repr(ask_in_training(name, random.Random(seed), keys=keys)).encode())
     assert digest.hexdigest() == "c5287ce40767e1bd6b097bd0d8ce7e1ce221bca25e4b9f558770878c935c8f12"
