@@ -76,7 +76,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "rope_ext_hf", "finetune", str(small), "--method", "yarn", "--factor", "4", "--data",
-        "stdlib?max_documents=20", "--steps", "60", "--train-all", "--max-spans", "1", "--device", "cpu", "--out",
+        "stdlib?max_documents=20", "--steps", "30", "--train-all", "--max-spans", "1", "--device", "cpu", "--out",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stderr=subprocess.DEVNULL)
