@@ -79,8 +79,9 @@ class RemappingMethod(RopeMethod):
     Attributes:
         max_distance: the longest relative position that is used, in tokens; default: the model's context length, or
             what `frequency` extends it to.
-        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`; default:
-            `default_temperature`, and "none" for models whose attention does so by itself.
+        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`, also in
+            full-attention layers without RoPE; default: `default_temperature`, and "none" for models whose attention
+            does so by itself.
         frequency: a static frequency method underneath; default: the model's own frequencies.
     """
 
