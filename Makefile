@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | test-exports | test-other-engines | test-engines | test-llama-cpp | test-vllm |
-# test-servers | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-additions | test-exports | test-other-engines | test-engines |
+# test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-exports test-other-engines test-engines test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-other-engines test-engines test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo

@@ -374,7 +374,7 @@ def test_the_command_line_runs_there(
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_measurements_of_make_gpu_run_there(device: SimulatedCuda) -> None:
     """Every method at every length of a tiny shape; nothing where no time is left."""
     import time

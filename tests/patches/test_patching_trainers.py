@@ -19,7 +19,9 @@ from tests.support.models import TRAINED, build, logits, tokens
 ROOT = Path(__file__).parents[2]
 LONG = 2 * TRAINED
 METHODS: list[tuple[str, dict[str, Any]]] = [("yarn", {"factor": 4}), ("dynamic-yarn", {})]
-either = pytest.mark.parametrize(("method", "params"), METHODS)
+either = pytest.mark.parametrize(
+    ("method", "params"), [pytest.param(*each, marks=[pytest.mark.thorough] * (each[0] == "yarn")) for each in METHODS]
+)
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -97,7 +99,7 @@ def test_the_best_model_is_loaded_at_the_end(method: str, params: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @either
 def test_gradient_checkpoints_change_nothing(
     method: str, params: dict[str, Any], reentrant: bool, tmp_path: Path
