@@ -1,0 +1,155 @@
+"""Task suites: what a long prompt asks for, how much may be generated, and which answers are right.
+
+    ruler = suite("ruler")
+    ruler.samples("vt", tokenizer, length=4096, count=20, seed=42, haystack=text)
+
+A suite is one file of this folder whose name ends in `_suite.py`, with a `Suite` under `register_suite`. Nothing
+outside that file names it. A suite makes its prompts from its seed and a text: no file is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from rope_ext_hf.errors import MethodError, did_you_mean, short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Sample", "Suite", "count_tokens", "largest_fitting", "register_suite", "suite", "suites", "too_short"]
+
+S = TypeVar("S", bound="type[Suite]")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and its right answers.
+
+    Attributes:
+        prompt: what the model reads; with a chat template, the user's message.
+        prefix: how the answer begins, given to the model after the prompt.
+        references: strings that a right answer holds.
+        budget: tokens to generate at most.
+        length: tokens of prompt, prefix and budget together.
+        others: wrong answers that stand in the prompt, against which the first reference is ranked.
+    """
+
+    prompt: str
+    prefix: str
+    references: tuple[str, ...]
+    budget: int
+    length: int
+    others: tuple[str, ...] = ()
+
+
+class Suite(ABC):
+    """Tasks that are measured and averaged together.
+
+    Attributes:
+        name: on the command line and in results.
+        tasks: their names, in the order in which they are shown.
+        seed: the default seed of its prompts.
+    """
+
+    name: ClassVar[str]
+    tasks: ClassVar[tuple[str, ...]]
+    seed: ClassVar[int] = 0
+
+    @abstractmethod
+    def samples(
+        self,
+        task: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        length: int,
+        count: int,
+        seed: int,
+        haystack: str,
+        reserved: int = 0,
+    ) -> list[Sample]:
+        """Make the prompts of one task.
+
+        Args:
+            task: one of `tasks`.
+            tokenizer: counts the tokens of prompts, without special tokens.
+            length: tokens of prompt and generation together, at most.
+            count: how many prompts.
+            seed: of names, values and places.
+            haystack: the text that facts are hidden in, of tasks that use one.
+            reserved: so many tokens of `length` are a chat template's.
+
+        Raises:
+            ImportError: a package that the suite draws words from is not installed.
+            MethodError: the task does not fit into the length.
+        """
+
+    @staticmethod
+    def score(answer: str, references: Sequence[str]) -> float:
+        """The share of references that an answer holds, in any case: RULER's `string_match_all`."""
+        return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Tokens of a text, without special tokens."""
+    return len(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+
+
+def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest size that a binary search from `low` to `high` tries and that fits; None where none does."""
+    best = None
+    while low <= high:
+        middle = (low + high) // 2
+        if fits(middle):
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def too_short(task: str, length: int) -> MethodError:
+    """The error of a task whose smallest prompt does not fit."""
+    return MethodError(
+        f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its generation "
+        "budget do not fit; ask for a longer length, or leave the task out with --tasks"
+    )
+
+
+_SUITES: dict[str, Suite] = {}
+
+
+def register_suite(cls: S) -> S:
+    """Make a suite known by its name; a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if cls.name in _SUITES:
+        raise ValueError(f"there is a suite called {cls.name!r} already")
+    _SUITES[cls.name] = cls()
+    return cls
+
+
+def suites() -> dict[str, Suite]:
+    """Every suite by its name."""
+    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if file.name.endswith("_suite"):
+            importlib.import_module(f"{__package__}.{file.name}")
+    return dict(sorted(_SUITES.items()))
+
+
+def suite(name: str) -> Suite:
+    """The suite of this name.
+
+    Raises:
+        MethodError: there is none; the message has the nearest name.
+    """
+    known = suites()
+    if name not in known:
+        raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")
+    return known[name]
