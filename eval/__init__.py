@@ -1,6 +1,6 @@
-"""How well a model reads at long context lengths: perplexity, retrieval, lm-evaluation-harness.
+"""How well a model reads at long context lengths: perplexity, retrieval, task suites, lm-evaluation-harness.
 
-    from rope_ext_hf.eval import passkey, perplexity, sweep
+    from rope_ext_hf.eval import passkey, perplexity, sweep, tasks
     from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
 
 The names are imported at first use: the command line reads the registry of protocols without loading torch.
@@ -18,8 +18,22 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.retrieval import passkey
     from rope_ext_hf.eval.run_folder import read_run
     from rope_ext_hf.eval.runs import Results, Run
+    from rope_ext_hf.eval.task_runs import TaskResult
+    from rope_ext_hf.eval.task_suites import tasks
 
-__all__ = ["Result", "Results", "Retrieval", "RopeHFLM", "Run", "passkey", "perplexity", "read_run", "sweep"]
+__all__ = [
+    "Result",
+    "Results",
+    "Retrieval",
+    "RopeHFLM",
+    "Run",
+    "TaskResult",
+    "passkey",
+    "perplexity",
+    "read_run",
+    "sweep",
+    "tasks",
+]
 
 _MODULES = {
     "Result": "results",
@@ -31,6 +45,8 @@ _MODULES = {
     "Run": "runs",
     "read_run": "run_folder",
     "sweep": "measuring",
+    "TaskResult": "task_runs",
+    "tasks": "task_suites",
 }
 
 

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Cell = tuple[float, ...]
-"""What a value counts for: (context length,) or (context length, depth)."""
+"""What a value counts for: (context length,), with a depth from 0 to 1, or with the index of a task."""
 
 
 class Value(Protocol):
@@ -119,9 +119,9 @@ def _cell(value: Any) -> Cell:
     match value:
         case [int(length)] if 1 <= length < 2**63:
             return (length,)
-        case [int(length), int() | float() as depth] if 1 <= length < 2**63 and 0 <= depth <= 1:
-            return (length, float(depth))
-    raise ValueError(f"expected a cell [length] or [length, depth], got {short(repr(value))}")
+        case [int(length), int() | float() as place] if 1 <= length < 2**63 and 0 <= place < 2**20:
+            return (length, float(place))
+    raise ValueError(f"expected a cell [length] or [length, depth or task], got {short(repr(value))}")
 
 
 # --- reading a folder that may be somebody else's ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -197,6 +197,44 @@ class TokenScorer:
                 read, scores = known, _scores((self._last_logits(span, count) for span in spans), answers)
         self.cost = self.cost.plus(Cost(read + answers.numel(), 0.0, 0))
         return scores
+
+    @torch.inference_mode()
+    def generate(self, prompt: Tensor, count: int, *, stop: Container[int] = ()) -> Tensor:
+        """Greedy decoding: the prompt is read once, then every token from the cache of those before.
+
+        (A model that cannot be read in chunks is read whole once per token.) Length-dependent methods are held at
+        P + count throughout.
+
+        Args:
+            prompt: (P,) int64.
+            count: tokens to generate at most.
+            stop: token ids after which nothing is generated; they are left out.
+
+        Returns:
+            (at most count,) int64 on the CPU.
+        """
+        ids = prompt.to(self._device)
+        with self._timed(0), _length(self.model, len(ids) + count):
+            made = self._fitting(lambda: list(self._greedy(ids, count, stop)))
+        self.cost = self.cost.plus(Cost(len(ids) + len(made), 0.0, 0))
+        return torch.tensor(made, dtype=torch.int64)
+
+    def _greedy(self, ids: Tensor, count: int, stop: Container[int]) -> Iterator[int]:
+        chunked = self.chunked
+        if chunked:
+            self._read_prompt(ids[:-1], count, 0, False)
+        for _ in range(count):
+            if chunked:
+                assert self.cache is not None
+                [(_, state)] = self._hidden(ids[-1:], self.cache, len(ids) - 1)
+                logits = self._head.logits(state)
+            else:
+                logits = self._last_logits(torch.cat([ids, ids[-1:]]), 1)
+            likeliest = logits[-1].argmax()
+            if (token := int(likeliest)) in stop:
+                return
+            yield token
+            ids = torch.cat([ids, likeliest[None].to(ids)])
 
     def take_cost(self) -> Cost:
         """The cost since the last call, which is set back to nothing."""

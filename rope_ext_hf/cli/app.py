@@ -32,6 +32,7 @@ _COMMANDS = {
         evaluation.ppl,
         evaluation.sweep,
         evaluation.passkey,
+        evaluation.tasks,
         evaluation.report,
         lm_eval.lm_eval,
     ),
@@ -49,7 +50,8 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "passkey", "ppl", "sweep"), "the same command continues where it stopped"
+        ("demo", "extend", "finetune", "passkey", "ppl", "sweep", "tasks"),
+        "the same command continues where it stopped",
     ),
 }
 """What to do after Ctrl-C, by command."""

@@ -1,4 +1,4 @@
-"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `report`."""
+"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `tasks`, `report`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.runner import Workers
     from rope_ext_hf.eval.runs import Measurement, Run, RunPlan
 
-__all__ = ["demo", "passkey", "ppl", "report", "sweep"]
+__all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 
 Processes = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Stop unless N processes were launched, by torchrun.")
@@ -259,9 +259,75 @@ def passkey(
     _print_run(run, as_json)
 
 
+def tasks(
+    model: Model,
+    lengths: Lengths,
+    methods: MethodOptions,
+    load: EvalOptions,
+    suite: Annotated[str, typer.Option(help="ruler or json-kv.")] = "ruler",
+    chosen: Annotated[
+        str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of the suite, by commas. Default: all.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts per task and length.")] = 20,
+    haystack: Annotated[
+        str, typer.Option(help="The text that facts are hidden in, named as in --data of ppl; some tasks use none.")
+    ] = "stdlib",
+    score: Annotated[
+        str,
+        typer.Option(help="generate: the share of right answers generated; rank: the right one among 19 others."),
+    ] = "generate",
+    chat_template: Annotated[
+        str, typer.Option(help="auto: the tokenizer's chat template, where it has one; never.")
+    ] = "auto",
+    extra_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens to generate beyond each task's budget, for models that reason first.")
+    ] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of the prompts. Default: the suite's own, 42 for ruler.")] = None,
+    processes: Processes = None,
+    out: Out = _RESULTS,
+    as_json: Json = False,
+) -> None:
+    """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
+
+    Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
+    """
+    from rope_ext_hf.eval.runner import Workers
+    from rope_ext_hf.eval.task_suites import plan_tasks
+    from rope_ext_hf.hub import foreign_errors
+
+    wanted = parse_lengths(lengths)
+    workers = Workers.from_launcher(processes)
+    if workers.count > 1 and load.device == "auto":
+        load = replace(load, device=_own_device())
+    quiet_transformers()
+    empty = load.empty_model(model)
+    with foreign_errors(f"the model {short(model)!r} could not be measured"):
+        settings = methods.underneath | load.reading | {"methods": (None, *methods.resolve(empty, max(wanted)))}
+        plan = plan_tasks(
+            empty,
+            lengths=wanted,
+            suite=suite,
+            tasks=None if chosen is None else [name.strip() for name in chosen.split(",")],
+            samples=samples,
+            seed=seed,
+            haystack=haystack,
+            score=score,
+            chat_template=chat_template,
+            extra_tokens=extra_tokens,
+            tokenizer=load.tokenizer(model),
+            settings=settings,
+        )
+        make_folder(out)
+        _preflight(empty, load, plan, workers=workers)
+        run = _measure(methods.context, load.model(model), plan, out, workers)
+    if workers.rank == 0:
+        _print_run(run, as_json)
+
+
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A run's folder, as `ppl`, `sweep` and `passkey` print it.")
+        Path,
+        typer.Argument(metavar="FOLDER", help="A run's folder, as `ppl`, `sweep` and others print it."),
     ],
     as_json: Json = False,
 ) -> None:

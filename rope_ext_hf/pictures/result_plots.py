@@ -94,7 +94,12 @@ def draw_curves(
 
 
 def curves(
-    points: Mapping[str, Sequence[tuple[int, float]]], context_length: int, path: Path | None, title: str, up: str
+    points: Mapping[str, Sequence[tuple[int, float]]],
+    context_length: int,
+    path: Path | None,
+    title: str,
+    up: str,
+    threshold: float | None = None,
 ) -> Any:
     """Draw values against context lengths, one line per method, as a PNG; the factors of one method share a colour.
 
@@ -104,6 +109,7 @@ def curves(
         path: the file, an existing one is replaced; None: no file.
         title: stands above the picture.
         up: what the values are.
+        threshold: a value that a dashed line marks.
 
     Returns:
         The matplotlib figure.
@@ -113,6 +119,8 @@ def curves(
     """
     with picture(path, 8.2, 4.8) as figure:
         axes = figure.subplots()
+        if threshold is not None:
+            axes.axhline(threshold, **RULE | {"linestyle": "--"})
         draw_curves(axes, points, line_styles(list(points)), context_length)
         axes.set_ylabel(up)
         axes.set_title(plot_text(title), fontsize=11)

@@ -23,13 +23,16 @@ COLOURS = ("#3b82c4", "#d9822b", "#3a9a50", "#c4453c", "#8b66b8", "#9a6b52", "#c
 DASHES = ("none", "6 2", "2 2")
 
 
-def line_chart(points: Mapping[str, Sequence[tuple[int, float]]], context_length: int, caption: str) -> str:
+def line_chart(
+    points: Mapping[str, Sequence[tuple[int, float]]], context_length: int, caption: str, threshold: float | None = None
+) -> str:
     """One line per method over context lengths, its name at its end; a dotted line marks the context length.
 
     Args:
         points: (length, value) by the method's label, in ascending order; a method without any is left out.
         context_length: the length in tokens that the model as loaded is for.
         caption: a sentence that stands above.
+        threshold: a value that a dashed line marks.
 
     Returns:
         A figure element; empty without points.
@@ -38,7 +41,7 @@ def line_chart(points: Mapping[str, Sequence[tuple[int, float]]], context_length
     if not lines:
         return ""
     lengths = sorted({length for row in lines.values() for length, _ in row})
-    values = [value for row in lines.values() for _, value in row]
+    values = [value for row in lines.values() for _, value in row] + ([] if threshold is None else [threshold])
     height = max(180.0, LINE * len(lines))
     ticks = _ticks(min(values), max(values))
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
@@ -55,6 +58,9 @@ def line_chart(points: Mapping[str, Sequence[tuple[int, float]]], context_length
     if lengths[0] <= context_length <= lengths[-1]:
         across = x(context_length)
         drawn.append(f'<path d="M{across:.1f} {TOP}v{height}" stroke="currentColor" stroke-dasharray="1 3"/>')
+    if threshold is not None:
+        path = f"M{LEFT} {y(threshold):.1f}H{WIDTH - RIGHT}"
+        drawn.append(f'<path d="{path}" stroke="currentColor" stroke-dasharray="6 3"/>')
     ends = sorted(lines, key=lambda name: -lines[name][-1][1])  # downward
     places = [-place for place in space_out([-y(lines[name][-1][1]) for name in ends[::-1]], LINE, -TOP)][::-1]
     colours = _colours(lines)

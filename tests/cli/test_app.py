@@ -98,6 +98,7 @@ QUICK = {
     "ppl": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "sweep": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "passkey": ["--trials", "1"],
+    "tasks": ["--samples", "2", "--lengths", "768"],
     "lm-eval": ["--limit", "1"],
 }
 
@@ -116,7 +117,8 @@ def example(command: str) -> list[str]:
         pytest.param(
             c.name,
             marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
-            + [pytest.mark.thorough] * (c.name in ("sweep", "passkey", "lm-eval", "report", "explain", "demo")),
+            + [pytest.mark.thorough]
+            * (c.name in ("sweep", "passkey", "tasks", "lm-eval", "report", "explain", "demo")),
         )
         for c in app.registered_commands
         if c.name
@@ -257,6 +259,8 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         ),
         (["passkey", "reference", "--lengths", "256", "--keys", "999999999"], "and at most 1,000"),
         (["passkey", "reference", "--lengths", "256", "--distractors", "999999999"], "and at most 1,000"),
+        (["tasks", "reference", "--lengths", "4096", "--suite", "rulr"], "Did you mean"),
+        (["tasks", "reference", "--lengths", "256", "--suite", "json-kv"], "too short for task 'kv'"),
         (["detect", "reference", "--text", "/dev/zero"], "no such text file: '/dev/zero'"),
         (["report", "no-such-run"], "not the folder of a run"),
         (["describe", "reference", "--plot", "a.png"], "no such option: --plot. `rope-ext explain` draws"),
@@ -274,7 +278,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    if arguments[0] in ("ppl", "sweep", "passkey", "explain"):
+    if arguments[0] in ("ppl", "sweep", "passkey", "tasks", "explain"):
         arguments = [*arguments, "--out", str(tmp_path)]
     code, out, err = run(*arguments)
     assert code == 2, (out, err)
