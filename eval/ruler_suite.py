@@ -26,6 +26,7 @@ import random
 import re
 import string
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,13 +34,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
 from rope_ext_hf.errors import CorpusError, MethodError, RopeExtError
 from rope_ext_hf.eval.suites import Sample, Suite, count_tokens, largest_fitting, register_suite, too_short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["sentence_model"]
+__all__: list[str] = []
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -107,9 +110,7 @@ class Generator:
     haystack: str
 
     def __post_init__(self) -> None:
-        from numpy.random import RandomState
-
-        self.random, self.numbers = random.Random(self.seed), RandomState(self.seed)
+        self.random, self.numbers = random.Random(self.seed), numpy.random.RandomState(self.seed)
 
     def tokens(self, text: str) -> int:
         return count_tokens(self.tokenizer, text)
@@ -189,7 +190,7 @@ def _niah(
         g.shuffle(needles)
         if hay == "essay":
             text = " ".join((words * -(-size // len(words)))[:size])
-            context = _hide(needles, _sentences(text.strip()), g.random.sample(depths, len(needles)))
+            context = _hide(needles, _splitter()(text.strip()), g.random.sample(depths, len(needles)))
         else:
             lines = [NOISE] * size
             if hay == "needle":
@@ -285,8 +286,6 @@ def _common_words(g: Generator, count: int, *, common: int = 10) -> list[Sample]
 
 def _frequent_words(g: Generator, count: int, *, letters: int = 6) -> list[Sample]:
     """Coded words, drawn by Zipf's law; the three most frequent are asked for."""
-    import numpy
-
     room = g.room - g.template.budget
     kinds, step = room // 50, room // 32
     if kinds < 4:
@@ -380,8 +379,6 @@ def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int
 
 @cache
 def _depths() -> list[int]:
-    import numpy
-
     return [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40)).astype(int)]
 
 
@@ -419,27 +416,18 @@ def _word_file(path: str) -> list[str]:
 
 
 @cache
-def _splitter() -> tuple[str, Callable[[str], list[str]]]:
+def _splitter() -> Callable[[str], list[str]]:
     try:
-        from nltk.tokenize import sent_tokenize
-        from nltk.tokenize.punkt import PunktSentenceTokenizer
+        from nltk.tokenize import PunktSentenceTokenizer, sent_tokenize
     except ImportError as error:
         raise ImportError("this task cuts sentences with nltk: pip install 'rope-ext-hf[tasks]'") from error
     try:
         sent_tokenize("One. Two.")
     except LookupError:
-        return "nltk without a model", PunktSentenceTokenizer().tokenize
-    return "nltk with punkt_tab", sent_tokenize
-
-
-def sentence_model() -> str:
-    """What cuts a haystack into sentences, in words.
-
-    Raises:
-        ImportError: nltk is not installed.
-    """
-    return _splitter()[0]
-
-
-def _sentences(text: str) -> list[str]:
-    return _splitter()[1](text)
+        warnings.warn(
+            "nltk has no model of English sentences here, so that needles may stand elsewhere than in RULER's prompts; "
+            "download it once: python -m nltk.downloader punkt_tab",
+            stacklevel=2,
+        )
+        return PunktSentenceTokenizer().tokenize  # type: ignore[no-any-return]
+    return sent_tokenize  # type: ignore[no-any-return]

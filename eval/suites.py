@@ -22,7 +22,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Sample", "Suite", "count_tokens", "largest_fitting", "register_suite", "suite", "suites", "too_short"]
+__all__ = ["Sample", "Suite", "count_tokens", "largest_fitting", "register_suite", "suite", "too_short"]
 
 S = TypeVar("S", bound="type[Suite]")
 
@@ -135,7 +135,7 @@ def register_suite(cls: S) -> S:
     return cls
 
 
-def suites() -> dict[str, Suite]:
+def _suites() -> dict[str, Suite]:
     """Every suite by its name."""
     for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if file.name.endswith("_suite"):
@@ -149,7 +149,7 @@ def suite(name: str) -> Suite:
     Raises:
         MethodError: there is none; the message has the nearest name.
     """
-    known = suites()
+    known = _suites()
     if name not in known:
         raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")
     return known[name]

@@ -48,6 +48,7 @@ HEAVY = {
     "lm_eval",
     "accelerate",
     "pandas",
+    "nltk",
     "peft",
     "gguf",
     "tqdm",
