@@ -73,6 +73,7 @@ build/llama-cpp/ready: Makefile
 # result goes to docs/results/vllm.json.
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
+	build/vllm/bin/python tests/vllm_drafts.py
 
 build/vllm/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/vllm

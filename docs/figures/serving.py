@@ -256,6 +256,25 @@ def vllm_logprobs() -> str:
 
 
 @figure
+def vllm_drafts() -> str:
+    """What a real vLLM's drafts rotate by, where the model got its settings in each way."""
+    result = read_result("vllm_drafts")
+
+    def cell(row: Row, which: str) -> str:
+        if "failed" in row:
+            return "**does not run**"
+        return "the same" if row[which] < 1e-5 else f"off by up to {100 * row[which]:.0f}%"
+
+    table = [(row["case"], f"`{row['way']}`", cell(row, "model"), cell(row, "draft")) for row in result["rows"]]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        "*The frequencies in the tables of a running vLLM, compared with those that were asked for (by-parts x4). "
+        f"Measured by `{result['command']}` with {versions}.*"
+    )
+    return markdown_table(["model and draft", "settings in", "model", "draft"], table, note)
+
+
+@figure
 def servers() -> str:
     """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
     result = read_result("servers")
