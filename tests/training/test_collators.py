@@ -198,7 +198,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert TRAINED < seen.largest < LONG
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_sft_trainer(tmp_path: Path) -> None:
     from datasets import Dataset

@@ -36,7 +36,7 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train_all", [True, False])
+@pytest.mark.parametrize("train_all", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path, tmp_path: Path) -> None:
     said: list[str] = []
     report = finetune(
@@ -72,7 +72,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
         )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "rope_ext_hf", "finetune", str(small), "--method", "yarn", "--factor", "4", "--data",
