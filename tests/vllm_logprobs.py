@@ -30,6 +30,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
             enable_prefix_caching=False,
             max_num_batched_tokens=2048,
             hf_overrides=job["overrides"],
+            **job["options"],
         )
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0)
         [request] = engine.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)

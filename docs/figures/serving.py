@@ -249,7 +249,7 @@ def vllm_logprobs() -> str:
         f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU; the methods move "
         f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
         f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
-        f"of vLLM's class and of transformers, since this vLLM lacks what their models import.{unlike} Measured by "
+        f"of vLLM's class and of transformers.{unlike} Measured by "
         f"`make test-vllm` with {versions}.*"
     )
     return markdown_table(["model", "over", "by", *(f"`{method}`" for method in methods)], table, note)
