@@ -11,7 +11,7 @@ from .registry import ROOT, Row, figure, lines_of, markdown_table, stamp
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
 
-__all__ = ["MEASURED", "measured_file", "unchanged_share"]
+__all__ = ["MEASURED", "factor_lines", "measured_file", "unchanged_share"]
 
 MEASURED = ROOT / "rope_ext_hf" / "methods" / "measured.json"
 NAMES = {"reference": "bundled model", "docstring-model": "docstring model"}
@@ -24,7 +24,7 @@ COMMANDS = {
 }
 
 
-def _lines() -> dict[str, Row]:
+def factor_lines() -> dict[str, Row]:
     """The last measurement of every model, with the rows of methods that only earlier ones have.
 
     Raises:
@@ -47,7 +47,7 @@ def _lines() -> dict[str, Row]:
 def measured_file() -> str:
     """The text of measured.json: a row is method, factor, length in context lengths, increase, low, high."""
     models = []
-    for model, line in _lines().items():
+    for model, line in factor_lines().items():
         rows = [
             [
                 row["method"],
@@ -77,13 +77,14 @@ def _rows(line: Row) -> dict[tuple[str, float | None, int], Row]:
 
 def _by_model(key: tuple[str, float | None, int]) -> str:
     """The rise on every model, with its interval."""
-    rows = [_rows(line).get(key) for line in _lines().values()]
+    rows = [_rows(line).get(key) for line in factor_lines().values()]
     return " / ".join("–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows)
 
 
 def _note() -> str:
-    stamps = [stamp(line, COMMANDS[model]) for model, line in _lines().items()]
-    tokens = ", ".join(f"{line['scored_bytes']:,} bytes of the {NAMES[model]}" for model, line in _lines().items())
+    lines = factor_lines().items()
+    stamps = [stamp(line, COMMANDS[model]) for model, line in lines]
+    tokens = ", ".join(f"{line['scored_bytes']:,} bytes of the {NAMES[model]}" for model, line in lines)
     return f"In brackets 95% intervals over the documents; scored at every length: {tokens}.\n" + "\n".join(stamps)
 
 
@@ -104,9 +105,9 @@ def recovered() -> str:
 @figure
 def short_inputs() -> str:
     """The rise at the context length, of methods with a factor."""
-    keys = {(method, factor) for line in _lines().values() for method, factor, _ in _rows(line) if factor}
+    keys = {(method, factor) for line in factor_lines().values() for method, factor, _ in _rows(line) if factor}
     factors = sorted({factor for _, factor in keys})
-    names = dict.fromkeys(row["method"] for line in _lines().values() for row in line["rows"] if row["factor"])
+    names = dict.fromkeys(row["method"] for line in factor_lines().values() for row in line["rows"] if row["factor"])
     rows = ([f"`{name}`", *(_by_model((name, factor, 1)) for factor in factors)] for name in names)
     return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows, _note())
 
@@ -114,7 +115,7 @@ def short_inputs() -> str:
 @figure
 def without_training() -> str:
     """The rise at each length, of every method fitted to it."""
-    lines = _lines().values()
+    lines = factor_lines().values()
     scales = sorted({scale for line in lines for _, _, scale in _rows(line) if scale > 1})
     names = dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"])
     rows = (
@@ -130,7 +131,7 @@ def without_training() -> str:
 @figure
 def yarn_cost() -> str:
     """The rise at the context length with a factor of 4."""
-    rises = [f"{_rows(line)['yarn', 4, 1]['increase']:+.2f}" for line in _lines().values()]
+    rises = [f"{_rows(line)['yarn', 4, 1]['increase']:+.2f}" for line in factor_lines().values()]
     return f"x4 costs short inputs {' / '.join(rises)} bits per byte"
 
 
@@ -147,7 +148,7 @@ def ntk_short_inputs() -> str:
 def _cost_of(method: str) -> str:
     """The rise at the context length with the smallest and the largest factor, in words."""
     parts = []
-    for model, line in _lines().items():
+    for model, line in factor_lines().items():
         costs = {
             factor: row["increase"]
             for (name, factor, scale), row in _rows(line).items()

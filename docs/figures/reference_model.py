@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .measurements import factor_lines
 from .registry import Row, figure, lines_of, markdown_table, read_result, stamp
 
 IN_SHORT = ("as loaded", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
@@ -32,7 +33,7 @@ def reference_short() -> str:
         return " / ".join(f"{each['exact']:.0%}" for each in shares if each) or "–"
 
     times = longest // trained
-    other = next(line for line in reversed(lines_of("factors")) if line["model"] != "reference")
+    other = factor_lines()["docstring-model"]
     ends = [scale * other["context_length"] for scale in (1, times)]
     others = {(row["method"], row["factor"] or times, row["length"]): row["bits_per_byte"] for row in other["rows"]}
     rows = []
