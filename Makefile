@@ -48,6 +48,10 @@ build/exports/ready: Makefile
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
+# What CONTRIBUTING.md says is one file, added to a copy of the tree, whose tests then pass.
+test-additions: .venv/ready
+	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
+
 # The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
 test-engines: .venv/ready test-llama-cpp
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23 exllamav3==1.6.5
