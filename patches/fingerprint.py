@@ -58,7 +58,7 @@ class LayerRope:
     """RoPE of the layers of one type.
 
     Attributes:
-        theta, trained_length: the base, and the length in tokens without any scaling.
+        theta: the base; it only explains differences.
         inv_freq: radians per position of each pair, for the longest inputs; where they change without end, for inputs
             of four times the context length.
         short_inv_freq: those of the shortest inputs, where they follow the length of the input; else None.
@@ -67,7 +67,6 @@ class LayerRope:
     """
 
     theta: float
-    trained_length: int
     inv_freq: tuple[float, ...]
     short_inv_freq: tuple[float, ...] | None
     attention_factor: float
@@ -97,10 +96,13 @@ class Fingerprint:
         Models that rotate alike have one digest, but for numbers that stand at an edge of rounding: compare
         fingerprints by `differences`, and use the digest where a short name is all there is room for.
         """
-        values = asdict(self)
-        for layer in values["layers"].values():  # not what is run, but what it is compared with to explain differences
-            del layer["theta"], layer["trained_length"]
-        return hashlib.sha256(json.dumps(_rounded(values), sort_keys=True).encode()).hexdigest()[:12]
+        values: list[Any] = [self.pairing, self.length, _rounded(self.softmax_scale)]
+        for name in sorted(self.layers):
+            layer = self.layers[name]
+            short = layer.short_inv_freq
+            numbers = _rounded((layer.attention_factor, *layer.inv_freq, *(short or ())))
+            values.append([name, layer.positions, short is None, numbers])
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -118,7 +120,6 @@ class Fingerprint:
             layers = {
                 str(name): LayerRope(
                     float(layer["theta"]),
-                    int(layer["trained_length"]),
                     tuple(map(float, layer["inv_freq"])),
                     None if layer["short_inv_freq"] is None else tuple(map(float, layer["short_inv_freq"])),
                     float(layer["attention_factor"]),
@@ -285,15 +286,15 @@ def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: st
         current: what stands in the slot; `module`, or one of ours in its place.
         name: of the buffer of `module` with the frequencies.
     """
-    buffer = getattr(module, name)
-    described = read_rope(config, 2 * buffer.shape[-1], layer_type)
     if isinstance(current, PatchedSlot):
         table = current.table(layer_type or "all")
         method, rotary = table.present_method, table.rotary
-        spec = current.present_spec
-        stated = spec.target_length if method == spec.method else None
+        spec = current.state.spec
+        stated = spec.target_length if table.method == spec.method else None
         length = stated or method.extended_length(rotary) or 4 * rotary.context_length
         return _of_method(method, rotary, length)
+    buffer = getattr(module, name)
+    described = read_rope(config, 2 * buffer.shape[-1], layer_type)
     stated_rope = _of_method(described.method, described.plain, described.context_length)
     if buffer.device.type == "meta" or described.method.length_dependent:
         return stated_rope
@@ -322,7 +323,6 @@ def _of_method(method: RopeMethod, rotary: Rotary, length: int) -> LayerRope:
     short = method.frequencies(rotary, _FEWEST_TOKENS).inv_freq.tolist() if method.length_dependent else None
     return LayerRope(
         rotary.theta,
-        rotary.trained_length,
         tuple(inv_freq.tolist()),
         None if short is None else tuple(short),
         attention_factor,
@@ -396,7 +396,7 @@ def _frequency_difference(expected: LayerRope, actual: LayerRope) -> str | None:
 
 def _without_scaling(layer: LayerRope) -> tuple[float, ...]:
     pairs = len(layer.inv_freq)
-    plain = Rotary(2 * pairs, layer.theta, layer.trained_length).inv_freq().tolist()
+    plain = Rotary(2 * pairs, layer.theta, _FEWEST_TOKENS).inv_freq().tolist()
     return tuple(value if actual else 0.0 for value, actual in zip(plain, layer.inv_freq, strict=True))
 
 
@@ -437,11 +437,5 @@ def _parameters(layer: LayerRope) -> str:
     return json.dumps({key: value for key, value in (layer.positions or {}).items() if key != "method"})
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(_STEPS * math.log(abs(value)) + 0.3) if value else None
-    if isinstance(value, dict):
-        return {str(key): _rounded(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(each) for each in value]
-    return value
+def _rounded(numbers: Sequence[float]) -> list[int | None]:
+    return [round(_STEPS * math.log(abs(number)) + 0.3) if number else None for number in numbers]

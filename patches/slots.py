@@ -219,7 +219,8 @@ def patched_slots(model: nn.Module) -> list[PatchedSlot]:
 
 def patch_state(model: nn.Module) -> PatchState | None:
     """What a patched model remembers, which all its slots share; None for a model that runs as loaded."""
-    return next((slot.state for slot in patched_slots(model)), None)
+    slots = patched_slots(model)
+    return slots[0].state if slots else None
 
 
 def present_specs(model: nn.Module) -> tuple[PatchSpec, ...]:

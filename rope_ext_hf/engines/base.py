@@ -64,6 +64,7 @@ class Computed:
         table: positions that the engine has angles for; None: as many as asked for.
         softmax_scale: what the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim, squared).
         notes: what the engine passes over in this config.
+        by_length: whether these are for inputs of this length alone, and shorter ones get others.
     """
 
     inv_freq: tuple[float, ...]
@@ -72,13 +73,15 @@ class Computed:
     table: int | None = None
     softmax_scale: float = 1.0
     notes: tuple[str, ...] = ()
+    by_length: bool = False
 
     def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
         """What differs from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
         if len(inv_freq) != len(self.inv_freq):
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
-        pairs = zip(self.inv_freq, inv_freq, strict=True)
-        worst = max([abs(a - b) / abs(b) if b else abs(a) for a, b in pairs], default=0.0)
+        worst = 0.0
+        for a, b in zip(self.inv_freq, inv_freq, strict=True):
+            worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
         if worst > EXACT:
             return f"its frequencies differ by up to {worst:.2g}"
         if not math.isclose(self.attention_factor, attention_factor, rel_tol=EXACT):
@@ -412,8 +415,8 @@ def rope_settings(text: Config, layer_type: str | None = None) -> dict[str, Any]
     parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise ServingError(f"the rope settings must be an object, got {type(parameters).__name__}")
-    nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-    if nested:
+    if dict in map(type, parameters.values()):
+        nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
         wanted = layer_type or next((key for key in nested if key not in _SLIDING_LAYERS), next(iter(nested)))
         settings = dict(nested[wanted])
         settings["_shared_truncate"] = parameters.get("truncate", True)
@@ -448,9 +451,10 @@ def length_setting(text: Config) -> int:
     Raises:
         ServingError: missing, or no length.
     """
-    length = needed(text, "max_position_embeddings")
-    if length > MOST_TOKENS:
-        raise ServingError(f"max_position_embeddings must be a length in tokens and is {length:g}")
+    length = text.get("max_position_embeddings")
+    if type(length) not in (int, float) or not 0 < length <= MOST_TOKENS:
+        given = "is missing" if length is None else f"is {length!r}"
+        raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
     return int(length)
 
 
@@ -460,18 +464,15 @@ def rotated_dims(text: Config, settings: Config) -> int:
     Raises:
         ServingError: the sizes are missing or impossible.
     """
-    if text.get("qk_rope_head_dim"):  # latent attention rotates a part of its own
-        return _even(needed(text, "qk_rope_head_dim"))
-    if text.get("head_dim") is not None:
-        head = needed(text, "head_dim")
-    else:
-        head = needed(text, "hidden_size") // needed(text, "num_attention_heads")
-    return _even(int(head * needed(settings, "partial_rotary_factor", 1.0)))
-
-
-def _even(dims: float) -> int:
-    if dims != int(dims) or dims < 2 or dims % 2 or dims > 65536:
-        raise ServingError(f"an even number of dims per head rotates; the config gives {dims:g}")
+    latent = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
+    dims = latent or text.get("head_dim")
+    if dims is None:
+        dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
+    numeric = type(dims) in (int, float)
+    if numeric and not latent and "partial_rotary_factor" in settings:
+        dims = int(dims * needed(settings, "partial_rotary_factor"))
+    if not numeric or not 2 <= dims <= 65536 or dims % 2:
+        raise ServingError(f"an even number of dims per head rotates; the config gives {dims!r}")
     return int(dims)
 
 

@@ -88,7 +88,7 @@ class ExLlamaV3(ConfigEngine):
         if not isinstance(settings, Mapping):
             raise ServingError(f"the rope settings must be an object, got {type(settings).__name__}")
         notes: list[str] = []
-        if any(isinstance(value, Mapping) for value in settings.values()):
+        if dict in map(type, settings.values()):
             notes.append("rope_parameters by layer type is not read: no scaling, and theta by default.")
             settings = {}
         theta = text.get("rope_theta") or settings.get("rope_theta") or _THETA.get(model_type, 1e4)

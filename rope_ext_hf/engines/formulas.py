@@ -37,16 +37,16 @@ def yarn(
     truncate: bool = True,
 ) -> list[float]:
     """YaRN's frequencies: a ramp in the dim index between kept and interpolated ones."""
-    low, high = [
-        dim * math.log(original / (cycles * 2 * math.pi)) / (2 * math.log(theta)) for cycles in (beta_fast, beta_slow)
-    ]
+    low = dim * math.log(original / (beta_fast * 2 * math.pi)) / (2 * math.log(theta))
+    high = dim * math.log(original / (beta_slow * 2 * math.pi)) / (2 * math.log(theta))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
     result = []
-    for pair, value in enumerate(plain(theta, dim)):
+    for pair in range(dim // 2):
+        value = float(theta) ** (-2 * pair / dim)
         ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
         result.append(value / factor * ramp + value * (1 - ramp))
     return result

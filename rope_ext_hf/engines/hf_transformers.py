@@ -95,7 +95,7 @@ class _Rules(ConfigEngine):
         settings = rope_settings(text)
         kind, most = settings["rope_type"], length_setting(text)
         notes: list[str] = []
-        magnitude, served = 1.0, most
+        magnitude, served, by_length = 1.0, most, False
         proportional = kind == "proportional"
         dim = rotated_dims(text, {} if proportional else settings)
         theta = settings["rope_theta"]
@@ -126,12 +126,13 @@ class _Rules(ConfigEngine):
             magnitude = needed(settings, "attention_factor", longrope_magnitude(scale, original))
             long = (length or most) > original
             inv_freq = divided(theta, dim, rope_divisors(settings, "long_factor" if long else "short_factor", dim))
-            if settings["long_factor"] != settings["short_factor"]:
+            by_length = settings["long_factor"] != settings["short_factor"]
+            if by_length:
                 notes.append(f"longrope: short_factor up to {original:g} tokens, long_factor beyond, for each input.")
         else:
             raise ServingError(f"transformers {self.version} has no rope type {kind!r}")
         scale = mla_softmax_scale(text, settings)
-        return Computed(tuple(inv_freq), magnitude, served, softmax_scale=scale, notes=tuple(notes))
+        return Computed(tuple(inv_freq), magnitude, served, None, scale, tuple(notes), by_length)
 
 
 class _FormerTransformers(_Rules):

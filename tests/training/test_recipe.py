@@ -97,4 +97,4 @@ def test_a_budget_of_time_ends_the_training(tmp_path: Path) -> None:
     ran = train(build("llama"), None, rows, tmp_path, Budget(minutes=0.005), learning_rate=1e-3, batch=1, device="cpu")
     assert ran["steps"] >= 1
     assert ran["seconds"] >= 0.3
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{ran['steps']}"]
+    assert (tmp_path / f"checkpoint-{ran['steps']}").is_dir()
