@@ -452,7 +452,7 @@ def length_setting(text: Config) -> int:
         ServingError: missing, or no length.
     """
     length = text.get("max_position_embeddings")
-    if type(length) not in (int, float) or not 0 < length <= MOST_TOKENS:
+    if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
         given = "is missing" if length is None else f"is {length!r}"
         raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
     return int(length)
@@ -464,11 +464,11 @@ def rotated_dims(text: Config, settings: Config) -> int:
     Raises:
         ServingError: the sizes are missing or impossible.
     """
-    latent = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
+    latent: Any = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
     dims = latent or text.get("head_dim")
     if dims is None:
         dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
-    numeric = type(dims) in (int, float)
+    numeric = isinstance(dims, (int, float)) and not isinstance(dims, bool)
     if numeric and not latent and "partial_rotary_factor" in settings:
         dims = int(dims * needed(settings, "partial_rotary_factor"))
     if not numeric or not 2 <= dims <= 65536 or dims % 2:

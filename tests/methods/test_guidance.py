@@ -51,7 +51,11 @@ def served_by(name: str) -> int:
 def losses_of_larger_factors() -> list[tuple[float, float]]:
     """The rise of the loss under ntk at twice the length, with a factor of 2 and of 4, of each measured model."""
     lines = [json.loads(line) for line in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()]
-    last = {line["model"]: line for line in lines if line["benchmark"] == "factors"}
+    last = {
+        line["model"]: line
+        for line in lines
+        if line["benchmark"] == "factors" and any(row["method"] == "ntk" for row in line["rows"])
+    }
     return [
         tuple(
             next(
