@@ -46,6 +46,7 @@ __all__ = [
     "distance_bins",
     "draw",
     "draw_by_distance",
+    "draw_divisors",
     "method_curves",
     "middles",
     "pairs_without_full_cycle",
@@ -219,6 +220,28 @@ def draw(
             "mean |S_j| (relative upper bound)",
         )
         _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
+
+
+def draw_divisors(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
+    """What each method divides the inverse frequency of each pair by at `length` tokens, in one PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plain, *curves = method_curves(rotary, methods, length)
+    pairs = int((plain.inv_freq > 0).sum())
+    with picture(path, 8, 5) as figure:
+        axes = figure.subplots()
+        axes.set_yscale("log", base=2)
+        lines = [
+            (curve.name, range(pairs), (plain.inv_freq / curve.inv_freq)[:pairs].tolist(), curve.style)
+            for curve in curves
+        ]
+        draw_lines(axes, lines, (None, None))
+        slow = pairs - pairs_without_full_cycle(plain.inv_freq[:pairs], rotary.trained_length)
+        axes.axvspan(slow - 0.5, pairs - 1, color=_SHADE, linewidth=0, zorder=0)
+        title = f"Divisors at {length:,} tokens. Shaded: slow pairs, no full cycle in training"
+        finish_axes(axes, title, _PAIRS, "divisor of the inverse frequency")
 
 
 def reach(rotary: Rotary, methods: Iterable[RopeMethod]) -> int:

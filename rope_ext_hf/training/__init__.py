@@ -5,6 +5,7 @@ from rope_ext_hf.training.collators import MixedWindowsCollator, PoSECollator, R
 from rope_ext_hf.training.finetuning import FinetuneReport, finetune
 from rope_ext_hf.training.longce import longce_weights
 from rope_ext_hf.training.parallelism import check_context_parallel
+from rope_ext_hf.training.searching import SearchReport, search
 
 __all__ = [
     "FinetuneReport",
@@ -12,7 +13,9 @@ __all__ = [
     "PoSECollator",
     "RandomPositionsCollator",
     "RopeCallback",
+    "SearchReport",
     "check_context_parallel",
     "finetune",
     "longce_weights",
+    "search",
 ]

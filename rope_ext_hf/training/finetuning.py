@@ -8,26 +8,26 @@ The same call continues where it was interrupted. The folder `longer/model` load
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rope_ext_hf.errors import FileError, MethodError
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
 from rope_ext_hf.eval.retrieval import passkey
-from rope_ext_hf.files import read_json, write_json
+from rope_ext_hf.files import write_json
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.training.recipe import Budget, Rows, train
+from rope_ext_hf.training.run_folder import open_run, split
 
 __all__ = ["FinetuneReport", "finetune"]
 
@@ -151,10 +151,10 @@ def finetune(
     settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
     settings |= {"model": str(model), "method": method if isinstance(method, str) else method.to_dict()}
     folder, say = Path(out), report or (lambda line: None)
-    _begin(folder, settings)
+    open_run(folder, settings)
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(model, **source)
-    training, held_out = _split(tokenize(load(data), tokenizer))
+    training, held_out = split(tokenize(load(data), tokenizer), HELD_OUT)
     if eval_data is not None:
         training, held_out = training + held_out, tokenize(load(eval_data), tokenizer)
     budget = Budget(minutes, steps)
@@ -238,37 +238,6 @@ def finetune(
     made = _report(settings, short, long, measured, retrieved, trained, str(folder / "model"))
     write_json(folder / "report.json", made.to_dict())
     return made
-
-
-def _begin(folder: Path, settings: dict[str, Any]) -> None:
-    """Make the folder of a run, or check that it is one of the same settings."""
-    file = folder / "settings.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not file.is_file():
-        write_json(file, settings)
-        return
-    before = read_json(file)
-    now: dict[str, Any] = dict(settings)
-    if unlike := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-        raise FileError(
-            f"{str(folder)!r} holds a run with other settings: {', '.join(unlike)}; give another folder, or the same "
-            "settings to continue it"
-        )
-
-
-def _split(documents: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
-    """What is trained on, and what is measured on: one document in ten by its name, else the last tenth of each."""
-    held_out = [each for each in documents if zlib.crc32(each.name.encode()) % HELD_OUT == 0]
-    if held_out and len(held_out) < len(documents):
-        names = {each.name for each in held_out}
-        return [each for each in documents if each.name not in names], held_out
-    parts: tuple[list[Tokens], list[Tokens]] = ([], [])
-    for each in documents:
-        cut = len(each.ids) - len(each.ids) // HELD_OUT
-        start = each.ends[cut - 1] if cut else 0
-        parts[0].append(Tokens(each.name, each.ids[:cut], each.ends[:cut]))
-        parts[1].append(Tokens(each.name, each.ids[cut:], tuple(end - start for end in each.ends[cut:])))
-    return parts
 
 
 def _doubling(short: int, long: int) -> list[int]:

@@ -1,0 +1,150 @@
+"""What a search tries: methods with numbers from their declared ranges, then divisors by band and by pair.
+
+Divisors never fall from a pair to the next slower one (LongRoPE, Ding et al. 2024, arXiv 2402.13753, sec. 3.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.dynamic import LongRoPE
+from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.search_ranges import SearchRange
+from rope_ext_hf.methods.static import Factors
+
+__all__ = ["DivisorCurve", "is_static", "searched_methods", "suggest_method", "two_lists"]
+
+CHANGED = 0.3
+"""The probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)."""
+LEAST_FACTOR, LARGEST_FACTOR = 0.8, 1.6
+"""Attention factors that are tried; published ones lie between 1 and 1.4."""
+
+
+def searched_methods() -> list[str]:
+    """The methods that are searched unless others are named: static ones that declare a range for their factor."""
+    return [name for name, cls in list_methods().items() if "factor" in cls.search_ranges]
+
+
+def suggest_method(trial: Any, names: Sequence[str], rotary: Rotary, target_length: int) -> RopeMethod:
+    """One of some methods, with numbers from its declared ranges; what declares none is fitted to the target length.
+
+    Args:
+        trial: of Optuna.
+        names: of the methods.
+    """
+    name = trial.suggest_categorical("method", list(names))
+    factor = target_length / rotary.context_length
+    values: dict[str, Any] = {}
+    for key, among in list_methods()[name].search_ranges.items():
+        if isinstance(among, SearchRange):
+            values[key] = trial.suggest_float(f"{name}.{key}", *among.ends(factor), log=True)
+        else:
+            values[key] = trial.suggest_categorical(f"{name}.{key}", list(among))
+    return resolve_method(name, rotary, **(values if "factor" in values else values | {"target_length": target_length}))
+
+
+def is_static(method: RopeMethod) -> bool:
+    """Whether a method is one list of frequencies for inputs of every length."""
+    return not method.length_dependent and not isinstance(method, RemappingMethod)
+
+
+def two_lists(method: RopeMethod, rotary: Rotary, target_length: int) -> RopeMethod:
+    """A static method for inputs longer than the context length alone; shorter ones keep the model's frequencies."""
+    inv_freq, attention_factor = method.frequencies(rotary)
+    return LongRoPE(
+        short_factor=(1.0,) * (rotary.dim // 2),
+        long_factor=tuple(_divisors(rotary, inv_freq).tolist()),
+        factor=target_length / rotary.context_length,
+        attention_factor=attention_factor / rotary.attention_factor,
+    )
+
+
+def _divisors(rotary: Rotary, inv_freq: Tensor) -> Tensor:
+    own = rotary.inv_freq()
+    return torch.where(own > 0, own / inv_freq, 1.0)  # pairs that do not rotate
+
+
+@dataclass(frozen=True)
+class DivisorCurve:
+    """Divisors of all pairs, by their logarithms to base 2 at some points, between which they are straight.
+
+    Attributes:
+        levels: at each point, ascending; the first point is the fastest pair, the last one the slowest that rotates.
+        attention_factor: what cos and sin are multiplied by, beside the model's own.
+    """
+
+    levels: tuple[float, ...]
+    attention_factor: float
+
+    @classmethod
+    def of_method(cls, method: RopeMethod, rotary: Rotary, points: int) -> DivisorCurve:
+        """The curve nearest to a static method's divisors.
+
+        Raises:
+            MethodError: fewer than two pairs rotate.
+        """
+        inv_freq, attention_factor = method.frequencies(rotary)
+        pairs = int((rotary.inv_freq() > 0).sum())
+        if pairs < 2:
+            raise MethodError(f"divisors are searched where at least 2 pairs rotate, and {pairs} does here")
+        logs = _divisors(rotary, inv_freq)[:pairs].log2()
+        return cls(_ascending(_resample(logs, points).tolist()), attention_factor / rotary.attention_factor)
+
+    def resampled(self, points: int) -> DivisorCurve:
+        """The same curve by another number of points."""
+        levels = _resample(torch.tensor(self.levels, dtype=torch.float64), points)
+        return dataclasses.replace(self, levels=_ascending(levels.tolist()))
+
+    def method(self, rotary: Rotary) -> RopeMethod:
+        """The curve as a method with one list."""
+        pairs = int((rotary.inv_freq() > 0).sum())
+        logs = _resample(torch.tensor(self.levels, dtype=torch.float64), pairs)
+        rest = (1.0,) * (rotary.dim // 2 - pairs)
+        return Factors(factors=(*(2**logs).tolist(), *rest), attention_factor=self.attention_factor)
+
+    def changed(self, draws: random.Random, step: float, highest: float) -> DivisorCurve:
+        """A neighbour: some levels changed one by one, as in LongRoPE's search, or all from one point on together.
+
+        Args:
+            draws: where chance comes from.
+            step: standard deviation of a change of a level.
+            highest: no level is above it, and none below 0.
+        """
+        start = draws.randrange(len(self.levels))
+        shift = draws.gauss(0, step) if draws.random() < 0.5 else None
+        levels = []
+        for index, level in enumerate(self.levels):
+            if shift is not None:
+                level += shift if index >= start else 0.0
+            elif index == start or draws.random() < CHANGED:
+                level += draws.gauss(0, step)
+            levels.append(min(max(level, 0.0), highest))
+        factor = self.attention_factor
+        if draws.random() < CHANGED:
+            factor *= math.exp(draws.gauss(0, step / 10))
+        return DivisorCurve(_ascending(levels), min(max(factor, LEAST_FACTOR), LARGEST_FACTOR))
+
+
+def _resample(values: Tensor, points: int) -> Tensor:
+    """The broken line through some values at other, evenly spaced points, (points,) float64."""
+    places = torch.linspace(0, len(values) - 1, points, dtype=torch.float64)
+    below = places.floor().long().clamp(max=len(values) - 2)
+    share = places - below
+    return values[below] * (1 - share) + values[below + 1] * share
+
+
+def _ascending(levels: Sequence[float]) -> tuple[float, ...]:
+    """Each level raised to the highest before it."""
+    return tuple(accumulate(levels, max))

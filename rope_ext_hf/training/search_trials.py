@@ -1,0 +1,232 @@
+"""Reading for a search: one candidate after another on the same passages, each stopped once it is surely worse.
+
+A trial reads passages in a fixed order, those of different documents in turn. It stops when its losses on the passages
+read so far are above those of the best trial on the same passages, by more than the 95% interval of their difference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.eval.plan import Tokens, prefix_token
+from rope_ext_hf.eval.results import LARGEST_LOSS
+from rope_ext_hf.eval.retrieval import make_trials
+from rope_ext_hf.eval.retrieval_prompts import TASKS
+from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.patching import patched
+from rope_ext_hf.training.run_folder import cut
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Passage", "Reader", "Trial", "best_trial", "pieces", "prompts", "short_passages", "text_passages"]
+
+LEAST_READ = 4
+"""Passages before a trial may be stopped."""
+PENALTY = 10.0
+"""What a nat lost at the context length beyond the bound adds to the loss by which trials are compared."""
+
+
+class Passage(NamedTuple):
+    """ids: (tokens,) int64; those from `first` on are scored."""
+
+    ids: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one candidate read.
+
+    Attributes:
+        stage: "methods", "bands" or "pairs".
+        method: `RopeMethod.to_dict` of what was patched in.
+        label: its name in tables.
+        loss: nats per token over all passages; of a trial that was stopped, the best trial's loss at the time and the
+            difference on the passages that were read.
+        losses: of each passage that was read.
+        lost, most_lost: what it loses at the context length, in nats per token: the mean and the upper end of its 95%
+            interval; None where the trial was stopped before.
+        stopped: whether it was surely worse than the best before.
+        parameters: what made it, for the optimiser to go on from.
+        seconds, cpu_seconds: what it took.
+    """
+
+    stage: str
+    method: dict[str, Any]
+    label: str
+    loss: float
+    losses: tuple[float, ...]
+    lost: float | None
+    most_lost: float | None
+    stopped: bool
+    parameters: dict[str, Any]
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Trial:
+        """The inverse of `to_dict`."""
+        return cls(**saved | {"losses": tuple(saved["losses"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def holds(self, bound: float) -> bool:
+        """Whether it read everything and loses, interval included, no more than this at the context length."""
+        return self.most_lost is not None and self.most_lost <= bound
+
+    def cost(self, bound: float) -> float:
+        """What the search makes small."""
+        return self.loss + PENALTY * max(0.0, (self.most_lost or 0.0) - bound)
+
+
+def best_trial(trials: Sequence[Trial], bound: float) -> Trial | None:
+    """The trial with the lowest loss among those that hold the bound; None: none does."""
+    return min((trial for trial in trials if trial.holds(bound)), key=lambda trial: trial.loss, default=None)
+
+
+class Reader:
+    """Reads candidates on one model.
+
+    Args:
+        model: as loaded.
+        passages: at the target length, in the order in which every trial reads them.
+        short: at the context length, where a candidate is compared with the model as loaded.
+        bound: the most that a candidate may lose there, in nats per token.
+        underneath: `over` and `context_length`, as `rope_ext_hf.patch` takes them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        passages: Sequence[Passage],
+        short: Sequence[Passage],
+        bound: float,
+        **underneath: Any,
+    ) -> None:
+        self.model, self.passages, self.short, self.bound, self.underneath = model, passages, short, bound, underneath
+        self.scorer = TokenScorer(model, longest=len(passages[0].ids))
+        self.as_loaded = [self._loss(passage) for passage in short]
+
+    def _loss(self, passage: Passage) -> float:
+        loss = float(self.scorer.losses(passage.ids, passage.first).double().mean())
+        return loss if math.isfinite(loss) else LARGEST_LOSS
+
+    def read(
+        self, stage: str, method: RopeMethod, before: Sequence[Trial], parameters: dict[str, Any], label: str = ""
+    ) -> Trial:
+        """Read the passages under a method, as far as the best trial before makes worth while."""
+        started, cpu = time.monotonic(), time.process_time()
+        whole = [trial for trial in before if not trial.stopped]
+        best = best_trial(before, self.bound) or min(whole, key=lambda trial: trial.cost(self.bound), default=None)
+        losses: list[float] = []
+        lost: tuple[float, float] | None = None
+        stopped = False
+        with patched(self.model, method, **self.underneath):
+            for passage in self.passages:
+                losses.append(self._loss(passage))
+                if best is not None and len(losses) >= LEAST_READ:
+                    gap, margin = interval([a - b for a, b in zip(losses, best.losses, strict=False)])
+                    if stopped := gap > margin:
+                        break
+            if not stopped:
+                gaps = [self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)]
+                lost = interval(gaps)
+        return Trial(
+            stage=stage,
+            method=method.to_dict(),
+            label=label or method.label(),
+            loss=best.loss + gap if stopped and best is not None else fmean(losses),
+            losses=tuple(losses),
+            lost=None if lost is None else lost[0],
+            most_lost=None if lost is None else sum(lost),
+            stopped=stopped,
+            parameters=parameters,
+            seconds=time.monotonic() - started,
+            cpu_seconds=time.process_time() - cpu,
+        )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95% interval by the normal approximation."""
+    return fmean(values), 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]:
+    """At most `count` pieces of so many tokens, as many of each document as it has, those of different ones in turn."""
+    room = [len(each.ids) // length for each in documents]
+    taken = [0] * len(documents)
+    order: list[tuple[int, int]] = []
+    while len(order) < count and (left := [i for i, most in enumerate(room) if taken[i] < most]):
+        for index in left[: count - len(order)]:
+            order.append((index, taken[index]))
+            taken[index] += 1
+    made = []
+    for index, number in order:  # spread evenly over the document
+        start = (2 * number + 1) * room[index] // (2 * taken[index]) * length
+        made.append(cut(documents[index], start, start + length, f"{documents[index].name}, from token {start:,}"))
+    return made
+
+
+def text_passages(
+    documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Passage]:
+    """At most `count` passages of the target length, evenly from all documents; their last halves are scored.
+
+    Raises:
+        CorpusError: fewer than `LEAST_READ` passages.
+    """
+    prefix = prefix_token(tokenizer, None)
+    before = [] if prefix is None else [prefix]
+    parts = pieces(documents, length - len(before), count)
+    if len(parts) < LEAST_READ:
+        raise CorpusError(
+            f"the half of the text that is searched on has {len(parts)} passages of {length:,} tokens, and at least "
+            f"{LEAST_READ} are needed; give longer text or a shorter target length"
+        )
+    return [Passage(torch.cat([part.ids.new_tensor(before), part.ids]), length // 2) for part in parts]
+
+
+def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
+    """Two parts of the context length from each passage, from its middle and its end; their last halves are scored."""
+    if len(passages[0].ids) < 2 * length:
+        return [Passage(ids[-length:], length // 2) for ids, _ in passages]
+    starts = [(len(ids) // 2, len(ids) - length) for ids, _ in passages]
+    return [
+        Passage(passage.ids[start : start + length], max(1, length // 2))
+        for passage, both in zip(passages, starts, strict=True)
+        for start in both
+    ]
+
+
+def prompts(
+    task: str, documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> list[Passage]:
+    """Prompts of a retrieval task in the text, at depths from its start to its end; their right answers are scored.
+
+    Raises:
+        MethodError: an unknown task, or a length too short for its wording.
+    """
+    if task not in TASKS:
+        raise MethodError(f"unknown fitness {task!r}; it is loss or a retrieval task: {', '.join(TASKS)}")
+    haystack = torch.cat([document.ids for document in documents])
+    made = make_trials(TASKS[task], tokenizer, trials=count, distractors=1, seed=seed)
+    if (least := max(trial.wording for trial in made)) > length:
+        raise MethodError(f"length {length} is too short for task {task!r}: its wording alone has {least} tokens")
+    passages = []
+    for index, trial in enumerate(made):
+        prompt = trial.prompt(haystack, length, (index % 5) / 4)
+        passages.append(Passage(torch.cat([prompt, trial.answers[0]]), len(prompt)))
+    return passages

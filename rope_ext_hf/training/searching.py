@@ -1,0 +1,473 @@
+"""`search`: which method with which numbers reads best at a longer length, and what it reads on text it did not see.
+
+    report = search("reference", "found", data="stdlib", target_length=2048, minutes=10)
+    print(report)
+
+Three stages: methods with numbers from their declared ranges (Optuna's TPE), then divisors of the frequencies by band,
+then by pair, both from the best one on (an evolution of one parent, as LongRoPE changes its divisors). The same call
+continues where it was interrupted. The folder `found/model` loads plainly.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.measuring import sweep
+from rope_ext_hf.eval.plan import tokenize
+from rope_ext_hf.eval.results import Result, difference
+from rope_ext_hf.files import atomic_file, read_json, write_json
+from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method
+from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.patching import patch
+from rope_ext_hf.pictures.rope_plots import draw_divisors
+from rope_ext_hf.training.run_folder import open_run, split
+from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
+from rope_ext_hf.training.search_trials import (
+    Reader,
+    Trial,
+    best_trial,
+    pieces,
+    prompts,
+    short_passages,
+    text_passages,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["SearchReport", "search"]
+
+STAGES = {"methods": 0.25, "bands": 0.65, "pairs": 1.0}
+"""Each stage, and the share of the budget at which it ends at the latest."""
+PATIENCE = 40
+"""A stage ends after so many trials in a row without a better one."""
+BANDS = 9
+"""Points of the curve of divisors in the second stage."""
+FEW_DOCUMENTS = 8
+"""Fewer held-out documents than these are cut into passages, which the intervals then resample."""
+WIDEST = 4.0
+"""The largest divisor that is tried, in multiples of the factor that the target length needs."""
+FIRST_STEP, LEAST_STEP = 0.4, 0.05
+"""Changes of divisors as logarithms to base 2: at the beginning of a stage, and the smallest."""
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What a search came to. Losses are in nats per token, on documents that the search did not read.
+
+    Attributes:
+        settings: the arguments.
+        context_length, target_length: in tokens.
+        method: `RopeMethod.to_dict` of what was chosen.
+        label: in which stage it came up, and from what.
+        losses: of the model as loaded, of every fixed method and of the chosen one, by length.
+        gains: by how much the chosen one is lower than each at the target length, with the ends of the 95% interval.
+        lost: how much higher it is than the model as loaded at the context length, likewise.
+        trials, stopped: how many candidates were read, and how many of them not to the end.
+        seconds, cpu_seconds: of the search; those of interrupted runs count, measuring and loading do not.
+        folder: of the patched model.
+    """
+
+    settings: dict[str, Any]
+    context_length: int
+    target_length: int
+    method: dict[str, Any]
+    label: str
+    losses: dict[str, dict[str, float]]
+    gains: dict[str, tuple[float, float, float]]
+    lost: tuple[float, float, float]
+    trials: int
+    stopped: int
+    seconds: float
+    cpu_seconds: float
+    folder: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    @property
+    def best_fixed(self) -> str:
+        """The fixed method with the lowest loss at the target length."""
+        fixed = [name for name in self.losses if name not in ("as loaded", "chosen")]
+        return min(fixed, key=lambda name: self.losses[name][str(self.target_length)])
+
+    def __str__(self) -> str:
+        lengths = [str(self.context_length), str(self.target_length)]
+        width = max(map(len, (*self.losses, "nats per token"))) + 2
+        lines = [f"{'nats per token':{width}}" + "".join(f"{int(n):>10,}" for n in lengths) + "   chosen is lower by"]
+        for name, losses in self.losses.items():
+            gain = self.gains.get(name)
+            shown = "" if gain is None else f"   {gain[0]:.4f} [{gain[1]:.4f}, {gain[2]:.4f}]"
+            lines.append(f"{name:{width}}" + "".join(f"{losses[n]:>10.4f}" for n in lengths) + shown)
+        mean, low, high = self.lost
+        factor = f"{self.target_length / self.context_length:g}"
+        command = f"rope-ext ppl {self.folder} --lengths {lengths[0]},{lengths[1]}"
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"chosen: {self.label}; it loses {mean:.4f} [{low:.4f}, {high:.4f}] at 1x",
+                f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
+                f"({self.cpu_seconds:.0f} CPU seconds)",
+                f"The model, extended {factor} times, is in {self.folder} and loads plainly; measure it on other text "
+                f"with `{command} --data TEXT`.",
+            ]
+        )
+
+
+def search(
+    model: str | Path,
+    out: str | Path,
+    *,
+    data: str,
+    target_length: int,
+    minutes: float | None = None,
+    trials: int | None = None,
+    methods: Sequence[str] | None = None,
+    static: bool = False,
+    most_lost: float = 0.02,
+    fitness: str = "loss",
+    eval_data: str | None = None,
+    passages: int = 24,
+    max_spans: int = 32,
+    over: str = "own",
+    context_length: int | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Callable[[str], None] | None = None,
+) -> SearchReport:
+    """Search the method and the divisors with which a model reads a text best at a longer length.
+
+    Args:
+        model: a folder, a Hub id or "reference".
+        out: the folder of the run; the patched model is in its folder `model`, every trial in trials.csv.
+        data: the text, as `rope_ext_hf.eval.perplexity` takes it; half of its documents, or of each, are not searched
+            on but measured at the end.
+        target_length: in tokens.
+        minutes: how long is searched, the measurement at the end included by estimate.
+        trials: candidates instead of minutes; the result does not depend on the machine's speed then.
+        methods: names; default: `linear`, `ntk`, `by-parts`, `yarn` and `llama3`. Others need no ranges: one without
+            is tried once, as it is fitted to the target length.
+        static: one list of frequencies for inputs of every length. Default: what is searched is for inputs beyond the
+            context length alone, and shorter ones keep the frequencies of the model (the two lists of `longrope`).
+        most_lost: the most that the loss at the context length may rise, in nats per token, interval included.
+        fitness: "loss", of the last half of each passage, or a task of `rope_ext_hf.eval.passkey`, e.g. "needle", whose
+            right answers' loss counts instead.
+        eval_data: what is measured at the end; None: the half of `data` that is not searched on.
+        passages: that every candidate reads, unless it is stopped.
+        max_spans: passages measured at the end.
+        over, context_length: as `rope_ext_hf.patch` takes them.
+        seed: of what is drawn.
+        dtype, device: of the model.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+        report: called with a line of progress.
+
+    Raises:
+        MethodError: not one of minutes and trials, a target length that is no longer than the context length, or no
+            candidate that holds the bound.
+        CorpusError: too short a text.
+        FileError: the folder holds a run of other settings.
+        ImportError: Optuna is not installed.
+    """
+    if (minutes is None) == (trials is None):
+        raise MethodError("give one of minutes and trials: how long is searched")
+    if not (minutes is None or minutes > 0) or not (trials is None or trials > 0) or passages < 1 or max_spans < 1:
+        raise MethodError(
+            f"minutes, trials, passages and max_spans must be above 0, got minutes={minutes}, trials={trials}, "
+            f"passages={passages}, max_spans={max_spans}"
+        )
+    _import_optuna()
+    settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
+    settings |= {"model": str(model), "methods": list(methods or searched_methods())}
+    folder, say = Path(out), report or (lambda line: None)
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    underneath: dict[str, Any] = {"over": over, "context_length": context_length}
+    tokenizer = load_tokenizer(model, **source)
+    loaded = load_model(model, dtype=dtype, device=device, **source)
+    rotary = patch_geometry(loaded, **underneath)
+    if target_length <= rotary.context_length:
+        raise MethodError(
+            f"target_length must be above the context length of {rotary.context_length:,} tokens, got {target_length:,}"
+        )
+    for name in settings["methods"]:  # a wrong name is refused before anything is read
+        resolve_method(name, rotary, target_length=target_length)
+    open_run(folder, settings, may_differ=("minutes", "trials"))
+    searched, held_out = split(tokenize(load(data), tokenizer), 2)
+    if eval_data is not None:
+        searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
+    if len(held_out) < FEW_DOCUMENTS:
+        held_out = pieces(held_out, target_length, max_spans)
+    texts = text_passages(searched, target_length, passages, tokenizer)
+    read = texts if fitness == "loss" else prompts(fitness, searched, target_length, passages, tokenizer, seed)
+    reader = Reader(loaded, read, short_passages(texts, rotary.context_length), most_lost, **underneath)
+    run = _Search(folder, reader, rotary, settings, say)
+    measured_seconds = max_spans * (len(searched_methods()) + 2) * (1 + rotary.context_length / target_length)
+    best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
+    say("measuring on text that the search did not read")
+    made = run.measured(best, held_out, eval_data or data, max_spans)
+    _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
+    tokenizer.save_pretrained(folder / "model")
+    run.draw(best)
+    write_json(folder / "report.json", made.to_dict())
+    return made
+
+
+def _import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("a search needs Optuna: pip install 'rope-ext-hf[search]'") from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+class _Search:
+    """A search in its folder."""
+
+    def __init__(
+        self, folder: Path, reader: Reader, rotary: Rotary, settings: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self.folder, self.reader, self.rotary, self.settings, self.say = folder, reader, rotary, settings, say
+        self.target: int = settings["target_length"]
+        self.bound: float = settings["most_lost"]
+        file = folder / "trials.json"
+        self.trials = [Trial.from_dict(each) for each in read_json(file)["trials"]] if file.is_file() else []
+
+    @property
+    def best(self) -> Trial | None:
+        return best_trial(self.trials, self.bound)
+
+    def through_all_stages(self, seconds: float | None, trials: int | None, to_measure: float) -> Trial:
+        """Read candidates until the budget is used.
+
+        Args:
+            to_measure: passages of the target length that are read afterwards, whose time is left over.
+
+        Raises:
+            MethodError: no candidate holds the bound.
+        """
+        for stage, share in STAGES.items():
+            made = {"methods": self._methods, "bands": self._curves, "pairs": self._curves}[stage](stage)
+            for method, parameters, label in made:
+                if self._idle(stage) >= PATIENCE or self._used(seconds, trials, to_measure) >= share:
+                    break
+                self._try(stage, method, parameters, label)
+        if (best := self.best) is not None:
+            return best
+        least = min((trial for trial in self.trials if not trial.stopped), key=lambda trial: trial.cost(self.bound))
+        advice = ", or leave static out" if self.settings["static"] else ""
+        raise MethodError(
+            f"no candidate of {len(self.trials)} surely loses at most {self.bound:g} nats per token at the context "
+            f"length; nearest was {least.label}, with up to {least.most_lost:.3f}. Allow as much{advice}"
+        )
+
+    def _used(self, seconds: float | None, trials: int | None, to_measure: float) -> float:
+        """The share of the budget that is used."""
+        if trials is not None:
+            return len(self.trials) / trials
+        assert seconds is not None
+        if not self.trials:
+            return 0.0
+        one = sum(trial.seconds for trial in self.trials) / sum(len(trial.losses) for trial in self.trials)
+        # At least half of the time is searched, however long the measurement takes.
+        return sum(trial.seconds for trial in self.trials) / max(seconds - to_measure * one, seconds / 2)
+
+    def _idle(self, stage: str) -> int:
+        """How many trials of a stage came after its best one."""
+        of_stage = [trial for trial in self.trials if trial.stage == stage]
+        best = self.best
+        return len(of_stage) - 1 - of_stage.index(best) if best in of_stage else len(of_stage)
+
+    def _try(self, stage: str, method: RopeMethod, parameters: dict[str, Any], label: str) -> None:
+        before = self.best
+        if is_static(method) and not self.settings["static"]:
+            method = two_lists(method, self.rotary, self.target)
+        trial = self.reader.read(stage, method, self.trials, parameters, label)
+        self.trials.append(trial)
+        write_json(self.folder / "trials.json", {"trials": [each.to_dict() for each in self.trials]})
+        if (best := self.best) is not None and best is not before:
+            lost = f"{best.lost:.4f} lost at 1x"
+            self.say(f"trial {len(self.trials)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
+
+    def _methods(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
+        """Each method with its own numbers first, then what Optuna proposes."""
+        optuna = _import_optuna()
+        names = self.settings["methods"]
+        for name in names[sum(trial.stage == stage for trial in self.trials) :]:
+            method = resolve_method(name, self.rotary, target_length=self.target)
+            yield bind(self.reader.model, method, self.target, **self.reader.underneath), {}, method.label()
+        if not any(list_methods()[name].search_ranges for name in names):
+            return
+        while True:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                sampler = optuna.samplers.TPESampler(
+                    multivariate=True, group=True, n_startup_trials=len(names), seed=self._seed()
+                )
+            study = optuna.create_study(sampler=sampler)
+            for trial in self.trials:
+                if trial.stage == stage and trial.parameters:
+                    study.add_trial(_told(optuna, trial, self.bound))
+            asked = study.ask()
+            method = suggest_method(asked, names, self.rotary, self.target)
+            kept = {
+                "values": asked.params,
+                "ranges": {
+                    key: optuna.distributions.distribution_to_json(each) for key, each in asked.distributions.items()
+                },
+            }
+            yield bind(self.reader.model, method, self.target, **self.reader.underneath), kept, method.label()
+
+    def _curves(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
+        """Neighbours of the best static candidate's divisors, nearer ones after each that was no better."""
+        pairs = int((self.rotary.inv_freq() > 0).sum())
+        points = pairs if stage == "pairs" else min(BANDS, pairs)
+        highest = math.log2(WIDEST * self.target / self.rotary.context_length)
+        while (parent := self._parent(points)) is not None:
+            curve, root = parent
+            draws = random.Random(self._seed())
+            changed = curve.changed(draws, self._step(stage), highest)
+            parameters = {"levels": list(changed.levels), "attention_factor": changed.attention_factor, "from": root}
+            yield changed.method(self.rotary), parameters, f"divisors by {stage.removesuffix('s')}, from {root}"
+
+    def _parent(self, points: int) -> tuple[DivisorCurve, str] | None:
+        """The curve of the best static candidate, and the label of what it began with; None: there is none."""
+        static = [trial for trial in self.trials if "levels" in trial.parameters or self._is_static(trial)]
+        whole = [trial for trial in static if not trial.stopped]
+        best = best_trial(static, self.bound) or min(whole, key=lambda trial: trial.cost(self.bound), default=None)
+        if best is None:
+            return None
+        if "levels" in best.parameters:
+            curve = DivisorCurve(tuple(best.parameters["levels"]), best.parameters["attention_factor"])
+            return curve.resampled(points), best.parameters["from"]
+        return DivisorCurve.of_method(self._long_list(best), self.rotary, points), best.label
+
+    def _is_static(self, trial: Trial) -> bool:
+        method = method_from_dict(trial.method)
+        return is_static(method) or method.name == "longrope"
+
+    def _long_list(self, trial: Trial) -> RopeMethod:
+        """What a trial runs on long inputs, as a static method."""
+        given = trial.method
+        if given["method"] != "longrope":
+            return method_from_dict(given)
+        return resolve_method(
+            "factors", self.rotary, factors=given["long_factor"], attention_factor=given["attention_factor"]
+        )
+
+    def _step(self, stage: str) -> float:
+        """The size of the next change: half as much more after a better trial, a little less after each other one."""
+        step, best = FIRST_STEP, float("inf")
+        for trial in self.trials:
+            cost = trial.cost(self.bound)
+            if trial.stage == stage:
+                step = min(2 * FIRST_STEP, step * 1.5) if cost < best else max(LEAST_STEP, step * 0.93)
+            if not trial.stopped:
+                best = min(best, cost)
+        return step
+
+    def _seed(self) -> int:
+        seed: int = self.settings["seed"]
+        return seed * 1_000_003 + len(self.trials)
+
+    def measured(self, best: Trial, held_out: Sequence[Any], data: str, max_spans: int) -> SearchReport:
+        """Read text that the search did not read, as loaded, with each fixed method and with the chosen one."""
+        chosen = method_from_dict(best.method)
+        fixed = [resolve_method(name, self.rotary, target_length=self.target) for name in searched_methods()]
+        lengths = [self.rotary.context_length, self.target]
+        results = sweep(
+            self.reader.model,
+            held_out,
+            lengths=lengths,
+            methods=[*fixed, chosen],
+            targets=max(1, lengths[0] // 2),
+            max_spans=max_spans,
+            data=data,
+            out=self.folder / "measured",
+            tokenizer=None,
+            bos=False,
+            **self.reader.underneath,
+        ).results
+        names = ["as loaded", *(each.label() for each in fixed), "chosen"]
+        by_name: dict[str, dict[int, Result]] = {name: {} for name in names}
+        keys: dict[Any, str] = {None: "as loaded", str(chosen.to_dict()): "chosen"}
+        keys |= {str(each.to_dict()): each.label() for each in fixed}
+        for result in results:
+            by_name[keys[result.method and str(result.method)]][result.length] = result
+        ours = by_name["chosen"]
+        self._write_table()
+        return SearchReport(
+            settings=self.settings,
+            context_length=lengths[0],
+            target_length=lengths[1],
+            method=best.method,
+            label=best.label,
+            losses={name: {str(n): each.loss for n, each in row.items()} for name, row in by_name.items()},
+            gains={name: difference(row[lengths[1]], ours[lengths[1]]) for name, row in by_name.items() if row != ours},
+            lost=difference(ours[lengths[0]], by_name["as loaded"][lengths[0]]),
+            trials=len(self.trials),
+            stopped=sum(trial.stopped for trial in self.trials),
+            seconds=round(sum(trial.seconds for trial in self.trials), 1),
+            cpu_seconds=round(sum(trial.cpu_seconds for trial in self.trials), 1),
+            folder=str(self.folder / "model"),
+        )
+
+    def _write_table(self) -> None:
+        columns = ("stage", "label", "loss", "lost", "most_lost", "stopped", "seconds")
+        with atomic_file(self.folder / "trials.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("trial", *columns, "passages"))
+            for number, trial in enumerate(self.trials, 1):
+                writer.writerow([number, *(getattr(trial, name) for name in columns), len(trial.losses)])
+
+    def draw(self, best: Trial) -> None:
+        """The chosen divisors beside those of PI, NTK and YaRN, where matplotlib is installed."""
+        names = ("linear", "ntk", "yarn")
+        shown = {name: resolve_method(name, self.rotary, target_length=self.target) for name in names}
+        method = method_from_dict(best.method)
+        if not self._is_static(best):
+            return
+        try:
+            draw_divisors(self.folder / "divisors.png", self.rotary, {**shown, "chosen": method}, self.target)
+        except ImportError as error:
+            self.say(str(error))
+
+
+def _told(optuna: Any, trial: Trial, bound: float) -> Any:
+    """A finished trial of an Optuna study.
+
+    One that was stopped has the loss that it is estimated to have, not Optuna's mark of a pruned one: those are
+    compared by the last value they reported, and the means of different passages differ more than candidates do.
+    """
+    ranges = trial.parameters["ranges"]
+    return optuna.trial.create_trial(
+        params=trial.parameters["values"],
+        distributions={key: optuna.distributions.json_to_distribution(each) for key, each in ranges.items()},
+        value=trial.cost(bound),
+    )
+
+
+def _save(
+    model: PreTrainedModel, method: RopeMethod, target_length: int, folder: Path, underneath: dict[str, Any]
+) -> None:
+    values = method.to_dict()
+    name = values.pop("method")
+    stated: dict[str, Any] = {} if "factor" in values else {"target_length": target_length}
+    patch(model, name, **values, **stated, **underneath)
+    model.save_pretrained(folder)
