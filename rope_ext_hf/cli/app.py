@@ -36,7 +36,7 @@ _COMMANDS = {
         evaluation.report,
         lm_eval.lm_eval,
     ),
-    "Training": (training.finetune,),
+    "Training": (training.search, training.finetune),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),
     "Serving": (
         serving.extend,
@@ -50,7 +50,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "passkey", "ppl", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "passkey", "ppl", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }

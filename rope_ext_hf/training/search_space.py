@@ -33,8 +33,12 @@ LEAST_FACTOR, LARGEST_FACTOR = 0.8, 1.6
 
 
 def searched_methods() -> list[str]:
-    """The methods that are searched unless others are named: static ones that declare a range for their factor."""
-    return [name for name, cls in list_methods().items() if "factor" in cls.search_ranges]
+    """The methods that are searched unless others are named: static ones that declare a range for their factor.
+
+    Those with the most numbers to choose come first: they read best as a rule, and the others are stopped the sooner.
+    """
+    found = {name: cls.search_ranges for name, cls in list_methods().items() if "factor" in cls.search_ranges}
+    return sorted(found, key=lambda name: -len(found[name]))
 
 
 def suggest_method(trial: Any, names: Sequence[str], rotary: Rotary, target_length: int) -> RopeMethod:
@@ -134,7 +138,8 @@ class DivisorCurve:
         factor = self.attention_factor
         if draws.random() < CHANGED:
             factor *= math.exp(draws.gauss(0, step / 10))
-        return DivisorCurve(_ascending(levels), min(max(factor, LEAST_FACTOR), LARGEST_FACTOR))
+        changed = DivisorCurve(_ascending(levels), min(max(factor, LEAST_FACTOR), LARGEST_FACTOR))
+        return changed if changed != self else self.changed(draws, step, highest)  # a level below the one before it
 
 
 def _resample(values: Tensor, points: int) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.plan import Tokens, prefix_token
-from rope_ext_hf.eval.results import LARGEST_LOSS
 from rope_ext_hf.eval.retrieval import make_trials
 from rope_ext_hf.eval.retrieval_prompts import TASKS
 from rope_ext_hf.eval.scorer import TokenScorer
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Passage", "Reader", "Trial", "best_trial", "pieces", "prompts", "short_passages", "text_passages"]
 
+LARGEST_LOSS = 100.0
+"""Nats per token; what a loss that is not finite counts as."""
 LEAST_READ = 4
 """Passages before a trial may be stopped."""
 PENALTY = 10.0

@@ -145,7 +145,7 @@ def search(
     over: str = "own",
     context_length: int | None = None,
     seed: int = 0,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -173,7 +173,7 @@ def search(
         max_spans: passages measured at the end.
         over, context_length: as `rope_ext_hf.patch` takes them.
         seed: of what is drawn.
-        dtype, device: of the model.
+        dtype, device: of the model; the weights are saved in this dtype.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
         report: called with a line of progress.
@@ -186,7 +186,7 @@ def search(
         ImportError: Optuna is not installed.
     """
     if (minutes is None) == (trials is None):
-        raise MethodError("give one of minutes and trials: how long is searched")
+        raise MethodError("how long is searched? Give minutes (--budget) or trials, one of the two")
     if not (minutes is None or minutes > 0) or not (trials is None or trials > 0) or passages < 1 or max_spans < 1:
         raise MethodError(
             f"minutes, trials, passages and max_spans must be above 0, got minutes={minutes}, trials={trials}, "
@@ -404,12 +404,11 @@ class _Search:
             bos=False,
             **self.reader.underneath,
         ).results
-        names = ["as loaded", *(each.label() for each in fixed), "chosen"]
-        by_name: dict[str, dict[int, Result]] = {name: {} for name in names}
-        keys: dict[Any, str] = {None: "as loaded", str(chosen.to_dict()): "chosen"}
-        keys |= {str(each.to_dict()): each.label() for each in fixed}
-        for result in results:
-            by_name[keys[result.method and str(result.method)]][result.length] = result
+        read: dict[str, RopeMethod | None] = {"as loaded": None, **{each.label(): each for each in fixed}}
+        by_name: dict[str, dict[int, Result]] = {
+            name: {result.length: result for result in results if result.method == (method and method.to_dict())}
+            for name, method in (read | {"chosen": chosen}).items()
+        }
         ours = by_name["chosen"]
         self._write_table()
         return SearchReport(
@@ -419,7 +418,9 @@ class _Search:
             method=best.method,
             label=best.label,
             losses={name: {str(n): each.loss for n, each in row.items()} for name, row in by_name.items()},
-            gains={name: difference(row[lengths[1]], ours[lengths[1]]) for name, row in by_name.items() if row != ours},
+            gains={
+                name: difference(row[lengths[1]], ours[lengths[1]]) for name, row in by_name.items() if name in read
+            },
             lost=difference(ours[lengths[0]], by_name["as loaded"][lengths[0]]),
             trials=len(self.trials),
             stopped=sum(trial.stopped for trial in self.trials),

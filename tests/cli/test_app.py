@@ -122,7 +122,8 @@ def example(command: str) -> list[str]:
         )
         for c in app.registered_commands
         if c.name
-        not in ("detect", "gguf", "check-server", "finetune")  # their examples need files or a server that is not there
+        # their examples need files or a server that is not there
+        not in ("detect", "gguf", "check-server", "finetune", "search")
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them

@@ -18,13 +18,14 @@ from matplotlib.text import Text
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.dynamic import DynamicNTK
+from rope_ext_hf.methods.dynamic import DynamicNTK, LongRoPE
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import DualChunk, RemappingMethod, ReRoPE, SelfExtend
 from rope_ext_hf.methods.static import NTK, ByParts, Default, Linear, Llama3, Yarn
 from rope_ext_hf.pictures.rope_plots import (
     decay,
     draw,
+    draw_divisors,
     pairs_without_full_cycle,
     similarity,
     similarity_as_seen,
@@ -188,6 +189,19 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         return [text.get_text() for text in figures.pop().findobj(Text)]
 
     return read
+
+
+def test_divisors_are_drawn_at_the_length_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    two_lists = LongRoPE(factor=4.0, short_factor=(1.0,) * 8, long_factor=tuple(map(float, range(1, 9))))
+    methods = {"PI": Linear(factor=4.0), "two lists": two_lists}
+    for length, expected in ((SMALL.trained_length, [1] * 8), (SMALL.trained_length + 1, list(range(1, 9)))):
+        draw_divisors("unwritten.png", SMALL, methods, length)
+        (axes,) = figures.pop().axes
+        drawn: list[Any] = [torch.tensor(line.get_ydata()).tolist() for line in axes.get_lines()]
+        assert drawn == [pytest.approx([4] * 8), pytest.approx(expected)]
+        assert {"PI", "two lists"} <= {text.get_text() for text in axes.texts}
 
 
 @pytest.mark.slow

@@ -17,10 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError, MethodError
-from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.training import finetune
-from rope_ext_hf.training.finetuning import _split
 from tests.support.models import TRAINED, build, logits, tokens
 
 ROOT = Path(__file__).parents[2]
@@ -92,20 +90,6 @@ def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path)
         subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, capture_output=True)
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
     assert weights[0] == weights[1]
-
-
-def test_what_is_measured_is_not_trained_on() -> None:
-    def document(name: str, length: int) -> Tokens:
-        return Tokens(name, torch.arange(length), tuple(range(2, 2 * length + 2, 2)))
-
-    many = [document(str(index), 5) for index in range(200)]
-    training, held_out = _split(many)
-    assert {each.name for each in training} | {each.name for each in held_out} == {each.name for each in many}
-    assert not {each.name for each in training} & {each.name for each in held_out}
-    assert 8 <= len(held_out) <= 40
-    (first,), (last,) = _split([document("one", 95)])
-    assert torch.equal(torch.cat((first.ids, last.ids)), torch.arange(95))
-    assert (len(last.ids), last.ends[0], last.bytes_between(0, 9)) == (9, 2, 18)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""`search`: a method and divisors from a text, in a folder that loads plainly, measured on text it did not read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import FileError, MethodError
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.reference import path as reference
+from rope_ext_hf.training import search
+from rope_ext_hf.training.search_trials import Reader, Trial
+from tests.support.models import TRAINED, build, logits, tokens
+
+ROOT = Path(__file__).parents[2]
+LONG = 4 * TRAINED
+QUICK: dict[str, Any] = {"data": "stdlib", "target_length": LONG, "passages": 5, "max_spans": 3}
+pytestmark = pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    build("llama", vocab_size=259).save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(reference()).save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def read_trials(folder: Path) -> list[dict[str, Any]]:
+    trials: list[dict[str, Any]] = json.loads((folder / "trials.json").read_text())["trials"]
+    return [trial | {"seconds": 0, "cpu_seconds": 0} for trial in trials]
+
+
+@pytest.mark.slow
+def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = tmp_path / "run"
+    report = search(small, run, **QUICK, trials=20, most_lost=1.0, report=said.append)
+    plain, ours = AutoModelForCausalLM.from_pretrained(run / "model").eval(), rope.from_pretrained(run / "model")
+    for length in (TRAINED, LONG):
+        ids = tokens(length)
+        torch.testing.assert_close(logits(plain, ids), logits(ours, ids), atol=1e-4, rtol=0)
+    described = rope.describe(ours)
+    assert (described.context_length, described.extended_length) == (TRAINED, LONG)
+
+    trials = read_trials(run)
+    assert [trial["stage"] for trial in trials] == ["methods"] * 5 + ["bands"] * 8 + ["pairs"] * 7
+    assert [trial["label"] for trial in trials[:5]] == ["yarn x4", "by-parts x4", "llama3 x4", "linear x4", "ntk x4"]
+    whole = [trial for trial in trials if not trial["stopped"]]
+    assert report.method == min(whole, key=lambda trial: trial["loss"])["method"]
+    rows = list(csv.DictReader((run / "trials.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["label"] for row in rows] == [trial["label"] for trial in trials]
+    assert (run / "divisors.png").read_bytes().startswith(b"\x89PNG")
+
+    assert list(report.losses) == ["as loaded", "yarn x4", "by-parts x4", "llama3 x4", "linear x4", "ntk x4", "chosen"]
+    gain, low, high = report.gains[report.best_fixed]
+    assert gain == pytest.approx(report.losses[report.best_fixed][str(LONG)] - report.losses["chosen"][str(LONG)])
+    assert low <= gain <= high
+    lost = report.losses["chosen"][str(TRAINED)] - report.losses["as loaded"][str(TRAINED)]
+    assert report.lost[0] == pytest.approx(lost)
+    assert json.loads((run / "report.json").read_text())["losses"] == report.losses
+    assert f"rope-ext ppl {run / 'model'} --lengths 64,256" in str(report).splitlines()[-1]
+    assert any("trial 1, methods: yarn x4" in line for line in said)
+
+    with pytest.raises(FileError, match="holds a run with other settings: seed"):
+        search(small, run, **QUICK, trials=20, most_lost=1.0, seed=1)
+    longer = search(small, run, **QUICK, trials=22, most_lost=1.0)  # the same run, continued
+    assert read_trials(run)[:20] == trials
+    assert longer.trials == 22
+
+
+def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[Reader] = []
+    read = Reader.read
+
+    def spy(self: Reader, *args: Any, **kwargs: Any) -> Trial:
+        readers.append(self)
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(Reader, "read", spy)
+    search(small, tmp_path / "run", **QUICK, trials=1, most_lost=1.0)
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    texts = {document.name: document.text for document in load("stdlib")}
+    of_passage = [
+        {name for name, text in texts.items() if tokenizer.decode(passage.ids) in text}
+        for passage in (*readers[0].passages, *readers[0].short)
+    ]
+    assert all(of_passage)
+    searched = set().union(*of_passage)
+    (journal,) = (tmp_path / "run" / "measured").glob("*/run.json")
+    measured = {name.partition(",")[0] for name in json.loads(journal.read_text())["items"]}
+    assert measured
+    assert not measured & searched
+    assert measured | searched <= set(texts)
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "rope_ext_hf", "search", str(small), "--target-length", "256", "--data", "stdlib",
+        "--trials", "30", "--passages", "5", "--max-spans", "2", "--most-lost-at-1x", "1", "--device", "cpu", "--out",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    cut = subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stderr=subprocess.DEVNULL)
+    saved = tmp_path / "cut" / "trials.json"
+    while not saved.exists() or len(read_trials(tmp_path / "cut")) < 8:
+        assert cut.poll() is None
+        time.sleep(0.02)
+    cut.send_signal(signal.SIGKILL)
+    cut.wait()
+    assert len(read_trials(tmp_path / "cut")) < 30
+    for name in ("cut", "whole"):
+        done = subprocess.run([*command, str(tmp_path / name)], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert read_trials(tmp_path / "cut") == read_trials(tmp_path / "whole")
+    configs = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("cut", "whole")]
+    assert configs[0] == configs[1]
+
+
+def fake_read(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Let every candidate take ten seconds, and lose a little more than the one before."""
+
+    def read(self: Reader, stage: str, method: RopeMethod, before: list[Trial], parameters: Any, label: str) -> Trial:
+        made: dict[str, Any] = {
+            "losses": (1.0,) * 5, "loss": 1 + len(before) / 100, "lost": 0.0, "most_lost": 0.0, "stopped": False,
+            "seconds": 10.0, "cpu_seconds": 5.0,
+        }  # fmt: skip
+        return Trial(stage, method.to_dict(), label, parameters=parameters, **made | values)
+
+    monkeypatch.setattr(Reader, "read", read)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "max_spans", "expected"),
+    [
+        (10, 1, 59),  # 600 seconds, less 7 methods on one passage of 2 seconds and one of half a second
+        (10, 100, 30),  # at least half of the time is searched
+        (0.01, 1, 1),
+    ],
+)
+def test_the_time_is_shared_between_searching_and_measuring(
+    minutes: float, max_spans: int, expected: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_read(monkeypatch)
+    monkeypatch.setattr("rope_ext_hf.training.searching.PATIENCE", 1000)
+    report = search(small, tmp_path / "run", **QUICK | {"max_spans": max_spans}, minutes=minutes)
+    assert (report.trials, report.seconds, report.cpu_seconds) == (expected, 10 * expected, 5 * expected)
+
+
+def test_a_stage_ends_when_nothing_better_comes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_read(monkeypatch)
+    report = search(small, tmp_path / "run", **QUICK, trials=1000)
+    stages = [trial["stage"] for trial in read_trials(tmp_path / "run")]
+    assert {stage: stages.count(stage) for stage in stages} == {"methods": 41, "bands": 40, "pairs": 40}
+    assert report.label == "yarn x4"
+
+
+def test_the_bound_is_held_or_the_nearest_is_named(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_read(monkeypatch, lost=0.1, most_lost=0.3)
+    said = "no candidate of 6 surely loses at most 0.02 nats .* nearest was yarn x4, with up to 0.300. Allow as much"
+    with pytest.raises(MethodError, match=f"{said}$"):
+        search(small, tmp_path / "two lists", **QUICK, trials=6)
+    with pytest.raises(MethodError, match=f"{said}, or leave static out"):
+        search(small, tmp_path / "one list", **QUICK, trials=6, static=True)
+
+
+def test_static_candidates_are_saved_as_they_are(small: Path, tmp_path: Path) -> None:
+    report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["yarn"], static=True, most_lost=9.0)
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert report.method["method"] in ("yarn", "factors")
+    assert config["rope_parameters"]["rope_type"] in ("yarn", "longrope")
+    assert all(trial["method"]["method"] != "longrope" for trial in read_trials(tmp_path / "run"))
+
+
+def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path) -> None:
+    report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["rerope"], most_lost=9.0)
+    assert report.method["method"] == "rerope"
+    assert rope.describe(rope.from_pretrained(tmp_path / "run" / "model")).extended_length == LONG
+
+
+def test_answers_of_a_retrieval_task_may_count_instead(small: Path, tmp_path: Path) -> None:
+    report = search(small, tmp_path / "run", **QUICK, trials=1, fitness="key-value", most_lost=9.0)
+    assert report.settings["fitness"] == "key-value"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "how long is searched"),
+        ({"minutes": 1, "trials": 1}, "one of the two"),
+        ({"minutes": 0}, "must be above 0, got minutes=0"),
+        ({"trials": 1, "passages": 0}, "must be above 0, .* passages=0"),
+        (
+            {"trials": 1, "target_length": TRAINED},
+            "target_length must be above the context length of 64 tokens, got 64",
+        ),
+        ({"trials": 1, "methods": ["yarm"]}, "unknown method 'yarm'. Did you mean 'yarn'?"),
+        ({"trials": 1, "fitness": "best"}, "unknown fitness 'best'"),
+    ],
+)
+def test_refused(given: dict[str, Any], said: str, small: Path, tmp_path: Path) -> None:
+    with pytest.raises(MethodError, match=said):
+        search(small, tmp_path / "run", **QUICK | given)
+    assert not (tmp_path / "run" / "trials.json").exists()
+
+
+def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"pip install 'rope-ext-hf\[search\]'"):
+        search("reference", tmp_path / "run", **QUICK, trials=1)
+
+
+@pytest.mark.thorough
+def test_the_bundled_model_reads_better_than_with_any_fixed_method(tmp_path: Path) -> None:
+    report = search(
+        "reference",
+        tmp_path / "run",
+        data="stdlib",
+        dtype="float32",
+        target_length=1024,
+        trials=60,
+        passages=12,
+        max_spans=24,
+    )
+    assert report.gains[report.best_fixed][1] > 0
+    assert report.lost[2] < 0.02
