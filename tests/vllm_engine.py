@@ -194,8 +194,15 @@ class Engine:
         self.versions: dict[str, str] = {}
 
     def logprobs(self, jobs: Sequence[dict[str, Any]], *, plugins: bool = True) -> list[Tensor | str]:
+        """The log-probabilities of each job, or the error."""
+        return [
+            each if isinstance(each, str) else torch.tensor(each["logprobs"], dtype=torch.float64)
+            for each in self.run(jobs, plugins=plugins)
+        ]
+
+    def run(self, jobs: Sequence[dict[str, Any]], *, plugins: bool = True) -> list[dict[str, Any] | str]:
         """What vLLM gives for each job, or the error; a process that dies fails the job that it was at."""
-        answers: list[Tensor | str] = []
+        answers: list[dict[str, Any] | str] = []
         while len(answers) < len(jobs):
             given, out = WORK / "jobs.json", WORK / "answers.jsonl"
             given.write_text(json.dumps(jobs[len(answers) :]))
@@ -219,8 +226,7 @@ class Engine:
             lines = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
             for line in lines:
                 self.versions = line["versions"]
-                logprobs = line.get("logprobs")
-                answers.append(line["error"] if logprobs is None else torch.tensor(logprobs, dtype=torch.float64))
+                answers.append(line.get("error") or line)
             if len(answers) < len(jobs):
                 last = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line][-1:]
                 answers.append(f"vLLM ended with exit status {done.returncode}: {''.join(last)}")

@@ -106,6 +106,7 @@ class Target:
         length: tokens to serve.
         method: the method, for messages.
         notes: what the method does not reach, and what else a user must hear, whatever the engine.
+        remapping: a remapping method and the model's pairing, as JSON text for the plug-in; None: there is none.
     """
 
     model: str
@@ -121,6 +122,7 @@ class Target:
     length: int
     method: str
     notes: tuple[str, ...] = ()
+    remapping: str | None = None
 
     @property
     def model_type(self) -> str:
@@ -225,6 +227,8 @@ class Engine(ABC):
     """A former major version that is still in use, with rules of its own."""
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
+    remapping_methods: ClassVar[frozenset[str]] = frozenset()
+    """Remapping methods that it runs."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that holds what it reads."""
 

@@ -8,10 +8,22 @@ from typing import Any
 
 from rope_ext_hf.engines.base import GEOMETRY_KEYS, Encoding, ServingConfig, Target
 
-__all__ = ["PLUGIN_TYPE", "plugin_encoding", "plugin_frequencies", "plugin_note", "plugin_settings"]
+__all__ = [
+    "PAGED_METHODS",
+    "PLUGIN_TYPE",
+    "REMAPPING_KEY",
+    "plugin_encoding",
+    "plugin_frequencies",
+    "plugin_note",
+    "plugin_settings",
+]
 
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type; `rope_ext_hf.serving.plugin_tables` describes its settings and builds their tables."""
+REMAPPING_KEY = "remapping"
+"""The setting that holds a remapping method and the pairing of the model, as JSON text."""
+PAGED_METHODS = frozenset({"stairs", "string"})
+"""Remapping methods whose keys stay as engines cache them, each rotated once to its own position."""
 
 
 def plugin_encoding(target: Target, more: Mapping[str, Any] | None = None) -> Encoding:
@@ -21,6 +33,7 @@ def plugin_encoding(target: Target, more: Mapping[str, Any] | None = None) -> En
         "rope_theta": target.theta,
         "inv_freq": json.dumps(list(target.inv_freq)),
         "attention_factor": target.attention_factor,
+        **({REMAPPING_KEY: target.remapping} if target.remapping else {}),
     }
     return Encoding(
         "frequencies for the plug-in", settings | dict(more or {}), {"max_position_embeddings": target.length}

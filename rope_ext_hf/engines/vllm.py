@@ -32,7 +32,13 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
-from rope_ext_hf.engines.plugin_type import plugin_encoding, plugin_frequencies, plugin_note, plugin_settings
+from rope_ext_hf.engines.plugin_type import (
+    PAGED_METHODS,
+    plugin_encoding,
+    plugin_frequencies,
+    plugin_note,
+    plugin_settings,
+)
 from rope_ext_hf.errors import ServingError
 
 __all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
@@ -182,9 +188,13 @@ class VLLM(ConfigEngine):
 class VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
+    remapping_methods = PAGED_METHODS
+
     def encodings(self, target: Target) -> Iterator[Encoding]:
         encoding = plugin_encoding(target)
         settings = dict(encoding.settings)
+        if target.remapping and (target.model_type in {*MLA_FAMILIES, "gpt_oss"} or "mrope_section" in settings):
+            raise ServingError(f"{target.method} in vLLM is for models without latent attention, sinks and M-RoPE")
         if target.model_type in MLA_FAMILIES:
             # Its model takes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type leaves
             # the length as it is; without the plug-in vLLM stops at the missing original length.
@@ -216,7 +226,15 @@ class VLLMWithPlugin(VLLM):
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         config = super().served(target, encoding, computed)
-        return replace(config, notes=plugin_note(config, self.title))
+        notes = plugin_note(config, self.title)
+        if target.remapping:
+            command = (*config.command, "--attention-backend", "CUSTOM")
+            notes = (
+                f"An experiment, in plain torch and slow; its limits: docs/engine-vllm.md. {notes[-1]}",
+                *notes[:-1],
+            )
+            config = replace(config, command=command)
+        return replace(config, notes=notes)
 
 
 def _quadruple(settings: Mapping[str, Any], model_type: str) -> bool:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from rope_ext_hf.engines.plugin_type import plugin_frequencies, plugin_settings
+from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, plugin_settings
 
-__all__ = ["build_rotary", "for_transformers", "taken_over"]
+__all__ = ["build_rotary", "for_transformers", "refuse_remapping", "taken_over"]
 
 BLOCK = 65536  # positions whose angles are computed at a time, in float64
 
@@ -125,10 +125,23 @@ def build_rotary(
     return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
 
 
+def refuse_remapping(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for rope settings with a remapping method, of which frequencies are not all."""
+    if REMAPPING_KEY in settings:
+        raise ValueError(
+            f"the rope settings of this config have a {REMAPPING_KEY!r} method, which vLLM's own model classes run "
+            "with --attention-backend CUSTOM, and nothing else; write the config anew with rope-ext serve-config"
+        )
+
+
 def for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
     """Frequencies, (pairs,) float32, and magnitude, as the functions of transformers' ROPE_INIT_FUNCTIONS return them.
 
     Engines run some models by the classes of transformers, or with their frequencies.
+
+    Raises:
+        ValueError: settings with a remapping method.
     """
+    refuse_remapping(config.rope_parameters)
     inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)
     return torch.tensor(inv_freq, dtype=torch.float32, device=device), attention_factor

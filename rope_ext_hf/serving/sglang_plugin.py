@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
-from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, taken_over
+from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, refuse_remapping, taken_over
 
 __all__ = ["register"]
 
@@ -30,6 +30,7 @@ def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     """The rotary module of SGLang for these settings."""
     from sglang.srt.layers import rotary_embedding
 
+    refuse_remapping(settings)
     part = arguments["partial_rotary_factor"]
     return build_rotary(
         rotary_embedding,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
+from rope_ext_hf.engines.plugin_type import PAGED_METHODS
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError
 from rope_ext_hf.hub import foreign_errors, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
@@ -27,8 +29,9 @@ from rope_ext_hf.patches.config import (
     write_rope,
 )
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, stated_length, undo_saved_patch
-from rope_ext_hf.patches.layer_types import choose_layer_types, layers_of_types
+from rope_ext_hf.patches.layer_types import choose_layer_types, layers_of_types, rotating_layers, sliding_layers
 from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.planning import check_rotating
@@ -127,9 +130,14 @@ def make_targets(
     target_length: int | None = None,
     over: str = "own",
     context_length: int | None = None,
+    remapping_methods: Collection[str] = (),
     **params: Any,
 ) -> list[Target]:
-    """`make_target`, once for each length profile, shortest first; for another method one target."""
+    """`make_target`, once for each length profile, shortest first; for another method one target.
+
+    Args:
+        remapping_methods: those that the engine runs.
+    """
     config = model.config
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
@@ -143,10 +151,11 @@ def make_targets(
         bound = bind_to(resolved, rotary, config.model_type, length)
         spec = PatchSpec(bound, rotary, length or bound.extended_length(rotary))
     label = spec.method.label()
-    if isinstance(spec.method, RemappingMethod):
+    if isinstance(spec.method, RemappingMethod) and spec.method.name not in remapping_methods:
+        plugin = "; vLLM runs it by --plugin, as an experiment" if spec.method.name in PAGED_METHODS else ""
         raise ServingError(
-            f"{label} changes the relative positions that queries see; no serving engine runs that. Serve the model "
-            "with this package and transformers, or choose a static method"
+            f"{label} changes the relative positions that queries see; no serving engine runs that by itself. Serve "
+            f"the model with this package and transformers, or choose a static method{plugin}"
         )
     if profiles := spec.method.profiles(spec.rotary):
         specs = [replace(spec, method=static, target_length=length) for length, static in profiles]
@@ -191,4 +200,21 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else spec.method.label(),
         notes=() if changes_nothing or (note := unrotated_note(config, spec.method)) is None else (note,),
+        remapping=_remapping(model, spec) if isinstance(spec.method, RemappingMethod) else None,
     )
+
+
+def _remapping(model: Model, spec: PatchSpec) -> str:
+    """A remapping method and the pairing of the model, as the plug-in reads them.
+
+    Raises:
+        ServingError: layers differ in what the method does to them.
+    """
+    config, (rotating, _) = model.config, rotating_layers(model.config)
+    alike = rotating == config.num_hidden_layers and not sliding_layers(config)[1] and model.layer_types == [None]
+    if not alike or spec.layers is not None:
+        raise ServingError(
+            f"{spec.method.name} is served where every layer attends to everything and rotates alike; serve this "
+            "model with this package and transformers"
+        )
+    return json.dumps({"method": spec.method.to_dict(), "pairing": class_pairing(config)})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
 
@@ -31,6 +31,7 @@ from rope_ext_hf.errors import (
     UnsupportedModelError,
 )
 from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.target import Model, make_target
 from tests.support.every_model import tiny
@@ -132,6 +133,42 @@ def test_length_dependent_and_remapping_methods_are_refused_by_name() -> None:
             make_target(served_model("Mistral"), name, target_length=65536)
     with pytest.raises(MethodError, match="without a method"):
         make_target(served_model("Mistral"), factor=2.0)
+
+
+@pytest.mark.parametrize("name", ["stairs", "string"])
+def test_remapping_over_keys_as_they_are_cached_is_served_as_an_experiment(name: str, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"target_length": 1024, "temperature": "log-n"}
+    for engine, plugin in (("vllm", False), ("sglang", True)):
+        with pytest.raises(ServingError, match=f"{name} .*no serving engine runs that .*vLLM runs it by --plugin"):
+            rope.serving_config("reference", engine, name, plugin=plugin, **asked)
+    with pytest.raises(ServingError, match=r"dca .*or choose a static method$"):
+        rope.serving_config("reference", "vllm", "dca", plugin=True, target_length=1024)
+    config = rope.serving_config("reference", "vllm", name, plugin=True, **asked)
+    assert config.command[-2:] == ("--attention-backend", "CUSTOM")
+    assert config.notes[0].startswith("An experiment")
+    assert config.overrides is not None
+    settings = config.overrides["rope_parameters"]
+    model = rope.patch(AutoModelForCausalLM.from_pretrained(reference.path()), name, **asked)
+    bound = patched_method(model)
+    assert bound is not None
+    assert json.loads(settings["remapping"]) == {"method": bound.to_dict(), "pairing": "half"}
+    model.save_pretrained(tmp_path)
+    saved = rope.serving_config(tmp_path, "vllm", plugin=True)
+    assert saved.overrides == config.overrides
+    assert str(tmp_path) in saved.command
+    static = rope.serving_config("reference", "vllm", "yarn", factor=4, plugin=True)
+    assert static.overrides is not None
+    assert "remapping" not in static.overrides["rope_parameters"]
+    assert "CUSTOM" not in static.command
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "gpt_oss", "deepseek_v3", "mistral"])
+def test_remapping_is_served_where_all_layers_are_alike(name: str) -> None:
+    """Layers with windows or without RoPE, sinks, latent attention."""
+    window: dict[str, Any] = {"sliding_window": 16} if name == "mistral" else {}
+    said = "latent attention, sinks and M-RoPE|every layer attends to everything|every layer of this model has"
+    with pytest.raises(RopeExtError, match=said):
+        rope.serving_config(build(name, **window), "vllm", "stairs", plugin=True, target_length=256)
 
 
 def test_a_magnitude_is_spelled_for_every_engine() -> None:
@@ -422,8 +459,6 @@ def test_the_commands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_folder_that_states_its_patch_needs_no_overrides(engine: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(reference.path())
     rope.patch(model, "yarn", factor=4).save_pretrained(tmp_path / "patched")
     config = rope.serving_config(tmp_path / "patched", engine)
