@@ -103,11 +103,10 @@ class Advice:
         if self.methods:
             lines += ["", *self._measured_table()]
             engines = [name for name in list_engines() if any(name in each.engines for each in self.methods)]
-            rows = [
-                (m.method, *(_brief(m.engines[name]) for name in engines)) for m in self.methods if m.fits and m.engines
-            ]
-            if rows:
-                lines += ["", *_columns([("served by", *engines), *rows])]
+            served = [each for each in self.methods if each.fits and each.engines]
+            if served:
+                rows = [(name, *(_brief(each.engines[name]) for each in served)) for name in engines]
+                lines += ["", *_columns([("served by", *(each.method for each in served)), *rows])]
             lines += [f"  {names}: {reason}" for names, reason in self._refusals()]
         lines += ["", *_memory_table(self.memory)]
         for purpose, commands in self.commands.items():
