@@ -149,7 +149,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/remapping.py --device $(DEVICE) --folder build/bench/remapping --spans 16 --methods self-extend,rerope,dca --temperatures none,log-n,llama4 --out $(RESULTS)
 	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --text --out $(RESULTS)
-	$(RUN)/python benchmarks/hybrids.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --biases --out $(RESULTS)
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/encoders.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --out $(RESULTS)

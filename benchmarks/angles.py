@@ -8,12 +8,10 @@ model's dtype, and for a model after `model.to(torch.bfloat16)`, computed in flo
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -40,9 +38,7 @@ def error(module: nn.Module, positions: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    parser = benchmark_parser(__doc__)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for position in POSITIONS:
@@ -54,7 +50,7 @@ def main() -> None:
                 row[f"{name}, {str(dtype).removeprefix('torch.')}"] = float(f"{error(module, positions):.2g}")
         rows.append(row)
         print(row)
-    record({"benchmark": "angles", "rows": rows}, arguments.out, arguments.device)
+    record({"benchmark": "angles", "rows": rows}, arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from memory import most_bytes
 from overhead import timed
-from record import record
+from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -136,13 +135,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     device, dtype, rows = arguments.device, getattr(torch, arguments.dtype or usual_dtype(arguments.device)), []
     heads, kv_heads = heads_on(device, HEADS_AND_KV_HEADS)
@@ -163,9 +160,8 @@ def main() -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "heads": [heads, kv_heads],
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

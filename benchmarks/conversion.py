@@ -28,7 +28,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from record import record
+from record import benchmark_parser, record
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 7168, 16, 4, 128, 32_000
 PART = 10**9  # bytes of a weight file, at most
@@ -135,11 +135,10 @@ def run(way: str, source: Path, target: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__, on_device=False)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made; default: the system's place")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -181,7 +180,7 @@ def main() -> None:
         "load_megabytes": round(loaded["megabytes"]),
         "cores": os.cpu_count(),
     }
-    record(result, arguments.out)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

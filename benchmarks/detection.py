@@ -9,7 +9,6 @@ which may be said to be in a pairing. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from record import record
+from record import benchmark_parser, record
 from train_reference import BYTE_OFFSET, END_OF_TEXT, TRAINED_LENGTH, encode, mean_loss, windows
 from training_text import stdlib_training
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
@@ -147,13 +146,11 @@ def by_chance(names: list[str], seeds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where the trained models are kept")
     parser.add_argument("--minutes", type=float, default=9.0, help="of training, for each model that is not there")
     parser.add_argument("--only", help="names of recipes; default: all of them")
     parser.add_argument("--seeds", type=int, default=20, help="random initialisations of each")
-    parser.add_argument("--device", default="cpu", help="what the models are trained on")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(RECIPES)
     text = stdlib_held_out()[0].text
@@ -170,9 +167,8 @@ def main() -> None:
         "benchmark": "detection",
         "rows": rows,
         "random": by_chance(names, arguments.seeds),
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

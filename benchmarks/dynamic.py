@@ -15,18 +15,16 @@ window with its 95% interval. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from memory import most_bytes
 from overhead import interleaved
-from record import record
+from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -133,14 +131,12 @@ def text(documents: int, device: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--pairs", type=int, default=60, help="0: no times")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--text", action="store_true", help="the loss of text instead of the cost of steps")
     parser.add_argument("--documents", type=int, default=24, help="windows of text")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     device = arguments.device
     if arguments.text:
@@ -154,9 +150,8 @@ def main() -> None:
         "benchmark": "dynamic text" if arguments.text else "dynamic",
         **({"documents": arguments.documents} if arguments.text else {}),
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Accuracy of masked bytes is over the same bytes at every length, in the middle o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -24,11 +23,10 @@ import re
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from torch import Tensor, nn
 from torch.nn import functional
 from train_reference import BYTE_OFFSET, encode
@@ -220,10 +218,8 @@ def migration(steps: int, stream: Tensor, held_out: Tensor, device: str) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="of each training")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     stream, held_out = encode(stdlib_training()), encode(stdlib_held_out())
     result = {
@@ -236,7 +232,7 @@ def main() -> None:
         "lengths": lengths(arguments.steps, stream, held_out, arguments.device),
         "migration": migration(arguments.steps, stream, held_out, arguments.device),
     }
-    record(result | {"threads": torch.get_num_threads()}, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

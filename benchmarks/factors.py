@@ -12,7 +12,6 @@ bits per byte, with the 95% interval that resampling the documents gives. The la
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
+from reference import increase_over
 from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.eval import Result
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import EvalPlan, prepare, tokenize
-from rope_ext_hf.eval.results import difference
 from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.hub import load_tokenizer
@@ -57,13 +56,11 @@ FITTED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="reference", help="reference, or a folder")
     parser.add_argument("--data", default="stdlib", help="the text, as `rope-ext ppl` takes it")
     parser.add_argument("--spans", type=int, default=16, help="spans per length")
     parser.add_argument("--methods", default=",".join((*BY_FACTOR, *FITTED)), help="names, separated by commas")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     folder = path() if arguments.model == "reference" else arguments.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
@@ -90,7 +87,6 @@ def main() -> None:
             results: Sequence[Result] = measure(model, RunPlan(measurement, arguments.data)).results
         base = base or next(result for result in results if result.length == trained)
         for result in results:
-            increase, low, high = (gap * result.bits_per_byte / result.loss for gap in difference(result, base))
             rows.append(
                 {
                     "method": name,
@@ -98,11 +94,8 @@ def main() -> None:
                     "parameters": {} if bound is None else bound.to_dict(),
                     "length": result.length,
                     "nats": round(result.loss, 4),
-                    "bits_per_byte": round(result.bits_per_byte, 4),
-                    "increase": round(increase, 4),
-                    "low": round(low, 4),
-                    "high": round(high, 4),
                 }
+                | increase_over(result, base)
             )
         mine = rows[-len(results) :]
         print(name, factor or "", *(f"{row['length']}: {row['increase']:+.3f}" for row in mine), flush=True)
@@ -121,9 +114,8 @@ def main() -> None:
         "scored_bytes": sum(document.bytes for document in base.documents),
         "documents": len(base.documents),
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 def up_to(plan: EvalPlan, longest: float) -> EvalPlan:

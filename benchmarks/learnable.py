@@ -9,14 +9,12 @@ model, and read at several lengths on the held-out modules of Python's standard 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from torch import Tensor, nn
 from train_reference import encode
 from training import take_steps
@@ -75,11 +73,9 @@ def measured(model: Any, tokens: list[Tokens], lengths: list[int], spans: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--spans", type=int, default=16, help="spans per length")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     tokens = tokenize(load("stdlib"), AutoTokenizer.from_pretrained(path()))
     stream = encode(stdlib_training())
@@ -104,9 +100,8 @@ def main() -> None:
         "batch": BATCH,
         "spans": arguments.spans,
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

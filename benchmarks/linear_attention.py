@@ -16,7 +16,6 @@ bytes from one seed, and read beyond that: the same held-out bytes are scored at
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -24,13 +23,12 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from memory import most_bytes
 from overhead import timed as timed_on_device
-from record import record
+from record import benchmark_parser, record
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -260,13 +258,11 @@ def text(steps: int, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--lengths", default="1024,4096,16384,65536")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--text", action="store_true", help="train small models instead")
     parser.add_argument("--steps", type=int, default=400, help="of their training")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     if arguments.text:
         result = text(arguments.steps, arguments.device)
@@ -279,7 +275,7 @@ def main() -> None:
                 elif what == "prefill" or tokens <= MOST_TRAINING:
                     rows += measured(what, tokens, arguments.rounds if tokens < MANY else 1, arguments.device)
         result = {"benchmark": "linear attention", "dtype": "float32", "rows": rows}
-    record(result | {"threads": torch.get_num_threads()}, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ the kernel of the stock model's attention. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -125,12 +123,10 @@ def patch_milliseconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--device", default="cpu")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--pairs", type=int, help="default: 24 prefills, of the bundled model 60, and 400 steps")
     parser.add_argument("--tokens", type=int, default=PREFILL)
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     name = arguments.dtype or usual_dtype(arguments.device)
     dtype = getattr(torch, name)
@@ -152,9 +148,8 @@ def main() -> None:
         "heads": list(heads),
         "rows": rows,
         "patch_32_layers_ms": patch_milliseconds(),
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

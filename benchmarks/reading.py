@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from stock import attention_kernels, usual_dtype
 
 VOCABULARY = 151_936
@@ -148,13 +148,11 @@ def compare(ways: tuple[str, str], lengths: list[int], pairs: int, device: str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--position", help="lengths: one pass with the loss by position, against a pass per length")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--pairs", type=int, default=3, help="above 16,384 tokens one pair is run")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     lengths = [int(length) for length in (arguments.position or arguments.lengths).split(",")]
@@ -177,9 +175,8 @@ def main() -> None:
         "benchmark": "reading",
         "dtype": dtype,
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

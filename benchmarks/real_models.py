@@ -10,13 +10,12 @@ line is JSON.
 
 from __future__ import annotations
 
-import argparse
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from stock import usual_dtype
 from transformers import AutoModelForCausalLM
 
@@ -45,7 +44,7 @@ def row(name: str, result: Result, base: Result, found: float | None) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", required=True, help="a Hub id or a folder, or reference: the bundled model")
     parser.add_argument("--lengths", default="32k,64k,128k", help="beside the context length of the model")
     parser.add_argument("--methods", default=METHODS)
@@ -54,12 +53,10 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=256, help="tokens scored in each span")
     parser.add_argument("--task", default="needle", help="of rope-ext passkey; key-value for the bundled model")
     parser.add_argument("--trials", type=int, default=10, help="questions at each length and each of five depths")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument(
         "--runs", type=Path, default=Path("build/real-models"), help="what continues an interrupted run"
     )
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     dtype = arguments.dtype or usual_dtype(arguments.device)
     model = AutoModelForCausalLM.from_pretrained(model_source(arguments.model), dtype=getattr(torch, dtype))
@@ -99,7 +96,7 @@ def main() -> None:
         "questions": 5 * arguments.trials,
         "rows": rows,
     }
-    record(line, arguments.out, arguments.device)
+    record(line, arguments)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,27 @@
-"""How every benchmark here ends: one JSON line, printed last, and appended to a file where one is given."""
+"""How every benchmark here begins and ends: its options, and one JSON line, printed last and appended to a file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+
+def benchmark_parser(doc: str | None, *, on_device: bool = True) -> argparse.ArgumentParser:
+    """A parser that describes a script by the first paragraph of its docstring, with the options that `record` reads.
+
+    Args:
+        on_device: whether the script has an option for what it runs on.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    parser.set_defaults(device="cpu")
+    if on_device:
+        parser.add_argument("--device", help="what models run on; default: cpu")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    return parser
 
 
 def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
@@ -20,10 +35,12 @@ def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
     return result | {"device": name, "versions": versions}
 
 
-def record(result: dict[str, Any], out: Path | None, device: str = "cpu") -> None:
-    """Print the result, with the device and the versions."""
-    line = json.dumps(with_machine(result, device))
-    if out is not None:
-        with out.open("a", encoding="utf-8") as file:
+def record(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print a result, with the device, the versions and torch's threads, and append it to `--out`."""
+    import torch
+
+    line = json.dumps(with_machine(result | {"threads": torch.get_num_threads()}, arguments.device))
+    if arguments.out is not None:
+        with arguments.out.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     print(line)

@@ -11,28 +11,24 @@ on the documents of CHOICE; the others confirm it or not. A run that was stopped
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from record import record
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from record import benchmark_parser, record
+from reference import increase_over, load_bundled
 
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import EvalPlan, prepare, tokenize
-from rope_ext_hf.eval.results import DocumentLoss, difference
+from rope_ext_hf.eval.plan import EvalPlan, prepare
+from rope_ext_hf.eval.results import DocumentLoss
 from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.methods import resolve_method
-from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.geometry import bind
 from rope_ext_hf.patches.patching import patched
-from rope_ext_hf.reference import path
 
 METHODS = ("self-extend", "rerope", "leaky-rerope", "dca")
 TARGETS, SCALES = 128, (1, 2, 4, 8, 16, 32)
@@ -47,13 +43,8 @@ def bits(documents: Iterable[DocumentLoss]) -> float:
 
 
 def row_of(result: Result, base: Result) -> dict[str, Any]:
-    increase, low, high = (gap * result.bits_per_byte / result.loss for gap in difference(result, base))
-    return {
+    return increase_over(result, base) | {
         "length": result.length,
-        "bits_per_byte": round(result.bits_per_byte, 4),
-        "increase": round(increase, 4),
-        "low": round(low, 4),
-        "high": round(high, 4),
         "choice": bits(document for document in result.documents if document.name in CHOICE),
         "confirmation": bits(document for document in result.documents if document.name not in CHOICE),
     }
@@ -75,18 +66,14 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--methods", default=",".join(METHODS), help="such as 'rerope,rerope window=192'")
     parser.add_argument("--temperatures", default="", help="default: the default of every method alone")
     parser.add_argument("--spans", type=int, default=200, help="spans per length")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, required=True, help="what is measured is kept here")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval().to(arguments.device)
-    rotary = patch_geometry(model)
+    model, rotary, tokens = load_bundled(arguments.device)
     lengths = [rotary.context_length * scale for scale in SCALES]
-    tokens = tokenize(load("stdlib"), AutoTokenizer.from_pretrained(path()))
     options: dict[str, Any] = {"targets": TARGETS, "max_spans": arguments.spans, "bos": False}
     base = as_loaded(model, prepare(model, tokens, lengths=lengths, **options))
     rows = [{"method": "as loaded", "temperature": None} | row_of(base, base)]
@@ -109,9 +96,8 @@ def main() -> None:
         "scored_tokens": base.tokens,
         "documents": len(base.documents),
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

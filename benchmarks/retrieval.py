@@ -14,7 +14,6 @@ last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -24,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from record import record
+from record import benchmark_parser, record
 
 DEPTHS = {1: (0.0, 0.25, 0.5, 0.75, 1.0), 4: (0.0, 1 / 3, 2 / 3, 1.0)}
 """By number of keys."""
@@ -106,10 +105,8 @@ def mean_exact(results: list[Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="JSON lines, one per cell")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     parser.add_argument("--model", default=None, help="default: the bundled one")
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--target-length", type=int, default=None, help="default: the longest of the lengths")
@@ -194,9 +191,8 @@ def main() -> None:
         "context_length": trained,
         "tasks": tasks,
         "rows": rows,
-        "threads": torch.get_num_threads(),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from functools import cache
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from record import record
+from record import benchmark_parser, record
 from torch.nn import functional
 from train_reference import encode
 from training_text import stdlib_training
@@ -104,7 +103,7 @@ def compare(own: Result, original: Result) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--scaling", choices=SCALINGS, default="llama3")
     parser.add_argument("--folder", type=Path, required=True, help="keeps the trained model for a second run")
     parser.add_argument("--steps", type=int, default=120)
@@ -112,8 +111,6 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=2e-4, help="peak learning rate")
     parser.add_argument("--spans", type=int, default=12, help="spans of 128 scored bytes at each length")
     parser.add_argument("--factors", type=int, nargs="+", default=[2, 4], help="how many times its context length")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
     started = time.perf_counter()
     scaling = SCALINGS[arguments.scaling]
@@ -156,7 +153,7 @@ def main() -> None:
         "spans": arguments.spans,
         "seconds": round(time.perf_counter() - started),
     }
-    record(result, arguments.out, arguments.device)
+    record(result, arguments)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from .registry import figure, lines_of, markdown_table, read_result, stamp
+from .registry import figure, last_line, lines_of, markdown_table, read_result, stamp
 
 
 @figure
 def float32_angle_error() -> str:
-    row = next(row for row in lines_of("angles")[-1]["rows"] if row["position"] == 2**17)
+    row = next(row for row in last_line("angles")["rows"] if row["position"] == 2**17)
     return f"{row['transformers, float32']:.0e} at position 131,072".replace("e-0", "e-")
 
 
 @figure
 def angles() -> str:
-    line = lines_of("angles")[-1]
+    line = last_line("angles")
     keys = [key for key in line["rows"][0] if key != "position"]
     rows = ([f"{row['position']:,}", *(f"{row[key]:.1e}" for key in keys)] for row in line["rows"])
     return markdown_table(["below position", *keys], rows, stamp(line, "benchmarks/angles.py"))

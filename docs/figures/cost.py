@@ -5,6 +5,7 @@ from __future__ import annotations
 from .registry import (
     PROCESSORS,
     figure,
+    last_line,
     lines_of,
     markdown_table,
     ratio_with_interval,
@@ -17,7 +18,7 @@ from .registry import (
 
 @figure
 def patch_milliseconds() -> str:
-    return f"{lines_of('overhead')[-1]['patch_32_layers_ms']:.0f}"
+    return f"{last_line('overhead')['patch_32_layers_ms']:.0f}"
 
 
 @figure
@@ -32,7 +33,7 @@ def flash_attention_by_counting() -> str:
 
 @figure
 def overhead() -> str:
-    line = lines_of("overhead")[-1]
+    line = last_line("overhead")
     rows = (
         [
             f"{row['model']}, {row['parameters'] / 1e6:.1f}M",
@@ -53,7 +54,7 @@ def dynamic_cost() -> str:
     rules = list(dict.fromkeys(key[0] for key in measured))
     rows = ([f"`{rule}`", *(f"{measured[rule, *setting]['ratio']:.2f}" for setting in settings)] for rule in rules)
     head = ["`growth`", *(f"{heads} key heads, {tokens:,} cached" for heads, tokens in settings)]
-    return markdown_table(head, rows, stamp(lines_of("dynamic")[-1], "benchmarks/dynamic.py"))
+    return markdown_table(head, rows, stamp(last_line("dynamic"), "benchmarks/dynamic.py"))
 
 
 @figure
@@ -68,7 +69,7 @@ def dynamic_memory() -> str:
 
 @figure
 def dynamic_text() -> str:
-    line = lines_of("dynamic text")[-1]
+    line = last_line("dynamic text")
     rows = (
         [
             f"{row['factor']:g}",
@@ -85,7 +86,7 @@ def dynamic_text() -> str:
 
 @figure
 def attention() -> str:
-    line = lines_of("attention")[-1]
+    line = last_line("attention")
     measured = {(row["what"], row["way"], row["tokens"]): row for row in line["rows"]}
     ways = list(dict.fromkeys(row["way"] for row in line["rows"] if row["way"] not in ("plain", "eager")))
     lengths = [length for length in sorted({row["tokens"] for row in line["rows"]}) if length >= 4096]
@@ -104,7 +105,7 @@ def attention() -> str:
 
 @figure
 def attention_eager() -> str:
-    rows = [row for row in lines_of("attention")[-1]["rows"] if row["way"] == "eager"]
+    rows = [row for row in last_line("attention")["rows"] if row["way"] == "eager"]
     longest = max(rows, key=lambda row: row["tokens"])
     return (
         f"{longest['time']:.1f} times as long at {longest['tokens']:,} tokens, and {longest['memory']:.0f} times the "
@@ -141,7 +142,7 @@ def position_ratio() -> str:
 
 @figure
 def conversion() -> str:
-    line = lines_of("conversion")[-1]
+    line = last_line("conversion")
     return (
         f"{line['gigabytes']:.1f} GB in {line['parts']} files took {line['ratio']:.2f} times as long as `cp -r` and "
         f"`sync` (median of {len(line['ratios'])} pairs, {min(line['ratios']):.2f} to {max(line['ratios']):.2f}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .measurements import factor_lines
-from .registry import Row, figure, lines_of, markdown_table, read_result, stamp
+from .registry import Row, figure, last_line, length_heads, length_table, lines_of, markdown_table, read_result, stamp
 
 IN_SHORT = ("as loaded", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
 """The methods of the tables in README.md."""
@@ -22,7 +22,7 @@ def _named(row: Row) -> str:
 @figure
 def reference_short() -> str:
     """Loss at the context length and the longest, and retrieval, for README; parameters but the factor are left out."""
-    line = lines_of("reference")[-1]
+    line = last_line("reference")
     trained, longest = line["context_length"], max(row["length"] for row in line["rows"])
     loss = {(_named(row), row["length"]): row["bits_per_byte"] for row in line["rows"]}
     cells, lengths, _ = _retrieval_cells("retrieval")
@@ -55,27 +55,17 @@ def reference_short() -> str:
 
 @figure
 def reference() -> str:
-    result = lines_of("reference")[-1]
-    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
-    trained = result["context_length"]
-    methods: dict[str, list[Row]] = {}
+    result = last_line("reference")
+    best: dict[int, float] = {}
     for row in result["rows"]:
-        methods.setdefault(_named(row), []).append(row)
-    best = {
-        length: min(row["bits_per_byte"] for row in result["rows"] if row["length"] == length) for length in lengths
-    }
-    shown = {
-        name: [
-            f"**{row['bits_per_byte']:.2f}**"
-            if round(row["bits_per_byte"], 2) == round(best[row["length"]], 2)
-            else f"{row['bits_per_byte']:.2f}"
-            for row in rows
-        ]
-        for name, rows in methods.items()
-    }
-    head = ["bits per byte at", *(f"{length:,} ({length // trained}x)" for length in lengths)]
+        best[row["length"]] = min(row["bits_per_byte"], best.get(row["length"], row["bits_per_byte"]))
+    rows = []
+    for row in result["rows"]:
+        bits = f"{row['bits_per_byte']:.2f}"
+        bold = bits == f"{best[row['length']]:.2f}"
+        rows.append(row | {"method": _named(row), "bits": f"**{bits}**" if bold else bits})
     note = _other_windows() + stamp(result, f"benchmarks/reference.py --spans {result['spans']}")
-    return markdown_table(head, ([name, *cells] for name, cells in shown.items()), note)
+    return length_table("bits per byte at", result | {"rows": rows}, "{bits}", after=note)
 
 
 def _other_windows() -> str:
@@ -95,7 +85,7 @@ def _other_windows() -> str:
 
 @figure
 def reference_setting() -> str:
-    result = lines_of("reference")[-1]
+    result = last_line("reference")
     return (
         f"{result['parameters'] / 1e6:.1f} million parameters, trained at {result['context_length']} bytes; the same "
         f"{result['scored_tokens']:,} bytes of held-out Python scored at every length"
@@ -114,7 +104,7 @@ def second_model_setting() -> str:
 @figure
 def reference_increase() -> str:
     """The difference to the model as loaded at its context length, with intervals."""
-    result = lines_of("reference")[-1]
+    result = last_line("reference")
     lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
     names = list(dict.fromkeys(map(_named, result["rows"])))
     cell = {
@@ -129,22 +119,14 @@ def remapping() -> str:
     """Bits per byte by length, and the difference to the model as loaded at its context length."""
     line = [line for line in lines_of("remapping") if not line.get("temperatures")][-1]
     loaded, *rows = line["rows"]
-    lengths = sorted({row["length"] for row in rows})
-    cell = {(row["method"], row["length"]): row for row in rows}
-    text = {
-        key: f"{row['bits_per_byte']:.3f} ({row['increase']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}])"
-        for key, row in cell.items()
-    }
-    table = (
-        [f"`{method}`", *(text[method, length] for length in lengths)] for method in dict.fromkeys(m for m, _ in cell)
-    )
-    head = ["bits per byte at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
     note = (
         f"The bundled model over {line['spans']} windows of {line['targets']} bytes in {line['documents']} documents, "
         f"the same bytes at every length; in brackets the difference to the model as loaded at "
         f"{line['context_length']} ({loaded['bits_per_byte']:.3f}), with its 95% interval over the documents. "
     ) + _other_windows()
-    return markdown_table(head, table, note + stamp(line, f"benchmarks/remapping.py --spans {line['spans']}"))
+    note += stamp(line, f"benchmarks/remapping.py --spans {line['spans']}")
+    cell = "{bits_per_byte:.3f} ({increase:+.3f} [{low:+.3f}, {high:+.3f}])"
+    return length_table("bits per byte at", line | {"rows": rows}, cell, name="`{method}`", after=note)
 
 
 @figure
@@ -161,10 +143,7 @@ def temperature_confirmation() -> str:
 
 def _temperatures(documents: str, note: str) -> str:
     """Bits per byte of some documents at 8 times the context length and more, by method and temperature."""
-    lines = [line for line in lines_of("remapping") if line.get("temperatures")]
-    if not lines:
-        return _missing("remapping.py --temperatures")
-    line = lines[-1]
+    line = [line for line in lines_of("remapping") if line.get("temperatures")][-1]
     rows = [row for row in line["rows"] if row["length"] >= 8 * line["context_length"]]
     lengths = sorted({row["length"] for row in rows})
     cells = {(row["method"], row["temperature"], row["length"]): row[documents] for row in rows}
@@ -186,7 +165,7 @@ def novels() -> str:
 
 def _retrieval_cells(*benchmarks: str) -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
     """The last measurement: its cells by method, keys and length; all lengths; the whole line."""
-    line = lines_of(*benchmarks)[-1]
+    line = last_line(*benchmarks)
     cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
     return cells, sorted({length for _, _, length in cells}), line
 
@@ -203,7 +182,7 @@ def retrieval() -> str:
         for name in dict.fromkeys(name for name, _, _ in cells)
         for keys in sorted({keys for other, keys, _ in cells if other == name})
     )
-    head = ["answered exactly at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    head = ["answered exactly at", *length_heads(lengths, line["context_length"])]
     return markdown_table(head, rows, stamp(line, "benchmarks/retrieval.py"))
 
 
@@ -218,7 +197,7 @@ def retrieval_tasks() -> str:
         for task in tasks
         for of_length in [[cells.get((name, 1, length)) for length in lengths]]
     )
-    head = ["one key, by task", "", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    head = ["one key, by task", "", *length_heads(lengths, line["context_length"])]
     questions = line["rows"][0]["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
     return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(line, command)}")
@@ -226,30 +205,25 @@ def retrieval_tasks() -> str:
 
 @figure
 def linear_attention() -> str:
-    lines = lines_of("linear attention")
-    if not lines:
-        return "\n\n`benchmarks/linear_attention.py` measures it; its figures are not among the results yet.\n\n"
-    measured = {(row["what"], row["kernel"], row["tokens"]): row for row in lines[-1]["rows"]}
-    lengths = sorted({row["tokens"] for row in lines[-1]["rows"]})
+    line = last_line("linear attention")
+    measured = {(row["what"], row["kernel"], row["tokens"]): row for row in line["rows"]}
+    lengths = sorted({row["tokens"] for row in line["rows"]})
     rows = [
         [f"{what}, {key}, `{kernel}`", *(f"{cell[key]:.2f}" if cell else "–" for cell in cells)]
         for what, key in dict.fromkeys((what, key) for what, _, _ in measured for key in ("time", "memory"))
-        for kernel in dict.fromkeys(row["kernel"] for row in lines[-1]["rows"])
+        for kernel in dict.fromkeys(row["kernel"] for row in line["rows"])
         for cells in [[measured.get((what, kernel, length)) for length in lengths]]
     ]
     head = ["times softmax attention", *(f"{length:,}" for length in lengths)]
-    return markdown_table(head, rows, stamp(lines[-1], "benchmarks/linear_attention.py"))
+    return markdown_table(head, rows, stamp(line, "benchmarks/linear_attention.py"))
 
 
 @figure
 def linear_attention_text() -> str:
-    lines = lines_of("linear attention text")
-    if not lines:
-        return "\n\n`benchmarks/linear_attention.py --text` measures it; its figures are not among the results yet.\n\n"
-    line = lines[-1]
+    line = last_line("linear attention text")
     lengths = [key for key in line["rows"][0] if key.isdigit()]
     rows = ([row["attention"], *(f"{row[length]:.2f}" for length in lengths)] for row in line["rows"])
-    head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['trained_length']}x)" for n in lengths)]
+    head = ["bits per byte at", *length_heads(map(int, lengths), line["trained_length"])]
     setting = (
         f"*{line['parameters'] / 1e6:.1f} million parameters, {line['steps']} steps of {line['batch']} x "
         f"{line['trained_length']} bytes; {line['scored_bytes']:,} bytes scored.* "
@@ -263,7 +237,7 @@ def linear_attention_text() -> str:
 def trained_scaling() -> str:
     """A table for every scaling that a model was trained under: both bases at every length, and their difference."""
     lines = {line["scaling"]["rope_type"]: line for line in lines_of("trained_scaling")}
-    return "".join(map(_extended, lines.values())) or _missing("trained_scaling.py")
+    return "".join(map(_extended, lines.values()))
 
 
 def _extended(line: Row) -> str:
@@ -295,44 +269,28 @@ def _extended(line: Row) -> str:
     return markdown_table(head, rows, note + stamp(line, f"{command} --factors {factors}"))
 
 
-def _missing(script: str) -> str:
-    return f"\n\n`benchmarks/{script}` measures it; its figures are not among the results yet.\n\n"
-
-
 @figure
 def hybrids() -> str:
     """Bits per byte by length, and the difference to the model as loaded at its context length."""
-    lines = lines_of("hybrids")
-    if not lines:
-        return _missing("hybrids.py")
-    line = lines[-1]
-    lengths = list(dict.fromkeys(row["length"] for row in line["rows"]))
-    cells = {(row["method"], row["length"]): row for row in line["rows"]}
-    rows = (
-        [name, *("{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})".format(**cells[name, length]) for length in lengths)]
-        for name in dict.fromkeys(name for name, _ in cells)
-    )
-    head = ["bits per byte at", *(f"{length:,} ({length // line['context_length']}x)" for length in lengths)]
+    line = last_line("hybrids")
     note = (
         f"The bundled model, {line['scored_tokens']:,} bytes in {line['documents']} documents, the same bytes at every "
         "length; in brackets the 95% interval of the difference to the model as loaded at "
         f"{line['context_length']}. "
     ) + _other_windows()
-    return markdown_table(head, rows, note + stamp(line, f"benchmarks/hybrids.py --spans {line['spans']}"))
+    note += stamp(line, f"benchmarks/reference.py --biases --spans {line['spans']}")
+    return length_table("bits per byte at", line, "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})", after=note)
 
 
 @figure
 def learnable() -> str:
-    lines = lines_of("learnable")
-    if not lines:
-        return _missing("learnable.py")
-    line = lines[-1]
+    line = last_line("learnable")
     lengths = list(line["rows"][0]["after"])
     rows = (
         [row["model"], *(f"{row['before'][length]:.2f} → {row['after'][length]:.2f}" for length in lengths)]
         for row in line["rows"]
     )
-    head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['context_length']}x)" for n in lengths)]
+    head = ["bits per byte at", *length_heads(map(int, lengths), line["context_length"])]
     setting = (
         f"*Before and after {line['steps']} steps of {line['batch']} x {line['length']:,} bytes, the same windows for "
         f"every model; {line['spans']} spans scored at each length.* "
@@ -341,10 +299,7 @@ def learnable() -> str:
 
 
 def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) -> str:
-    lines = lines_of("encoders")
-    if not lines:
-        return _missing("encoders.py")
-    line = lines[-1]
+    line = last_line("encoders")
 
     def cell(value: float | str | None) -> str:
         return "–" if value is None else f"{value:.1%}" if isinstance(value, float) else str(value)

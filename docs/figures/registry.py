@@ -52,6 +52,11 @@ def lines_of(*benchmarks: str) -> list[Row]:
     return [line for line in read_lines() if line["benchmark"] in benchmarks and line["device"] in PROCESSORS]
 
 
+def last_line(*benchmarks: str) -> Row:
+    """The line that counts of a benchmark."""
+    return lines_of(*benchmarks)[-1]
+
+
 def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], Row]:
     """All rows of a benchmark with these values, by their keys; the row measured last counts."""
     return {
@@ -72,6 +77,19 @@ def stamp(line: Row, command: str) -> str:
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return "\n\n" + "\n".join(lines) + "\n\n" + (f"{after}\n\n" if after else "")
+
+
+def length_heads(lengths: Iterable[int], context_length: int) -> list[str]:
+    """Heads of the columns of a table by length: in tokens, and in context lengths."""
+    return [f"{length:,} ({length / context_length:g}x)" for length in lengths]
+
+
+def length_table(title: str, line: Row, cell: str, *, name: str = "{method}", after: str = "") -> str:
+    """The rows of a measurement by method, one column per length; `cell` and `name` are formats of a row's values."""
+    cells = {(name.format(**row), row["length"]): cell.format(**row) for row in line["rows"]}
+    lengths = list(dict.fromkeys(length for _, length in cells))
+    rows = ([each, *(cells[each, length] for length in lengths)] for each in dict.fromkeys(each for each, _ in cells))
+    return markdown_table([title, *length_heads(lengths, line["context_length"])], rows, after)
 
 
 def names_in_lines(names: Iterable[str]) -> str:
