@@ -7,24 +7,11 @@ gpt_oss.py and deepseek_v3.py hand to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rope_ext_hf.engines.base import (
-    Computed,
-    ConfigEngine,
-    Encoding,
-    NotCheckedError,
-    ServingConfig,
-    Target,
-    length_setting,
-    merged,
-    needed,
-    register_engine,
-    rope_divisors,
-    rotated_dims,
-    text_settings,
-)
+from rope_ext_hf.engines.base import Computed, Encoding, Target, needed, register_engine, rope_divisors, rotated_dims
+from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import yarn_by_config
 from rope_ext_hf.errors import ServingError
@@ -33,57 +20,29 @@ __all__ = ["ExLlamaV3"]
 
 _THETA = {"gemma3_text": 1e6, "qwen3_vl_text": 5e6, "qwen3_vl": 5e6}
 """What families take for theta where the config has none at its top level or in flat rope settings; else 10,000."""
-_FAMILIES = frozenset(
-    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_oss", "deepseek_v3", *_THETA}
-)
-"""Families whose file in architecture/ was read."""
 
 
 @register_engine("exllamav3")
-class ExLlamaV3(ConfigEngine):
+class ExLlamaV3(FormerSpellingEngine):
     """ExLlamaV3, which TabbyAPI serves; it takes no overrides, so the keys go into the folder of quantised weights."""
 
     title = "ExLlamaV3"
     version = "1.6.5"
 
-    def encodings(self, target: Target) -> Iterator[Encoding]:
-        for encoding in super().encodings(target):
-            settings = {key: value for key, value in encoding.settings.items() if key != "rope_theta"}
-            changed: dict[str, Any] = {
-                "max_position_embeddings": target.length,
-                "rope_theta": encoding.settings["rope_theta"],
-            }
-            if settings["rope_type"] == "yarn":  # its factor is max_position_embeddings over the original length
-                settings["attention_factor"] = target.attention_factor
-                reach = settings["factor"] * settings["original_max_position_embeddings"]
-                changed["max_position_embeddings"] = int(reach) if reach == int(reach) else target.length
-            if encoding.name != "native" and target.attention_factor >= 1:  # the original length that gives it
-                original = target.length ** (1 / target.attention_factor**2)
-                settings["original_max_position_embeddings"] = original
-            yield Encoding(encoding.name, settings, changed)
+    families = frozenset(
+        {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_oss", "deepseek_v3", *_THETA}
+    )
+    where = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens of it."
 
-    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        kept = {key: value for key, value in target.config.items() if key != "rope_parameters"}
-        return merged(kept, self._keys(encoding))
+    def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
+        settings["attention_factor"] = target.attention_factor
+        later_factor(settings, changed)
 
-    def _keys(self, encoding: Encoding) -> dict[str, Any]:
+    def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         return encoding.config | {"rope_scaling": encoding.settings}
 
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
-        note = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens of it."
-        return self.serving(
-            target,
-            encoding.name,
-            computed,
-            config_keys=target.placed(self._keys(encoding)),
-            notes=(*computed.notes, note),
-        )
-
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
-        text = text_settings(config)
-        model_type, most = str(text.get("model_type")), length_setting(text)
-        if model_type not in _FAMILIES:
-            raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
+        text, model_type, most = self.read(config)
         settings = text.get("rope_scaling") or text.get("rope_parameters") or {}
         if not isinstance(settings, Mapping):
             raise ServingError(f"the rope settings must be an object, got {type(settings).__name__}")

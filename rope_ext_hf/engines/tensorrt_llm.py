@@ -8,26 +8,20 @@ modeling_qwen3.py, modeling_gemma3.py. They read `rope_theta` and `rope_scaling`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
-    ConfigEngine,
-    Encoding,
     NotCheckedError,
-    ServingConfig,
     Target,
-    length_setting,
-    merged,
     needed,
     register_engine,
     rope_divisors,
     rope_settings,
     rotated_dims,
-    text_settings,
 )
+from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor, mscale_ratio, write_mscale
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import yarn_by_config, yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
@@ -36,63 +30,29 @@ __all__ = ["TensorRTLLM"]
 
 _FUSED = frozenset({"qwen3", "qwen3_moe"})
 """Families whose kernel rotates while it normalises, with the parameters of a yarn whatever the rope type is."""
-_FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma3_text", "deepseek_v3"}) | _FUSED
-"""Families whose model file was read."""
 
 
 @register_engine("tensorrt-llm")
-class TensorRTLLM(ConfigEngine):
+class TensorRTLLM(FormerSpellingEngine):
     """TensorRT-LLM, started with `trtllm-serve`; the keys go into a copy of the folder."""
 
     title = "TensorRT-LLM"
     version = "1.2.0rc2"
 
-    def encodings(self, target: Target) -> Iterator[Encoding]:
-        for encoding in super().encodings(target):
-            settings = {key: value for key, value in encoding.settings.items() if key != "rope_theta"}
-            kind, magnitude = settings["rope_type"], target.attention_factor
-            changed: dict[str, Any] = {
-                "max_position_embeddings": target.length,
-                "rope_theta": encoding.settings["rope_theta"],
-            }
-            if kind == "yarn" and target.model_type in _FUSED:
-                settings["attention_factor"] = magnitude
-                reach = settings["factor"] * settings["original_max_position_embeddings"]
-                changed["max_position_embeddings"] = int(reach) if reach == int(reach) else target.length
-            elif kind == "yarn" and settings["factor"] > 1 and target.model_type != "deepseek_v3":
-                settings["mscale"] = (magnitude - 1) / (0.1 * math.log(settings["factor"]))
-                settings["mscale_all_dim"] = 0.0
-            if encoding.name != "native" and magnitude >= 1:  # the original length from which it computes this
-                settings["original_max_position_embeddings"] = target.length ** (1 / magnitude**2)
-            yield Encoding(encoding.name, settings | {"type": kind}, changed)
+    families = frozenset({"llama", "mistral", "qwen2", "gemma3_text", "deepseek_v3"}) | _FUSED
 
-    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        kept = {key: value for key, value in target.config.items() if key != "rope_parameters"}
-        return merged(kept, self._keys(target, encoding))
+    def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
+        if target.model_type in _FUSED:
+            settings["attention_factor"] = target.attention_factor
+            later_factor(settings, changed)
+        elif target.model_type != "deepseek_v3":
+            write_mscale(settings, target.attention_factor)
 
-    def _keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        scaling = None if encoding.settings["rope_type"] == "default" else encoding.settings
-        local = {}
-        if target.layer_type is not None:
-            sliding = target.patched["rope_parameters"].get("sliding_attention")
-            local = {"rope_local_base_freq": sliding["rope_theta"]} if sliding else {}
-        return encoding.config | local | {"rope_scaling": scaling}
-
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
-        return self.serving(
-            target,
-            encoding.name,
-            computed,
-            command=("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length)),
-            config_keys=target.placed(self._keys(target, encoding)),
-            notes=(*computed.notes, "Write these keys into config.json of a copy of the model, FOLDER."),
-        )
+    def command(self, target: Target) -> tuple[str, ...]:
+        return ("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length))
 
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
-        text = text_settings(config)
-        model_type, most = str(text.get("model_type")), length_setting(text)
-        if model_type not in _FAMILIES:
-            raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
+        text, model_type, most = self.read(config)
         old = {key: value for key, value in text.items() if key != "rope_parameters"}
         if text.get("rope_parameters") and not text.get("rope_scaling") and text.get("rope_theta") is None:
             raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
@@ -120,10 +80,9 @@ class TensorRTLLM(ConfigEngine):
             inv_freq = llama3(theta, dim, factor, original, low, high)
         elif kind == "yarn":
             inv_freq = yarn_by_config(settings, dim, factor, original, truncate=True)
-            ratio = [float(settings.get(key, default)) for key, default in (("mscale", 1), ("mscale_all_dim", 0))]
-            magnitude = yarn_magnitude(factor, ratio[0]) / yarn_magnitude(factor, ratio[1])
+            magnitude = mscale_ratio(settings, factor)
             if model_type == "deepseek_v3":
-                softmax_scale = yarn_magnitude(factor, ratio[1]) ** 2
+                softmax_scale = yarn_magnitude(factor, float(settings.get("mscale_all_dim", 0))) ** 2
             notes += [f"yarn: {key} is ignored." for key in ("attention_factor", "truncate") if key in settings]
         elif kind == "longrope":
             inv_freq = divided(theta, dim, rope_divisors(settings, "long_factor", dim))

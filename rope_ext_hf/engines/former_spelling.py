@@ -1,0 +1,104 @@
+"""Engines that read top-level `rope_theta` and `rope_scaling`, as transformers 4 wrote them, and take no overrides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from rope_ext_hf.engines.base import (
+    Computed,
+    ConfigEngine,
+    Encoding,
+    NotCheckedError,
+    ServingConfig,
+    Target,
+    length_setting,
+    merged,
+    text_settings,
+)
+from rope_ext_hf.engines.formulas import yarn_magnitude
+
+__all__ = ["FormerSpellingEngine", "later_factor", "mscale_ratio", "write_mscale"]
+
+
+class FormerSpellingEngine(ConfigEngine):
+    """Base of engines for which the keys are written into a copy of the folder."""
+
+    families: ClassVar[frozenset[str]]
+    """Families whose model file was read."""
+    where: ClassVar[str] = "Write these keys into config.json of a copy of the model, FOLDER."
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        for encoding in super().encodings(target):
+            settings = {key: value for key, value in encoding.settings.items() if key != "rope_theta"}
+            theta = encoding.settings["rope_theta"]
+            changed: dict[str, Any] = {"max_position_embeddings": target.length, "rope_theta": theta}
+            if settings["rope_type"] == "yarn":
+                self.write_yarn(target, settings, changed)
+            magnitude = target.attention_factor
+            if encoding.name != "native" and magnitude >= 1:  # the original length from which it computes this
+                settings["original_max_position_embeddings"] = target.length ** (1 / magnitude**2)
+            yield Encoding(encoding.name, settings, changed)
+
+    def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
+        """Change the settings of a yarn, and the further keys, so that the engine computes the target's magnitude."""
+
+    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        kept = {key: value for key, value in target.config.items() if key != "rope_parameters"}
+        return merged(kept, self.keys(target, encoding))
+
+    def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        """The keys of the text config that carry an encoding."""
+        kind = encoding.settings["rope_type"]
+        scaling = None if kind == "default" else encoding.settings | {"type": kind}
+        local = {}
+        if target.layer_type is not None:
+            sliding = target.patched["rope_parameters"].get("sliding_attention")
+            local = {"rope_local_base_freq": sliding["rope_theta"]} if sliding else {}
+        return encoding.config | local | {"rope_scaling": scaling}
+
+    def command(self, target: Target) -> tuple[str, ...]:
+        """The command line that serves FOLDER; empty where another program serves it."""
+        return ()
+
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        return self.serving(
+            target,
+            encoding.name,
+            computed,
+            command=self.command(target),
+            config_keys=target.placed(self.keys(target, encoding)),
+            notes=(*computed.notes, self.where),
+        )
+
+    def read(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
+        """The text config, the model type and max_position_embeddings.
+
+        Raises:
+            NotCheckedError: a family whose file was not read.
+        """
+        text = text_settings(config)
+        model_type, most = str(text.get("model_type")), length_setting(text)
+        if model_type not in self.families:
+            raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
+        return text, model_type, most
+
+
+def later_factor(settings: Mapping[str, Any], changed: dict[str, Any]) -> None:
+    """State the length from which an engine gets a yarn's factor: it divides by the original length."""
+    reach = settings["factor"] * settings["original_max_position_embeddings"]
+    if reach == int(reach):
+        changed["max_position_embeddings"] = int(reach)
+
+
+def write_mscale(settings: dict[str, Any], magnitude: float) -> None:
+    """State the mscale by which an engine computes a yarn's magnitude; with a factor of 1 it is 1 whatever they are."""
+    if settings["factor"] > 1:
+        settings |= {"mscale": (magnitude - 1) / (0.1 * math.log(settings["factor"])), "mscale_all_dim": 0.0}
+
+
+def mscale_ratio(settings: Mapping[str, Any], factor: float) -> float:
+    """The magnitude of a yarn by DeepSeek's settings, with 1 and 0 where they are missing."""
+    mscale, all_dim = (float(settings.get(key, usual)) for key, usual in (("mscale", 1), ("mscale_all_dim", 0)))
+    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
