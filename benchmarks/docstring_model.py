@@ -18,7 +18,6 @@ import argparse
 import ast
 import importlib.util
 import json
-import math
 import time
 import warnings
 from importlib.metadata import version
@@ -28,7 +27,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
-from training import take_steps
+from training import take_steps, warmup_and_cosine
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SEED = 20240517
@@ -148,10 +147,7 @@ def train(folder: Path, steps: int, device: str) -> None:
     model = Qwen2ForCausalLM(config()).to(device)
     print(f"{model.num_parameters():,} parameters, {len(stream):,} training tokens", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * step / steps))),
-    )
+    schedule = warmup_and_cosine(optimizer, steps, WARMUP_STEPS)
     window = torch.arange(TRAINED_LENGTH + 1)
 
     def loss_of_step() -> Tensor:

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from overhead import interleaved
+from overhead import interleaved, random_model
 from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval.corpora import load
@@ -43,20 +43,15 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def stock_model(kv_heads: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    torch.manual_seed(0)
     heads, _ = heads_on(device, HEADS_AND_KV_HEADS)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=64 * heads,
-        intermediate_size=64 * heads * 8 // 3,
-        num_hidden_layers=12,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
+    rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    model = random_model(
+        heads_and_kv_heads=(heads, kv_heads),
         max_position_embeddings=TRAINED,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
+        tie_word_embeddings=False,
+        rope_parameters=rope_parameters,
     )
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+    return model.to(device, dtype)
 
 
 def filled(which: LlamaForCausalLM, ids: torch.Tensor) -> Callable[[], object]:

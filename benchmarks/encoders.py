@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 import time
 import zlib
@@ -30,7 +29,7 @@ from record import benchmark_parser, record
 from torch import Tensor, nn
 from torch.nn import functional
 from train_reference import BYTE_OFFSET, encode
-from training import take_steps
+from training import take_steps, warmup_and_cosine
 from training_text import stdlib_training
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
@@ -63,12 +62,8 @@ SCORED_SPANS, SCORED_BYTES = 512, 16  # spans, and the bytes in the middle of ea
 
 def trained(model: nn.Module, steps: int, loss_of: Callable[[torch.Generator], Tensor], seed: int, peak: float) -> None:
     """Train a model on what is drawn from one seed: a warm-up, then a cosine down to zero."""
-
-    def share_of_peak(step: int) -> float:
-        return min((step + 1) / (steps // 10 + 1), 0.5 * (1 + math.cos(math.pi * step / steps)))
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+    schedule = warmup_and_cosine(optimizer, steps, steps // 10 + 1)
     draws = torch.Generator().manual_seed(seed)
     model.train()
     take_steps(optimizer, schedule, steps, lambda: loss_of(draws), every=100)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from train_reference import BYTE_OFFSET, encode
-from training import take_steps
+from training import in_bits, take_steps
 from training_text import stdlib_training
 
 import rope_ext_hf as rope
@@ -220,10 +220,7 @@ def trained(way: Way, stream: Tensor, steps: int, device: str) -> nn.Module:
         starts = torch.randint(0, len(stream) - TRAINED_LENGTH - 1, (BATCH, 1), generator=sampler)
         return loss_of(model, stream[starts + torch.arange(TRAINED_LENGTH + 1)].long().to(device), TRAINED_LENGTH)
 
-    def words(loss: float) -> str:
-        return f"{loss / math.log(2):.3f} bits per byte"
-
-    take_steps(optimizer, schedule, steps, loss_of_step, every=50, words=words)
+    take_steps(optimizer, schedule, steps, loss_of_step, every=50, words=in_bits)
     return model.eval()
 
 

@@ -30,8 +30,10 @@ PREFILL = 2048
 HEADS_AND_KV_HEADS = (12, 4)  # on a CPU
 
 
-def random_model(layers: int = 12, heads_and_kv_heads: tuple[int, int] = HEADS_AND_KV_HEADS) -> LlamaForCausalLM:
-    """Random weights, heads of 64 dims: about 100 million parameters with the defaults."""
+def random_model(
+    layers: int = 12, heads_and_kv_heads: tuple[int, int] = HEADS_AND_KV_HEADS, **settings: Any
+) -> LlamaForCausalLM:
+    """Random weights, heads of 64 dims: about 100 million parameters with the defaults; further keys of the config."""
     torch.manual_seed(0)
     heads, kv_heads = heads_and_kv_heads
     config = LlamaConfig(
@@ -42,8 +44,7 @@ def random_model(layers: int = 12, heads_and_kv_heads: tuple[int, int] = HEADS_A
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
+        **{"max_position_embeddings": 512, "tie_word_embeddings": True, **settings},
     )
     return LlamaForCausalLM(config).eval()
 

@@ -1,25 +1,20 @@
 """Retrieval by length and method: the share of questions that the bundled model answers exactly.
 
-    python benchmarks/retrieval.py --cells retrieval.jsonl [--lengths 256,512,1024] [--methods as-loaded,self-extend]
+    python benchmarks/retrieval.py --runs build/bench/retrieval [--lengths 256,512] [--methods as-loaded,self-extend]
         [--tasks key-value,quote] [--keys 1,4] [--device cuda] [--out benchmarks/results.jsonl]
 
 One cell is 100 questions, in equal shares of the tasks given (with wordings, names and values that the model is not
 trained on), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25 prompts
 with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the length that
 it extends to, and one that answers nothing at two lengths in a row no further; the model as loaded at every length.
-Every finished cell is a line of JSON in --cells, and a cell that is there already is not measured again, so that an
-interrupted run continues with the same command. A markdown table with 95% Wilson intervals is printed at the end; the
-last line is JSON.
+What is measured is kept in --runs, so that an interrupted run continues with the same command. Shares come with 95%
+Wilson intervals; the last line is JSON.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import platform
-import time
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +45,6 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     centre = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     return max(0.0, (centre - spread) / (1 + z * z / trials)), min(1.0, (centre + spread) / (1 + z * z / trials))
-
-
-def markdown(cells: list[dict[str, Any]], trained_length: int) -> str:
-    """One row per method, one column per length: exact match and its interval, by number of keys."""
-    lengths = sorted({cell["length"] for cell in cells})
-    keys = sorted({cell["keys"] for cell in cells})
-    head = [f"{length:,} ({length / trained_length:g}x)" for length in lengths]
-    rows = [f"| | {' | '.join(head)} |", "|---" * (len(lengths) + 1) + "|"]
-    for name in dict.fromkeys(cell["name"] for cell in cells):
-        by_cell = {(c["length"], c["keys"]): c for c in cells if c["name"] == name}
-        texts = [
-            " / ".join(_cell(by_cell[length, key]) for key in keys if (length, key) in by_cell) for length in lengths
-        ]
-        rows.append(f"| {name} | {' | '.join(texts)} |")
-    return "\n".join(rows)
-
-
-def _cell(cell: dict[str, Any]) -> str:
-    low, high = cell["interval"]
-    return f"{cell['exact']:.2f} ({low:.2f}-{high:.2f})"
 
 
 def settings(given: dict[str, Any], target_length: int) -> dict[str, Any]:
@@ -106,7 +81,7 @@ def mean_exact(results: list[Any]) -> float:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--cells", type=Path, required=True, help="JSON lines, one per cell")
+    parser.add_argument("--runs", type=Path, required=True, help="what is measured is kept here")
     parser.add_argument("--model", default=None, help="default: the bundled one")
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--target-length", type=int, default=None, help="default: the longest of the lengths")
@@ -132,9 +107,7 @@ def main() -> None:
     # A part of every held-out module: tokenising all of them for every cell would take longer than reading.
     haystack = [Document(document.name, document.text[:24_000]) for document in load("stdlib")]
     trained = model.config.max_position_embeddings
-    lines = arguments.cells.read_text(encoding="utf-8").splitlines() if arguments.cells.exists() else []
-    cells = [json.loads(line) for line in lines]
-    known = {(cell["name"], cell["length"], cell["keys"]) for cell in cells}
+    cells: list[dict[str, Any]] = []
     tasks = arguments.tasks.split(",")
     todo = [
         (name, length, keys)
@@ -144,11 +117,9 @@ def main() -> None:
     ]
     for name, length, keys in todo:
         chosen = METHODS[name]
-        if (name, length, keys) in known or (chosen and length > chosen[1].get("factor", math.inf) * trained):
+        beyond = chosen and length > chosen[1].get("factor", math.inf) * trained
+        if beyond or (chosen and nothing_found(cells, name, length)):
             continue
-        if chosen and nothing_found(cells, name, length):
-            continue
-        started = time.perf_counter()
         # of one key, prompts at different depths have names and values of their own
         together = [DEPTHS[keys]] if keys > 1 else [(depth,) for depth in DEPTHS[keys]]
         results = []
@@ -157,7 +128,7 @@ def main() -> None:
                 for task, trials in zip(tasks, shares(QUESTIONS // len(DEPTHS[keys]), len(tasks)), strict=True):
                     results += passkey(
                         model, lengths=[length], depths=depths, trials=trials, keys=keys, seed=seed, task=task,
-                        distractors=3, tokenizer=tokenizer, haystack=haystack,
+                        distractors=3, tokenizer=tokenizer, haystack=haystack, out=arguments.runs,
                     )  # fmt: skip
         trials = sum(result.trials for result in results)
         successes = round(sum(result.exact_match * result.trials for result in results))
@@ -173,24 +144,18 @@ def main() -> None:
                 kind: {str(value): mean_exact(some) for value, some in grouped(results, kind).items()}
                 for kind in ("depth", "task")
             },
-            "method": results[0].method,
-            "seconds": round(time.perf_counter() - started, 1),
-            "machine": platform.machine(),
-            "versions": {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")},
         }
         cells.append(cell)
-        arguments.cells.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.cells.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(cell) + "\n")
-        print(f"{name} {length} keys={keys}: {_cell(cell)} rank {cell['rank']:.1f}", flush=True)
-    print(markdown(cells, trained))
-    kept = ("name", "length", "keys", "trials", "exact", "interval", "rank", "exact_by")
-    rows = [{key: cell[key] for key in kept} for cell in cells]
+        low, high = cell["interval"]
+        print(
+            f"{name} {length} keys={keys}: {cell['exact']:.2f} ({low:.2f}-{high:.2f}) rank {cell['rank']:.1f}",
+            flush=True,
+        )
     result = {
         "benchmark": "retrieval" if len(tasks) == 1 else "retrieval by task",
         "context_length": trained,
         "tasks": tasks,
-        "rows": rows,
+        "rows": cells,
     }
     record(result, arguments)
 

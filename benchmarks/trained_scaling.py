@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from record import benchmark_parser, record
+from torch import Tensor
 from torch.nn import functional
 from train_reference import encode
+from training import in_bits, take_steps
 from training_text import stdlib_training
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -61,26 +63,19 @@ def train(model: Any, length: int, steps: int, tokens: int, peak: float) -> None
     torch.manual_seed(SEED)
     stream = encode(stdlib_training())
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
-    rows = tokens // length
-    model.train()
-    for step in range(steps):
-        warm, left = min(1.0, (step + 1) / 10), 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = peak * warm * left
-        starts = torch.randint(0, len(stream) - length - 1, (rows,))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
+
+    def loss_of_step() -> Tensor:
+        starts = torch.randint(0, len(stream) - length - 1, (tokens // length,))
         ids = stream[starts[:, None] + torch.arange(length + 1)].long().to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):
             logits = model(ids[:, :-1], use_cache=False).logits
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 10 == 9:
-            print(
-                f"length {length}, step {step + 1} of {steps}: {loss.item() / math.log(2):.3f} bits per byte",
-                flush=True,
-            )
+        return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+    model.train()
+    take_steps(optimizer, schedule, steps, loss_of_step, every=10, words=in_bits)
     model.eval()
 
 

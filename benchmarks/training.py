@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+
+def warmup_and_cosine(
+    optimizer: torch.optim.Optimizer, steps: int, warmup: float
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that rises over so many steps at the most, and follows a cosine down to zero."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / steps)))
+    )
+
+
+def in_bits(loss: float) -> str:
+    """A loss of bytes in nats, as text."""
+    return f"{loss / math.log(2):.3f} bits per byte"
 
 
 def take_steps(

@@ -23,25 +23,12 @@ if TYPE_CHECKING:
 def protocols() -> str:
     from rope_ext_hf.eval.protocols import PROTOCOLS
 
-    return markdown_table(
-        ["`--protocol`", "what it reads and scores", "options"],
-        (
-            [
-                f"`{protocol.name}`",
-                protocol.description,
-                ", ".join(
-                    option
-                    for option, used in (
-                        ("`--targets`", protocol.uses_targets),
-                        ("`--stride`", protocol.uses_stride),
-                    )
-                    if used
-                )
-                or "–",
-            ]
-            for protocol in PROTOCOLS.values()
-        ),
-    )
+    rows = []
+    for protocol in PROTOCOLS.values():
+        used = {"`--targets`": protocol.uses_targets, "`--stride`": protocol.uses_stride}
+        options = ", ".join(option for option, takes in used.items() if takes)
+        rows.append([f"`{protocol.name}`", protocol.description, options or "–"])
+    return markdown_table(["`--protocol`", "what it reads and scores", "options"], rows)
 
 
 def _parameters(cls: type) -> str:

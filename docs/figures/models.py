@@ -94,25 +94,26 @@ def coverage_reading() -> str:
     return markdown_table(["measured", "because", "`model_type`"], rows)
 
 
+def _refusals(head: str, rows: list[dict[str, Any]], column: str) -> str:
+    """Why classes take no method of a kind, the commonest reason first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if not _works(row, column):
+            groups.setdefault(row[column]["because"], []).append(row)
+    table = ([reason, _names(some)] for reason, some in sorted(groups.items(), key=lambda item: -len(item[1])))
+    return markdown_table([head, "`model_type`"], table)
+
+
 @figure
 def coverage_refusals() -> str:
-    """Why a class takes no static method, for classes that compute rotary embeddings."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in _rows():
-        if row["rope"] and not _works(row, "static"):
-            groups.setdefault(row["static"]["because"], []).append(row)
-    rows = ([reason, _names(some)] for reason, some in sorted(groups.items(), key=lambda item: -len(item[1])))
-    return markdown_table(["refused because", "`model_type`"], rows)
+    """Of classes that compute rotary embeddings, those that take no static method."""
+    return _refusals("refused because", [row for row in _rows() if row["rope"]], "static")
 
 
 @figure
 def coverage_remapping_refusals() -> str:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in _rotating():
-        if _works(row, "static") and not _works(row, "remapping"):
-            groups.setdefault(row["remapping"]["because"], []).append(row)
-    rows = ([reason, _names(some)] for reason, some in sorted(groups.items(), key=lambda item: -len(item[1])))
-    return markdown_table(["no remapping method because", "`model_type`"], rows)
+    rows = [row for row in _rotating() if _works(row, "static")]
+    return _refusals("no remapping method because", rows, "remapping")
 
 
 @figure

@@ -45,13 +45,7 @@ def draw_pictures() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, shown in [("methods", together), *((name, {name: drawn[name]}) for name in drawn)]:
         file = PICTURES / f"{name}.png"
-        draw(
-            file,
-            rotary,
-            dict(shown.values()),
-            extended_length=extended,
-            title=name,
-        )
+        draw(file, rotary, dict(shown.values()), extended_length=extended, title=name)
         _shrink(file)
     draw_laws(rotary, dict(together.values()), extended)
 

@@ -125,9 +125,8 @@ for _engine in filter(_has_page, list_engines()):
         FIGURES[f"engine-{_engine.replace('.', '-')}-{_part}"] = partial(_make, _engine)
 
 
-def _classes(engine: str) -> str:
+def _classes(result: Row) -> str:
     """How the rotary classes of an engine compare with what its configurations are meant to compute."""
-    result = next(each for each in read_result("engine-classes")["engines"] if each["engine"] == engine)
     plugin = result.get("plugin", [])
     every = result["rows"] + plugin
     rows = {
@@ -146,22 +145,11 @@ def _classes(engine: str) -> str:
         cells.append(("configurations by the plug-in", str(len(plugin))))
     cells += [(name, f"{value:.1e}") for name, value in rows.items()]
     cells.append(("families not built by its factory", ", ".join(result["skipped"]) or "none"))
-    return markdown_table([f"{engine} {result['version']}", "measured by `make test-engines`"], cells)
+    return markdown_table([f"{result['engine']} {result['version']}", "measured by `make test-engines`"], cells)
 
 
-@figure
-def engine_classes_vllm() -> str:
-    return _classes("vllm")
-
-
-@figure
-def engine_classes_sglang() -> str:
-    return _classes("sglang")
-
-
-@figure
-def engine_classes_exllamav3() -> str:
-    return _classes("exllamav3")
+for _each in read_result("engine-classes")["engines"]:
+    FIGURES[f"engine-classes-{_each['engine']}"] = partial(_classes, _each)
 
 
 @figure
