@@ -74,9 +74,10 @@ build/llama-cpp/ready: Makefile
 	touch $@
 
 # A vLLM that runs on CPUs, with the plug-in of this package, on small models; half an hour and 4 GB below build/. The
-# result goes to docs/results/vllm.json.
+# results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_remapping --python build/vllm/bin/python
 	build/vllm/bin/python tests/vllm_drafts.py
 
 build/vllm/ready: Makefile pyproject.toml

@@ -244,6 +244,35 @@ def vllm_logprobs() -> str:
 
 
 @figure
+def vllm_remapping() -> str:
+    """How far a real vLLM under remapping methods lies from the patched model, in each way of reading the prompts."""
+    result = read_result("vllm_remapping")
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    by_model: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in result["rows"]:
+        by_model.setdefault((row["model"], row["method"]), {})[row["way"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None or "failed" in row:
+            return "**does not run**" if row else ""
+        return f"{row['largest_difference']:.0e}"
+
+    moved = [row["moved_by"] for row in result["rows"]]
+    longest, *others = result["lengths"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*The largest difference in nats, float32, CPU, of the log-probabilities of a prompt of {longest} tokens, of "
+        f"{', '.join(map(str, others))} more beside it where there are four, and of the {result['generated']} tokens "
+        "generated after each; where a prefix is cached, of the latter. The models are for 256 tokens, and the methods "
+        f"move the former by {min(moved):.2g} to {max(moved):.2g}. Measured by `{result['command']}` with {versions}.*"
+    )
+    table = [
+        (model, f"`{method}`", *(cell(rows.get(way)) for way in ways)) for (model, method), rows in by_model.items()
+    ]
+    return markdown_table(["model", "method", *ways], table, note)
+
+
+@figure
 def vllm_drafts() -> str:
     """What a real vLLM's drafts rotate by, where the model got its settings in each way."""
     result = read_result("vllm_drafts")

@@ -227,8 +227,8 @@ class Engine(ABC):
     """A former major version that is still in use, with rules of its own."""
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
-    remapping_methods: ClassVar[frozenset[str]] = frozenset()
-    """Remapping methods that it runs."""
+    remaps: ClassVar[bool] = False
+    """Whether it runs remapping methods."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that holds what it reads."""
 

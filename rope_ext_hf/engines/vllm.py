@@ -32,13 +32,7 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
-from rope_ext_hf.engines.plugin_type import (
-    PAGED_METHODS,
-    plugin_encoding,
-    plugin_frequencies,
-    plugin_note,
-    plugin_settings,
-)
+from rope_ext_hf.engines.plugin_type import plugin_encoding, plugin_frequencies, plugin_note, plugin_settings
 from rope_ext_hf.errors import ServingError
 
 __all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
@@ -188,7 +182,7 @@ class VLLM(ConfigEngine):
 class VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
-    remapping_methods = PAGED_METHODS
+    remaps = True
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         encoding = plugin_encoding(target)
@@ -228,12 +222,8 @@ class VLLMWithPlugin(VLLM):
         config = super().served(target, encoding, computed)
         notes = plugin_note(config, self.title)
         if target.remapping:
-            command = (*config.command, "--attention-backend", "CUSTOM")
-            notes = (
-                f"An experiment, in plain torch and slow; its limits: docs/engine-vllm.md. {notes[-1]}",
-                *notes[:-1],
-            )
-            config = replace(config, command=command)
+            config = replace(config, command=(*config.command, "--attention-backend", "CUSTOM"))
+            notes += ("An experiment, in plain torch and slow: docs/engine-vllm.md has its limits.",)
         return replace(config, notes=notes)
 
 

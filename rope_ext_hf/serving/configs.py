@@ -71,7 +71,7 @@ def serving_config(
         target_length=target_length,
         over=over,
         context_length=context_length,
-        remapping_methods=chosen.remapping_methods,
+        remaps=chosen.remaps,
         **params,
     )
     if opened.described.rotary.length_dependent:

@@ -1,12 +1,11 @@
-"""Attention of `stairs` and `string` over a paged cache: keys lie in blocks, rotated once to their own positions.
+"""Attention of a remapping method over a paged cache: keys lie in blocks, rotated once to where the method stores them.
 
-Of the methods that move keys, these leave cached keys as every engine has them: a query is turned by one angle for each
-zone, and the parts are merged by their log-sum-exp (`rope_ext_hf.attention`). An experiment, for `vllm_attention`.
+Queries are turned for each zone of keys, and the zones are merged by their log-sum-exp (`rope_ext_hf.attention`).
+`stairs` and `string` store keys at their own positions, as every engine does. An experiment, for `vllm_attention`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
-from rope_ext_hf.engines.plugin_type import PAGED_METHODS, REMAPPING_KEY, plugin_frequencies
-from rope_ext_hf.methods.registry import method_from_dict
+from rope_ext_hf.engines.plugin_type import plugin_frequencies, plugin_remapping
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 
@@ -74,7 +72,7 @@ class PagedAttention:
 
     Attributes:
         method: with every parameter filled in.
-        rotation: the angles and dims by which the engine rotates queries and keys.
+        rotation: the frequencies and dims by which the engine rotates queries and keys.
     """
 
     method: RemappingMethod
@@ -85,23 +83,23 @@ class PagedAttention:
         """The method and the frequencies in rope settings for the plug-in, as `serve-config` writes them.
 
         Raises:
-            ValueError: settings without a method, or with one whose cached keys are rotated again.
+            ValueError: settings without a method.
         """
-        if REMAPPING_KEY not in settings:
-            raise ValueError(f"the rope settings of this config have no {REMAPPING_KEY!r}; see rope-ext serve-config")
-        held = json.loads(settings[REMAPPING_KEY])
-        method = method_from_dict(held["method"])
-        if not isinstance(method, RemappingMethod) or method.name not in PAGED_METHODS:
-            raise ValueError(f"{method.name} does not run on a paged cache; {' and '.join(sorted(PAGED_METHODS))} do")
+        held = plugin_remapping(settings)
+        if held is None:
+            raise ValueError(
+                "the attention backend CUSTOM of rope-ext-hf is for remapping methods, and the rope settings of this "
+                "config have none; leave the option away, or see rope-ext serve-config"
+            )
         frequencies, _ = plugin_frequencies(settings)
         table = RotationTable(torch.tensor(frequencies, dtype=torch.float64, device="cpu"))
-        return cls(method, Rotation(table, KeyLayout(held["pairing"], 0, 2 * len(frequencies))))
+        return cls(held[0], Rotation(table, KeyLayout(held[1], 0, 2 * len(frequencies))))
 
     def run(self, query: Tensor, cache: Tensor, requests: Sequence[Request], scale: float, out: Tensor) -> None:
         """Write the attention of new tokens to their requests into `out`.
 
         Args:
-            query: (tokens, heads, head_dim), rotated to the tokens' own positions.
+            query: (tokens, heads, head_dim), rotated as the keys of these tokens are.
             cache: as `store` fills it, the new tokens included.
             scale: what scores are multiplied by.
             out: (tokens, heads, head_dim).

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, plugin_settings
+from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, plugin_remapping, plugin_settings
 
 __all__ = ["build_rotary", "for_transformers", "refuse_remapping", "taken_over"]
 
@@ -67,6 +67,7 @@ def build_rotary(
     max_position: int,
     half: bool,
     dtype: torch.dtype | None,
+    positions_factor: int | None = None,
 ) -> Any:
     """The rotary module of an engine for these settings.
 
@@ -77,6 +78,7 @@ def build_rotary(
         max_position: positions that get angles.
         half: whether dims (i, i + rotary_dim / 2) rotate together; else dims (2i, 2i + 1).
         dtype: the dtype of the model; None: torch's default.
+        positions_factor: how many times `max_position` positions of several axes get angles; None: the class decides.
 
     Raises:
         ValueError: settings with other frequencies than the model rotates.
@@ -88,6 +90,7 @@ def build_rotary(
             f"{rotary_dim} dims in pairs; write the config anew with rope-ext serve-config"
         )
     exact = torch.tensor(frequencies, dtype=torch.float64, device="cpu")
+    remapping = plugin_remapping(settings)
 
     def inverse_frequencies(self: Any, base: float) -> torch.Tensor:
         return exact.float()
@@ -97,6 +100,8 @@ def build_rotary(
         parts = []
         for first in range(start, end, BLOCK):
             positions = torch.arange(first, min(first + BLOCK, end), dtype=torch.float64, device="cpu")
+            if remapping is not None:  # the cache holds keys where the method stores them
+                positions = remapping[0].key_position(positions.long()).tokens()
             angles = positions[:, None] * exact
             parts.append(torch.cat((angles.cos(), angles.sin()), dim=-1).mul(factor).float())
         return torch.cat(parts).to(torch.get_default_device())
@@ -119,8 +124,10 @@ def build_rotary(
         "_ensure_cos_sin_cache_length": grow,
     }
     cls = type(f"RopeExt{base.__name__}", (base,), methods)
-    known = [name for name in inspect.signature(base.__init__).parameters if name.startswith("mrope")]
-    axes = {name: settings[name] for name in known if name in settings}
+    known = inspect.signature(base.__init__).parameters
+    axes = {name: settings[name] for name in known if name.startswith("mrope") and name in settings}
+    if positions_factor is not None and "positions_factor" in known:
+        axes["positions_factor"] = positions_factor
     dtype = dtype or torch.get_default_dtype()
     return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
-from rope_ext_hf.engines.plugin_type import PAGED_METHODS
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError
 from rope_ext_hf.hub import foreign_errors, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
@@ -130,13 +129,13 @@ def make_targets(
     target_length: int | None = None,
     over: str = "own",
     context_length: int | None = None,
-    remapping_methods: Collection[str] = (),
+    remaps: bool = False,
     **params: Any,
 ) -> list[Target]:
     """`make_target`, once for each length profile, shortest first; for another method one target.
 
     Args:
-        remapping_methods: those that the engine runs.
+        remaps: whether the engine runs remapping methods.
     """
     config = model.config
     if method is None and (factor is not None or target_length is not None or params):
@@ -151,12 +150,18 @@ def make_targets(
         bound = bind_to(resolved, rotary, config.model_type, length)
         spec = PatchSpec(bound, rotary, length or bound.extended_length(rotary))
     label = spec.method.label()
-    if isinstance(spec.method, RemappingMethod) and spec.method.name not in remapping_methods:
-        plugin = "; vLLM runs it by --plugin, as an experiment" if spec.method.name in PAGED_METHODS else ""
-        raise ServingError(
-            f"{label} changes the relative positions that queries see; no serving engine runs that by itself. Serve "
-            f"the model with this package and transformers, or choose a static method{plugin}"
-        )
+    if isinstance(spec.method, RemappingMethod):
+        if not spec.method.moves_keys:
+            raise ServingError(
+                f"{label} adds to scores by distance; no serving engine runs that. Serve the model with this package "
+                "and transformers"
+            )
+        if not remaps:
+            raise ServingError(
+                f"{label} changes the relative positions that queries see; no serving engine runs that by itself. "
+                "Serve the model with this package and transformers, or choose a static method; as an experiment, vLLM "
+                "runs it with the plug-in of this package (serve-config --plugin)"
+            )
     if profiles := spec.method.profiles(spec.rotary):
         specs = [replace(spec, method=static, target_length=length) for length, static in profiles]
         return [_target(model, each, changes_nothing=False) for each in specs]
@@ -208,8 +213,10 @@ def _remapping(model: Model, spec: PatchSpec) -> str:
     """A remapping method and the pairing of the model, as the plug-in reads them.
 
     Raises:
-        ServingError: layers differ in what the method does to them.
+        ServingError: layers differ in what the method does to them, or nothing states the length to serve.
     """
+    if spec.target_length is None and spec.method.extended_length(spec.rotary) is None:
+        raise ServingError(f"{spec.method.name} has no end: give the method with the length to serve as target_length")
     config, (rotating, _) = model.config, rotating_layers(model.config)
     alike = rotating == config.num_hidden_layers and not sliding_layers(config)[1] and model.layer_types == [None]
     if not alike or spec.layers is not None:

@@ -1,9 +1,10 @@
-"""vLLM's attention backend CUSTOM, for `stairs` and `string`: an experiment, in plain torch.
+"""vLLM's attention backend CUSTOM, for remapping methods: an experiment, in plain torch.
 
     vllm serve MODEL --attention-backend CUSTOM --hf-overrides '...'    (as rope-ext serve-config --plugin prints it)
 
 vLLM imports this module where that backend is chosen; the plug-in registers it (vllm_plugin.py). Queries and keys come
-rotated to their own positions, and are stored so: prefix caching and chunked prefill need nothing of their own.
+rotated to where the method stores keys, which depends on their position alone: prefix caching and chunked prefill need
+nothing of their own.
 """
 
 from __future__ import annotations

@@ -8,18 +8,17 @@ own rope types, is compared with the fingerprint that `save_pretrained` left in 
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, REMAPPING_KEY
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, REMAPPING_KEY, plugin_remapping
 from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import table_differences
 from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, taken_over
 
-__all__ = ["register"]
+__all__ = ["BACKEND", "register"]
 
 BACKEND = "rope_ext_hf.serving.vllm_attention.RemappingBackend"
 
@@ -111,9 +110,11 @@ def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     from vllm.model_executor.layers import rotary_embedding
 
     head_size, half = arguments["head_size"], arguments["is_neox_style"]
-    pairing = "half" if half else "interleaved"
-    if json.loads(settings.get(REMAPPING_KEY, "{}")).get("pairing", pairing) != pairing:
-        raise ValueError(f"vLLM rotates this model in {pairing} pairs, and its remapping method is written for others")
+    remapping, pairing = plugin_remapping(settings), "half" if half else "interleaved"
+    if remapping is not None and remapping[1] != pairing:
+        raise ValueError(
+            f"vLLM rotates this model in {pairing} pairs, and its rope settings are for {remapping[1]} ones"
+        )
     return build_rotary(
         rotary_embedding,
         settings,
@@ -122,4 +123,5 @@ def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
         max_position=arguments["max_position"],
         half=half,
         dtype=arguments.get("dtype"),
+        positions_factor=arguments.get("mrope_positions_factor"),
     )

@@ -18,7 +18,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.serving.paged_attention import PagedAttention, requests_of, store
 from rope_ext_hf.serving.vllm_plugin import BACKEND
 from tests.support.models import build
-from tests.support.oracles import naive_attention, rotate_to
+from tests.support.oracles import naive_attention, rotate_to, stored_position
 
 THETA, SIZE = 1e4, 16  # of blocks, in tokens
 
@@ -92,7 +92,7 @@ class Pages:
             table[row, :count] = own
             places = torch.arange(length)
             slot = own[places // SIZE].long() * SIZE + places % SIZE
-            n = torch.arange(length, dtype=torch.float64)
+            n = torch.tensor([stored_position(method, each) for each in range(length)], dtype=torch.float64)
             turned = rotate_to(k, n, self.dim, THETA, pairing).float().transpose(0, 1)
             store(self.cache, turned[: length - new], v.transpose(0, 1)[: length - new], slot[: length - new])
             queries.append(rotate_to(q, n[length - new :], self.dim, THETA, pairing).float().transpose(0, 1))
@@ -128,6 +128,10 @@ MIXED = [(300, 300), (201, 1), (40, 3), (64, 64), (250, 90), (17, 1)]
         ("stairs", {"temperature": "none"}),
         ("string", {}),
         ("string", {"temperature": "llama4"}),
+        ("rerope", {}),
+        ("leaky-rerope", {"window": 20}),
+        ("self-extend", {"window": 20}),
+        ("dca", {"chunk": 40, "window": 20}),
     ],
 )
 def test_a_step_agrees_with_the_definition(name: str, params: dict[str, Any], pairing: str) -> None:
@@ -188,8 +192,5 @@ def test_what_it_does_not_run_is_an_error(backend: Any, asked: dict[str, Any], s
 
 
 def test_settings_without_such_a_method_are_an_error(backend: Any) -> None:
-    with pytest.raises(ValueError, match="have no 'remapping'; see rope-ext serve-config"):
+    with pytest.raises(ValueError, match="settings of this config have none; leave the option away"):
         backend.get_impl_cls()(4, 16, 0.25, 2)
-    other = settings("stairs") | {"remapping": '{"method": {"method": "rerope", "window": 8}, "pairing": "half"}'}
-    with pytest.raises(ValueError, match="rerope does not run on a paged cache; stairs and string do"):
-        PagedAttention.from_settings(other)
