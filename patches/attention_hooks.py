@@ -148,9 +148,15 @@ def remapped_attention(
             "arguments on to their attention"
         )
     mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
-    # The operator has no backward, and an exported program must contain the computation itself: there it is traced.
+    # One operator, whose inside a compiler leaves alone: its tiles are other ones at every step, so that compiled code
+    # would be compiled again for each length. It has no backward, and an exported program must contain the computation
+    # itself: there it is traced.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
-        return _attend_as_operator(layer.index, query, key, value, mask, **kwargs), None
+        given = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
+        out: Tensor = torch.ops.rope_ext_hf.remapped_attention(
+            query, key, value, mask, *given, kwargs.get("dropout", 0.0)
+        )
+        return out, None
     return _attend_to_tokens(layer, context.token_positions, query, key, value, mask, **kwargs)
 
 
@@ -167,30 +173,6 @@ def _attend_to_tokens(
     total = positions.key_positions.shape[-1]
     key, value = key[:, :, :total], value[:, :, :total]
     return attend_from_kwargs(layer.rule, layer.rotation, positions, query, key, value, mask, **kwargs)
-
-
-def _attend_as_operator(
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    /,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> Tensor:
-    """The attention of one layer as one operator, whose inside a compiler leaves alone.
-
-    Its tiles are other ones at every step, so that compiled code would be compiled again for each length.
-    """
-    out: Tensor = torch.ops.rope_ext_hf.remapped_attention(
-        query, key, value, mask, s_aux, layer, scaling, softcap, dropout
-    )
-    return out
 
 
 def _operator(

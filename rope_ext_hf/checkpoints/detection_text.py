@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.detection_sources import AttentionWeights
-from rope_ext_hf.checkpoints.live_model import rotated_parameters
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.live_model import reordered
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
 from rope_ext_hf.patches.evaluating import evaluating
@@ -65,7 +63,7 @@ def compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTo
     spans = _spans(text, tokenizer or _load_tokenizer(model, weights.path), weights.rotary.trained_length)
     with evaluating(model), torch.no_grad():
         losses = {runs: _losses(model, spans)}
-        with _reordered(model, weights.tensors, runs):
+        with reordered(model, weights.tensors, runs):
             losses[other_pairing(runs)] = _losses(model, spans)
     half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())
     differences = losses["half"] - losses["interleaved"]
@@ -103,19 +101,3 @@ def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
         pairs = zip(logits, spans, strict=True)
         losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
     return torch.stack([loss.cpu().double() for loss in losses])
-
-
-@contextmanager
-def _reordered(model: nn.Module, tensors: RotaryTensors, runs: str) -> Iterator[None]:
-    """Convert the weights to the pairing that the model runs, as if they were in the other, and undo it at the end."""
-    rotated = rotated_parameters(model, tensors)
-    moved = 0
-    try:
-        for tensor, layout in rotated:
-            reordered = layout.to_pairing(tensor.detach(), runs)
-            moved += 1
-            tensor.copy_(reordered)
-        yield
-    finally:
-        for tensor, layout in rotated[:moved]:
-            tensor.copy_(layout.to_pairing(tensor.detach(), other_pairing(runs)))

@@ -8,6 +8,8 @@ The pairing of the weights is recorded as `rope_pairing` in the config, and save
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +22,9 @@ from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing, set_pairing_switch
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.patching import patched_method
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
-__all__ = ["convert", "rotated_parameters"]
+__all__ = ["convert", "reordered"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -94,3 +96,25 @@ def rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[T
             raise CheckpointError(f"{name!r} is offloaded to disk; convert the folder instead (convert_checkpoint)")
         rotated.append((parameter, layout))
     return rotated
+
+
+@contextmanager
+def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
+    """Inside, rotated rows stand as if they had been converted from the other pairing to this one; then as before.
+
+    Raises:
+        CheckpointError: weights whose rows cannot be moved.
+    """
+    rotated = rotated_parameters(model, tensors)
+    moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
+    try:
+        with torch.no_grad():
+            for tensor, layout in rotated:
+                converted = layout.to_pairing(tensor.detach(), to)
+                moved.append((tensor, layout))
+                tensor.copy_(converted)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, layout in moved:
+                tensor.copy_(layout.to_pairing(tensor.detach(), other_pairing(to)))

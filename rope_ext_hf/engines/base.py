@@ -405,13 +405,10 @@ def text_settings(config: Config) -> dict[str, Any]:
     return dict(text)
 
 
-def rope_settings(text: Config, layer_type: str | None = None) -> dict[str, Any]:
+def rope_settings(text: Config) -> dict[str, Any]:
     """The rope settings of the full-attention layers, as transformers 5 standardises them.
 
     Both spellings are read: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which wins where both stand.
-
-    Args:
-        layer_type: the layer type to read where there are several; None: those that attend to everything.
 
     Raises:
         ServingError: no rope settings, or some of a wrong type.
@@ -421,7 +418,7 @@ def rope_settings(text: Config, layer_type: str | None = None) -> dict[str, Any]
         raise ServingError(f"the rope settings must be an object, got {type(parameters).__name__}")
     if dict in map(type, parameters.values()):
         nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-        wanted = layer_type or next((key for key in nested if key not in _SLIDING_LAYERS), next(iter(nested)))
+        wanted = next((key for key in nested if key not in _SLIDING_LAYERS), next(iter(nested)))
         settings = dict(nested[wanted])
         settings["_shared_truncate"] = parameters.get("truncate", True)
     else:

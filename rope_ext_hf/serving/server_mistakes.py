@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.live_model import rotated_parameters
+from rope_ext_hf.checkpoints.live_model import reordered
 from rope_ext_hf.checkpoints.row_layouts import rotary_tensors
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
@@ -23,6 +23,7 @@ from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.rotary.pairing import other_pairing
 
 __all__ = ["AS_MEASURED", "configurations"]
 
@@ -60,9 +61,9 @@ def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], Abst
             made[f"with {name}"] = partial(patched, model, changed, over="original")
     runs = class_pairing(model.config)
     if runs is not None:
-        other = "half" if runs == "interleaved" else "interleaved"
-        made[f"with {other} weights rotated as {runs}"] = partial(_reordered, model, other, runs)
-        made[f"with {runs} weights rotated as {other}"] = partial(_reordered, model, runs, other)
+        other, tensors = other_pairing(runs), rotary_tensors(model.config, checkpoint_geometry(model).dim)
+        made[f"with {other} weights rotated as {runs}"] = partial(reordered, model, tensors, other)
+        made[f"with {runs} weights rotated as {other}"] = partial(reordered, model, tensors, runs)
     return made
 
 
@@ -118,20 +119,3 @@ def _with_theta(rotary: Rotary, theta: float) -> Rotary:
     return replace(
         rotary, theta=theta, own=None if own is None else replace(own, rotary=_with_theta(own.rotary, theta))
     )
-
-
-@contextmanager
-def _reordered(model: Any, to: str, back: str) -> Iterator[None]:
-    """The model with the rows of its query and key weights moved as from the other pairing to this one."""
-    rows = rotated_parameters(model, rotary_tensors(model.config, checkpoint_geometry(model).dim))
-
-    def move(pairing: str) -> None:
-        with torch.no_grad():
-            for parameter, layout in rows:
-                parameter.copy_(layout.to_pairing(parameter.data, pairing))
-
-    move(to)
-    try:
-        yield
-    finally:
-        move(back)

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.live_model import reordered
+from rope_ext_hf.checkpoints.row_layouts import RowLayout, rotary_tensors
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.patches.geometry import checkpoint_geometry
 from tests.support.models import FAMILIES, build, build_known, logits, tokens
 
 INTERLEAVED = {"glm", "cohere", "llama4", "deepseek_v2"}
@@ -140,3 +143,25 @@ def test_a_family_without_a_rotary_module(name: str) -> None:
     assert not torch.allclose(logits(model, tokens(24)), expected, atol=1e-2)
     rope.convert(model, "interleaved")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_weights_whose_reordering_stops_half_way_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk or memory error in the middle must not leave a model whose layers are in different pairings."""
+    model = randomise(build("llama"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = rotary_tensors(model.config, checkpoint_geometry(model).dim)
+    converting, calls = RowLayout.to_pairing, 0
+
+    def fail_at_the_third(layout: RowLayout, tensor: Tensor, to: str) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise MemoryError("no room for another copy")
+        return converting(layout, tensor, to)
+
+    monkeypatch.setattr(RowLayout, "to_pairing", fail_at_the_third)
+    with pytest.raises(MemoryError), reordered(model, tensors, "interleaved"):
+        pytest.fail("nothing runs on half of a conversion")
+    assert calls == 5  # two tensors were moved, the third failed, and both went back
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
