@@ -25,6 +25,7 @@ from .figures import (  # noqa: F401, each registers its figures
     real_models,
     recipes,
     reference_model,
+    search,
     serving,
 )
 from .figures.measurements import MEASURED, measured_file

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .registry import ROOT
+from .registry import ROOT, read_result
 
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -48,6 +48,21 @@ def draw_pictures() -> None:
         draw(file, rotary, dict(shown.values()), extended_length=extended, title=name)
         _shrink(file)
     draw_laws(rotary, dict(together.values()), extended)
+    draw_search()
+
+
+def draw_search() -> None:
+    """The divisors of docs/search.md."""
+    from rope_ext_hf.hub import load_empty
+    from rope_ext_hf.methods.registry import method_from_dict, resolve_method
+    from rope_ext_hf.patches.geometry import patch_geometry
+    from rope_ext_hf.pictures.rope_plots import draw_divisors
+
+    report = read_result("search")["report"]
+    rotary, length = patch_geometry(load_empty("reference")), report["target_length"]
+    shown = {name: resolve_method(name, rotary, target_length=length) for name in ("linear", "ntk", "yarn")}
+    draw_divisors(PICTURES / "search.png", rotary, {**shown, "found": method_from_dict(report["method"])}, length)
+    _shrink(PICTURES / "search.png")
 
 
 def draw_laws(rotary: Any, methods: Any, extended: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.plan import Tokens
-from rope_ext_hf.files import read_json, write_json
+from rope_ext_hf.files import atomic_file, read_json, write_json
 
-__all__ = ["cut", "open_run", "split"]
+__all__ = ["cut", "open_run", "split", "write_whole"]
 
 
 def open_run(folder: Path, settings: dict[str, Any], *, may_differ: Collection[str] = ()) -> None:
@@ -26,7 +26,7 @@ def open_run(folder: Path, settings: dict[str, Any], *, may_differ: Collection[s
     file = folder / "settings.json"
     folder.mkdir(parents=True, exist_ok=True)
     if not file.is_file():
-        write_json(file, settings)
+        write_whole(file, settings)
         return
     before = read_json(file)
     now: dict[str, Any] = dict(settings)
@@ -36,6 +36,12 @@ def open_run(folder: Path, settings: dict[str, Any], *, may_differ: Collection[s
             f"{str(folder)!r} holds a run with other settings: {', '.join(unlike)}; give another folder, or the same "
             "settings to continue it"
         )
+
+
+def write_whole(file: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object that is there as a whole or, after a kill at any moment, as it was before."""
+    with atomic_file(file) as part:
+        write_json(part, value)
 
 
 def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:

@@ -138,7 +138,7 @@ class Reader:
         with patched(self.model, method, **self.underneath):
             for passage in self.passages:
                 losses.append(self._loss(passage))
-                if best is not None and len(losses) >= LEAST_READ:
+                if best is not None and LEAST_READ <= len(losses) < len(self.passages):
                     gap, margin = interval([a - b for a, b in zip(losses, best.losses, strict=False)])
                     if stopped := gap > margin:
                         break

@@ -19,19 +19,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import FileError, MethodError, one_line
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.measuring import sweep
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
-from rope_ext_hf.files import atomic_file, read_json, write_json
+from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
-from rope_ext_hf.training.run_folder import open_run, split
+from rope_ext_hf.training.run_folder import open_run, split, write_whole
 from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
 from rope_ext_hf.training.search_trials import (
     Reader,
@@ -77,6 +77,7 @@ class SearchReport:
         trials, stopped: how many candidates were read, and how many of them not to the end.
         seconds, cpu_seconds: of the search; those of interrupted runs count, measuring and loading do not.
         folder: of the patched model.
+        loads_plainly: whether transformers alone loads it as it is; else it takes `rope_ext_hf.from_pretrained`.
     """
 
     settings: dict[str, Any]
@@ -92,6 +93,7 @@ class SearchReport:
     seconds: float
     cpu_seconds: float
     folder: str
+    loads_plainly: bool
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -121,7 +123,8 @@ class SearchReport:
                 f"chosen: {self.label}; it loses {mean:.4f} [{low:.4f}, {high:.4f}] at 1x",
                 f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
                 f"({self.cpu_seconds:.0f} CPU seconds)",
-                f"The model, extended {factor} times, is in {self.folder} and loads plainly; measure it on other text "
+                f"The model, extended {factor} times, is in {self.folder} and loads "
+                f"{'plainly' if self.loads_plainly else 'with rope_ext_hf.from_pretrained'}; measure it on other text "
                 f"with `{command} --data TEXT`.",
             ]
         )
@@ -224,7 +227,7 @@ def search(
     _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
     tokenizer.save_pretrained(folder / "model")
     run.draw(best)
-    write_json(folder / "report.json", made.to_dict())
+    write_whole(folder / "report.json", made.to_dict())
     return made
 
 
@@ -246,8 +249,7 @@ class _Search:
         self.folder, self.reader, self.rotary, self.settings, self.say = folder, reader, rotary, settings, say
         self.target: int = settings["target_length"]
         self.bound: float = settings["most_lost"]
-        file = folder / "trials.json"
-        self.trials = [Trial.from_dict(each) for each in read_json(file)["trials"]] if file.is_file() else []
+        self.trials = _read_trials(folder / "trials.json")
 
     @property
     def best(self) -> Trial | None:
@@ -265,7 +267,9 @@ class _Search:
         for stage, share in STAGES.items():
             made = {"methods": self._methods, "bands": self._curves, "pairs": self._curves}[stage](stage)
             for method, parameters, label in made:
-                if self._idle(stage) >= PATIENCE or self._used(seconds, trials, to_measure) >= share:
+                each_once = stage == "methods" and len(self.trials) < len(self.settings["methods"])
+                used = self._used(seconds, trials, to_measure)
+                if used >= (1.0 if each_once else share) or self._idle(stage) >= PATIENCE:
                     break
                 self._try(stage, method, parameters, label)
         if (best := self.best) is not None:
@@ -296,11 +300,12 @@ class _Search:
 
     def _try(self, stage: str, method: RopeMethod, parameters: dict[str, Any], label: str) -> None:
         before = self.best
-        if is_static(method) and not self.settings["static"]:
-            method = two_lists(method, self.rotary, self.target)
+        if is_static(method):
+            parameters = parameters | {"static": method.to_dict()}
+            method = method if self.settings["static"] else two_lists(method, self.rotary, self.target)
         trial = self.reader.read(stage, method, self.trials, parameters, label)
         self.trials.append(trial)
-        write_json(self.folder / "trials.json", {"trials": [each.to_dict() for each in self.trials]})
+        write_whole(self.folder / "trials.json", {"trials": [each.to_dict() for each in self.trials]})
         if (best := self.best) is not None and best is not before:
             lost = f"{best.lost:.4f} lost at 1x"
             self.say(f"trial {len(self.trials)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
@@ -322,7 +327,7 @@ class _Search:
                 )
             study = optuna.create_study(sampler=sampler)
             for trial in self.trials:
-                if trial.stage == stage and trial.parameters:
+                if trial.stage == stage and "values" in trial.parameters:
                     study.add_trial(_told(optuna, trial, self.bound))
             asked = study.ask()
             method = suggest_method(asked, names, self.rotary, self.target)
@@ -348,28 +353,13 @@ class _Search:
 
     def _parent(self, points: int) -> tuple[DivisorCurve, str] | None:
         """The curve of the best static candidate, and the label of what it began with; None: there is none."""
-        static = [trial for trial in self.trials if "levels" in trial.parameters or self._is_static(trial)]
-        whole = [trial for trial in static if not trial.stopped]
-        best = best_trial(static, self.bound) or min(whole, key=lambda trial: trial.cost(self.bound), default=None)
+        static = [trial for trial in self.trials if "static" in trial.parameters and not trial.stopped]
+        best = best_trial(static, self.bound) or min(static, key=lambda trial: trial.cost(self.bound), default=None)
         if best is None:
             return None
-        if "levels" in best.parameters:
-            curve = DivisorCurve(tuple(best.parameters["levels"]), best.parameters["attention_factor"])
-            return curve.resampled(points), best.parameters["from"]
-        return DivisorCurve.of_method(self._long_list(best), self.rotary, points), best.label
-
-    def _is_static(self, trial: Trial) -> bool:
-        method = method_from_dict(trial.method)
-        return is_static(method) or method.name == "longrope"
-
-    def _long_list(self, trial: Trial) -> RopeMethod:
-        """What a trial runs on long inputs, as a static method."""
-        given = trial.method
-        if given["method"] != "longrope":
-            return method_from_dict(given)
-        return resolve_method(
-            "factors", self.rotary, factors=given["long_factor"], attention_factor=given["attention_factor"]
-        )
+        if "levels" in (made := best.parameters):
+            return DivisorCurve(tuple(made["levels"]), made["attention_factor"]).resampled(points), made["from"]
+        return DivisorCurve.of_method(method_from_dict(made["static"]), self.rotary, points), best.label
 
     def _step(self, stage: str) -> float:
         """The size of the next change: half as much more after a better trial, a little less after each other one."""
@@ -427,6 +417,7 @@ class _Search:
             seconds=round(sum(trial.seconds for trial in self.trials), 1),
             cpu_seconds=round(sum(trial.cpu_seconds for trial in self.trials), 1),
             folder=str(self.folder / "model"),
+            loads_plainly=chosen.rope_parameters(self.rotary) is not None,
         )
 
     def _write_table(self) -> None:
@@ -442,12 +433,21 @@ class _Search:
         names = ("linear", "ntk", "yarn")
         shown = {name: resolve_method(name, self.rotary, target_length=self.target) for name in names}
         method = method_from_dict(best.method)
-        if not self._is_static(best):
+        if "static" not in best.parameters:
             return
         try:
             draw_divisors(self.folder / "divisors.png", self.rotary, {**shown, "chosen": method}, self.target)
         except ImportError as error:
             self.say(str(error))
+
+
+def _read_trials(file: Path) -> list[Trial]:
+    if not file.is_file():
+        return []
+    try:
+        return [Trial.from_dict(each) for each in read_json(file)["trials"]]
+    except (KeyError, TypeError) as error:
+        raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
 
 
 def _told(optuna: Any, trial: Trial, bound: float) -> Any:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.training import search
@@ -27,12 +28,17 @@ from tests.support.models import TRAINED, build, logits, tokens
 
 ROOT = Path(__file__).parents[2]
 LONG = 4 * TRAINED
-QUICK: dict[str, Any] = {"data": "stdlib", "target_length": LONG, "passages": 5, "max_spans": 3}
+QUICK: dict[str, Any] = {"data": "texts/*.txt", "target_length": LONG, "passages": 5, "max_spans": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model, and texts in the folder that the test runs in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for document in stdlib_held_out():
+        (tmp_path / "texts" / f"{document.name.replace('/', '-')}.txt").write_text(document.text[:4000])
     build("llama", vocab_size=259).save_pretrained(tmp_path / "small")
     AutoTokenizer.from_pretrained(reference()).save_pretrained(tmp_path / "small")
     return tmp_path / "small"
@@ -54,6 +60,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
         torch.testing.assert_close(logits(plain, ids), logits(ours, ids), atol=1e-4, rtol=0)
     described = rope.describe(ours)
     assert (described.context_length, described.extended_length) == (TRAINED, LONG)
+    assert report.loads_plainly
 
     trials = read_trials(run)
     assert [trial["stage"] for trial in trials] == ["methods"] * 5 + ["bands"] * 8 + ["pairs"] * 7
@@ -92,7 +99,7 @@ def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monke
     monkeypatch.setattr(Reader, "read", spy)
     search(small, tmp_path / "run", **QUICK, trials=1, most_lost=1.0)
     tokenizer = AutoTokenizer.from_pretrained(small)
-    texts = {document.name: document.text for document in load("stdlib")}
+    texts = {document.name: document.text for document in load("texts/*.txt")}
     of_passage = [
         {name for name, text in texts.items() if tokenizer.decode(passage.ids) in text}
         for passage in (*readers[0].passages, *readers[0].short)
@@ -109,7 +116,7 @@ def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monke
 @pytest.mark.slow
 def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "rope_ext_hf", "search", str(small), "--target-length", "256", "--data", "stdlib",
+        sys.executable, "-m", "rope_ext_hf", "search", str(small), "--target-length", "256", "--data", "texts/*.txt",
         "--trials", "30", "--passages", "5", "--max-spans", "2", "--most-lost-at-1x", "1", "--device", "cpu", "--out",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -146,7 +153,7 @@ def fake_read(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     ("minutes", "max_spans", "expected"),
     [
         (10, 1, 59),  # 600 seconds, less 7 methods on one passage of 2 seconds and one of half a second
-        (10, 100, 30),  # at least half of the time is searched
+        (5, 100, 15),  # at least half of the time is searched
         (0.01, 1, 1),
     ],
 )
@@ -189,6 +196,8 @@ def test_static_candidates_are_saved_as_they_are(small: Path, tmp_path: Path) ->
 def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path) -> None:
     report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["rerope"], most_lost=9.0)
     assert report.method["method"] == "rerope"
+    assert not report.loads_plainly
+    assert "loads with rope_ext_hf.from_pretrained" in str(report)
     assert rope.describe(rope.from_pretrained(tmp_path / "run" / "model")).extended_length == LONG
 
 
@@ -216,6 +225,17 @@ def test_refused(given: dict[str, Any], said: str, small: Path, tmp_path: Path) 
     with pytest.raises(MethodError, match=said):
         search(small, tmp_path / "run", **QUICK | given)
     assert not (tmp_path / "run" / "trials.json").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{"])
+def test_a_damaged_folder_is_refused(
+    content: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_read(monkeypatch)
+    search(small, tmp_path / "run", **QUICK, trials=1)
+    (tmp_path / "run" / "trials.json").write_text(content)
+    with pytest.raises(FileError, match=r"trials\.json"):
+        search(small, tmp_path / "run", **QUICK, trials=1)
 
 
 def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

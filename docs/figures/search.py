@@ -1,0 +1,96 @@
+"""What a search of ten minutes found for the bundled model, out of docs/results/search.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .registry import figure, markdown_table, read_result, stamp
+
+
+def _interval(values: Sequence[float]) -> str:
+    mean, low, high = values
+    return f"{mean:.4f} [{low:.4f}, {high:.4f}]"
+
+
+@figure
+def search_ranges() -> str:
+    """Where the numbers of each method are looked for."""
+    from rope_ext_hf.methods.registry import list_methods
+    from rope_ext_hf.methods.search_ranges import SearchRange
+
+    def text(among: SearchRange | tuple[str, ...]) -> str:
+        if not isinstance(among, SearchRange):
+            return " or ".join(f"`{word}`" for word in among)
+        return f"{among.low:g} to {among.high:g}" + (" x needed" if among.times_factor else "")
+
+    declared = {name: cls.search_ranges for name, cls in list_methods().items() if cls.search_ranges}
+    return markdown_table(
+        ("method", "numbers"),
+        (
+            [f"`{name}`", "; ".join(f"`{key}` {text(among)}" for key, among in ranges.items())]
+            for name, ranges in declared.items()
+        ),
+    )
+
+
+@figure
+def search_result() -> str:
+    """Losses on the held-out text, as loaded, of every fixed method and of what was found."""
+    result = read_result("search")
+    report = result["report"]
+    lengths = [str(report["context_length"]), str(report["target_length"])]
+    heads = ["nats per token", *(f"at {int(length):,}" for length in lengths), "what was found is lower by"]
+    rows = [
+        [
+            "what was found" if name == "chosen" else name,
+            *(f"{losses[length]:.4f}" for length in lengths),
+            _interval(report["gains"][name]) if name in report["gains"] else "",
+        ]
+        for name, losses in report["losses"].items()
+    ]
+    return markdown_table(heads, rows, stamp(result, result["command"]))
+
+
+@figure
+def search_summary() -> str:
+    """The gain over the best fixed method, and the price at the context length."""
+    result = read_result("search")
+    report, best = result["report"], result["best_fixed"]
+    return (
+        f"{_interval(report['gains'][best])} nats per token below `{best}`, the best fixed method, and at the context "
+        f"length {_interval(report['lost'])} above the model as loaded, on text that the search did not read"
+    )
+
+
+@figure
+def search_cost() -> str:
+    report = read_result("search")["report"]
+    return (
+        f"{report['trials']} candidates in {report['seconds'] / 60:.1f} minutes of a shared machine, "
+        f"{report['cpu_seconds']:.0f} seconds of one core; {report['stopped']} were stopped early"
+    )
+
+
+@figure
+def search_stages() -> str:
+    """How far each stage came."""
+    trials = read_result("search")["trials"]
+    rows = []
+    for stage in dict.fromkeys(trial["stage"] for trial in trials):
+        of_stage = [trial for trial in trials if trial["stage"] == stage]
+        until = [t for t in trials[: trials.index(of_stage[-1]) + 1] if not t["stopped"] and t["lost"] <= 0.02]
+        stopped = sum(trial["stopped"] for trial in of_stage)
+        rows.append([stage, str(len(of_stage)), str(stopped), f"{min(trial['loss'] for trial in until):.4f}"])
+    return markdown_table(("stage", "candidates", "stopped early", "lowest loss by its end, text searched on"), rows)
+
+
+@figure
+def search_longrope() -> str:
+    """LongRoPE's own search, given the same time."""
+    theirs = read_result("search-longrope")
+    return (
+        f"read {theirs['candidates']} candidates to the end and came from {theirs['first_loss']:.4f} to "
+        f"{theirs['searched_loss']:.4f} on the text searched on; on the held-out text what this search found is "
+        f"{_interval(theirs['gain_of_chosen'])} nats lower, and LongRoPE's result loses {_interval(theirs['lost'])} at "
+        "the context length"
+    )
