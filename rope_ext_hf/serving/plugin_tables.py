@@ -39,7 +39,8 @@ def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, An
         settings = plugin_settings(given.arguments.get(settings_name) or {})
         if settings is None:
             return stock(*args, **kwargs)
-        key = tuple((name, _hashable(value)) for name, value in given.arguments.items())
+        # A module without a dtype of its own gets the default, which is that of the model being built.
+        key = (torch.get_default_dtype(), *((name, _hashable(value)) for name, value in given.arguments.items()))
         if key not in tables or _freed(tables[key]):
             tables[key] = build(given.arguments, settings)
         return tables[key]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -125,6 +126,16 @@ def test_a_table_is_exact_at_positions_of_a_million(engine: Any) -> None:
             assert module.cos_sin_cache[last, column].item() == pytest.approx(exact, abs=1e-6)
     assert engine.get_rope(16, 2**20, True, dict(given), torch.float32) is module
     assert engine.get_rope(16, 128, True, given, torch.float32) is not module
+
+
+def test_models_of_two_dtypes_in_one_process_have_tables_of_their_own(
+    engine: Any, request: pytest.FixtureRequest
+) -> None:
+    given = settings(build("llama"), method="yarn", factor=4)
+    request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):  # which vLLM sets while it builds a model
+        torch.set_default_dtype(dtype)
+        assert engine.get_rope(16, 128, True, given).cos_sin_cache.dtype == dtype
 
 
 def test_a_module_that_rotates_otherwise_than_the_saved_model_is_named(
