@@ -43,6 +43,7 @@ class DynamicNTK(RopeMethod):
     """
 
     guidance = Guidance(decode=ROTATED_AGAIN)
+    length_dependent = True
 
     growth: Growth = "paper"
     factor: float | None = None
@@ -75,10 +76,6 @@ class DynamicNTK(RopeMethod):
         """The growth rule stands in the label even where it is the default."""
         rest = super().label().removeprefix(self.name).removeprefix(f" {self.growth}")
         return f"{self.name} {self.growth}{rest}"
-
-    @property
-    def length_dependent(self) -> bool:
-        return True
 
     @property
     def piecewise_constant(self) -> bool:
@@ -124,10 +121,7 @@ class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
     guidance = Guidance(purposes=(SHORT_INPUTS,), decode=ROTATED_AGAIN)
-
-    @property
-    def length_dependent(self) -> bool:
-        return True
+    length_dependent = True
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         factor = (length / rotary.context_length).clamp(min=1)
@@ -146,6 +140,7 @@ class LongRoPE(RopeMethod):
     """
 
     guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its lists")
+    composable = True
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -188,10 +183,6 @@ class LongRoPE(RopeMethod):
             return self.attention_factor
         assert self.factor is not None
         return math.sqrt(1 + math.log(self.factor) / math.log(rotary.context_length))
-
-    @property
-    def composable(self) -> bool:
-        return True
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if not self.length_dependent:

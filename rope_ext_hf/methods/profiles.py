@@ -33,6 +33,9 @@ class Profiles(RopeMethod):
     """
 
     guidance = Guidance(purposes=(SHORT_INPUTS,), unmeasured="each length as under the method at its factor")
+    length_dependent = True
+    piecewise_constant = True
+    one_per_cache = True
 
     factor: float
     smaller: tuple[float, ...] | None = None
@@ -86,18 +89,6 @@ class Profiles(RopeMethod):
     def _limits(self, rotary: Rotary) -> list[int]:
         """The longest input of each profile but the last, which has every longer one, in tokens."""
         return [length for length, _ in self.profiles(rotary)[:-1]]
-
-    @property
-    def length_dependent(self) -> bool:
-        return True
-
-    @property
-    def piecewise_constant(self) -> bool:
-        return True
-
-    @property
-    def one_per_cache(self) -> bool:
-        return True
 
     def next_change(self, rotary: Rotary, length: int) -> int:
         return next((limit for limit in self._limits(rotary) if length <= limit), UNBOUNDED)

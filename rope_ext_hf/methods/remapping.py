@@ -87,6 +87,7 @@ class RemappingMethod(RopeMethod):
 
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
+    composable = False
 
     max_distance: int | None = None
     temperature: str | None = None
@@ -114,10 +115,6 @@ class RemappingMethod(RopeMethod):
             value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise MethodError(f"{self.name}: {name} must be at least 1, got {value}")
-
-    @property
-    def composable(self) -> bool:
-        return False
 
     def bind(self, rotary: Rotary, target_length: int | None, *, own_temperature: bool = False) -> Self:
         """The method with every parameter that was not given filled in.
@@ -446,6 +443,7 @@ class DualChunk(RemappingMethod):
         when="prompts are long and speed matters: cached keys are never rotated again",
         decode=ZONES,
     )
+    local_zone_exact = False
 
     chunk: int | None = None
     window: int | None = None
@@ -455,10 +453,6 @@ class DualChunk(RemappingMethod):
         window = self.window or max(1, limit - chunk)
         self.check_reach(limit, "chunk and window together", chunk + window)
         return replace(self, chunk=chunk, window=window)
-
-    @property
-    def local_zone_exact(self) -> bool:
-        return False
 
     @property
     def exact_length(self) -> int:

@@ -56,6 +56,9 @@ class _ScoreBias(RemappingMethod):
         decode="slower scores beyond the context length",
     )
     default_temperature = "none"  # a bias already keeps the number of keys that matter from growing
+    local_zone_exact = False  # keys stay where they are stored, which is where they stand
+    moves_keys = False
+
     start: int | None = None
 
     def __post_init__(self) -> None:
@@ -100,14 +103,6 @@ class _ScoreBias(RemappingMethod):
     def exact_length(self) -> int:
         assert self.start is not None
         return self.start + 1
-
-    @property
-    def local_zone_exact(self) -> bool:
-        return False  # keys stay where they are stored, which is where they stand
-
-    @property
-    def moves_keys(self) -> bool:
-        return False
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
         return ((0, UNBOUNDED),)

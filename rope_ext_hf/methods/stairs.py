@@ -36,6 +36,9 @@ class _TurnedQueries(RemappingMethod):
         start: W, the distance at which the key at the distance S is seen; at most `window`.
     """
 
+    # keys are cached at their own positions, which is where they stand in the nearest zone
+    local_zone_exact = False
+
     window: int | None = None
     start: int | None = None
 
@@ -57,10 +60,6 @@ class _TurnedQueries(RemappingMethod):
     def band(self) -> int:
         """How many distances each zone of far keys spans."""
         return UNBOUNDED
-
-    @property
-    def local_zone_exact(self) -> bool:
-        return False  # keys are cached at their own positions, which is where they stand in the nearest zone
 
     @property
     def exact_length(self) -> int:
