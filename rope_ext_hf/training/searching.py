@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.errors import FileError, MethodError, one_line
+from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.journal import exclusive
 from rope_ext_hf.eval.measuring import sweep
-from rope_ext_hf.eval.plan import tokenize
+from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.results import Result, difference
 from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import load_model, load_tokenizer
@@ -185,7 +186,7 @@ def search(
         MethodError: not one of minutes and trials, a target length that is no longer than the context length, or no
             candidate that holds the bound.
         CorpusError: too short a text.
-        FileError: the folder holds a run of other settings.
+        FileError: the folder holds a run of other settings, or another process is writing it.
         ImportError: Optuna is not installed.
     """
     if (minutes is None) == (trials is None):
@@ -211,24 +212,29 @@ def search(
     for name in settings["methods"]:  # a wrong name is refused before anything is read
         resolve_method(name, rotary, target_length=target_length)
     open_run(folder, settings, may_differ=("minutes", "trials"))
-    searched, held_out = split(tokenize(load(data), tokenizer), 2)
-    if eval_data is not None:
-        searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
-    if len(held_out) < FEW_DOCUMENTS:
-        held_out = pieces(held_out, target_length, max_spans)
-    texts = text_passages(searched, target_length, passages, tokenizer)
-    read = texts if fitness == "loss" else prompts(fitness, searched, target_length, passages, tokenizer, seed)
-    reader = Reader(loaded, read, short_passages(texts, rotary.context_length), most_lost, **underneath)
-    run = _Search(folder, reader, rotary, settings, say)
-    measured_seconds = max_spans * (len(searched_methods()) + 2) * (1 + rotary.context_length / target_length)
-    best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
-    say("measuring on text that the search did not read")
-    made = run.measured(best, held_out, eval_data or data, max_spans)
-    _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
-    tokenizer.save_pretrained(folder / "model")
-    run.draw(best)
-    write_whole(folder / "report.json", made.to_dict())
-    return made
+    with exclusive(folder, 0):
+        searched, held_out = split(tokenize(load(data), tokenizer), 2)
+        if eval_data is not None:
+            searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
+        if sum(len(each.ids) >= target_length for each in held_out) < FEW_DOCUMENTS:
+            held_out = pieces(held_out, target_length, max_spans)
+        if not held_out:
+            raise CorpusError(
+                f"no held-out document has {target_length:,} tokens; give longer text, or another with eval_data"
+            )
+        texts = text_passages(searched, target_length, passages, tokenizer)
+        read = texts if fitness == "loss" else prompts(fitness, searched, target_length, passages, tokenizer, seed)
+        reader = Reader(loaded, read, short_passages(texts, rotary.context_length), most_lost, **underneath)
+        run = _Search(folder, reader, rotary, settings, say)
+        measured_seconds = max_spans * (len(searched_methods()) + 2) * (1 + rotary.context_length / target_length)
+        best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
+        say("measuring on text that the search did not read")
+        made = run.measured(best, held_out, tokenizer, eval_data or data, max_spans)
+        _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
+        tokenizer.save_pretrained(folder / "model")
+        run.draw(best)
+        write_whole(folder / "report.json", made.to_dict())
+        return made
 
 
 def _import_optuna() -> Any:
@@ -376,7 +382,9 @@ class _Search:
         seed: int = self.settings["seed"]
         return seed * 1_000_003 + len(self.trials)
 
-    def measured(self, best: Trial, held_out: Sequence[Any], data: str, max_spans: int) -> SearchReport:
+    def measured(
+        self, best: Trial, held_out: Sequence[Tokens], tokenizer: Any, data: str, max_spans: int
+    ) -> SearchReport:
         """Read text that the search did not read, as loaded, with each fixed method and with the chosen one."""
         chosen = method_from_dict(best.method)
         fixed = [resolve_method(name, self.rotary, target_length=self.target) for name in searched_methods()]
@@ -390,8 +398,7 @@ class _Search:
             max_spans=max_spans,
             data=data,
             out=self.folder / "measured",
-            tokenizer=None,
-            bos=False,
+            tokenizer=tokenizer,
             **self.reader.underneath,
         ).results
         read: dict[str, RopeMethod | None] = {"as loaded": None, **{each.label(): each for each in fixed}}

@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import FileError, MethodError
+from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.journal import exclusive
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.reference import path as reference
@@ -227,6 +228,32 @@ def test_refused(given: dict[str, Any], said: str, small: Path, tmp_path: Path) 
     assert not (tmp_path / "run" / "trials.json").exists()
 
 
+def test_too_little_held_out_text_is_refused_before_the_search(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("word " * 40)
+    with pytest.raises(CorpusError, match="no held-out document has 256 tokens"):
+        search(small, tmp_path / "run", **QUICK, trials=1, eval_data="short.txt")
+    assert not (tmp_path / "run" / "trials.json").exists()
+
+
+def test_spans_begin_as_the_tokenizer_begins_texts(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the BOS token, where it puts one before every text: in the search and in the measurement."""
+    readers: list[Reader] = []
+    read = Reader.read
+
+    def spy(self: Reader, *args: Any, **kwargs: Any) -> Trial:
+        readers.append(self)
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(Reader, "read", spy)
+    monkeypatch.setattr("rope_ext_hf.eval.plan.leading_token", lambda tokenizer: 5)
+    search(small, tmp_path / "run", **QUICK, trials=1, most_lost=9.0)
+    assert all(int(passage.ids[0]) == 5 and len(passage.ids) == LONG for passage in readers[0].passages)
+    (settings,) = (tmp_path / "run" / "measured").glob("*/run.json")
+    assert json.loads(settings.read_text())["setting"]["bos"]
+
+
 @pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{"])
 def test_a_damaged_folder_is_refused(
     content: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +263,14 @@ def test_a_damaged_folder_is_refused(
     (tmp_path / "run" / "trials.json").write_text(content)
     with pytest.raises(FileError, match=r"trials\.json"):
         search(small, tmp_path / "run", **QUICK, trials=1)
+
+
+def test_a_folder_has_one_writer(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_read(monkeypatch)
+    search(small, tmp_path / "run", **QUICK, trials=1)
+    with exclusive(tmp_path / "run", 0), pytest.raises(FileError, match="another process is writing"):
+        search(small, tmp_path / "run", **QUICK, trials=2)
+    assert len(read_trials(tmp_path / "run")) == 1
 
 
 def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
