@@ -114,11 +114,11 @@ def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monke
     assert measured | searched <= set(texts)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "rope_ext_hf", "search", str(small), "--target-length", "256", "--data", "texts/*.txt",
-        "--trials", "30", "--passages", "5", "--max-spans", "2", "--most-lost-at-1x", "1", "--device", "cpu", "--out",
+        "--trials", "40", "--passages", "5", "--max-spans", "2", "--most-lost-at-1x", "1", "--device", "cpu", "--out",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     cut = subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stderr=subprocess.DEVNULL)
@@ -128,7 +128,7 @@ def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path)
         time.sleep(0.02)
     cut.send_signal(signal.SIGKILL)
     cut.wait()
-    assert len(read_trials(tmp_path / "cut")) < 30
+    assert len(read_trials(tmp_path / "cut")) < 40
     for name in ("cut", "whole"):
         done = subprocess.run([*command, str(tmp_path / name)], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
