@@ -7,18 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rope_ext_hf.engines.base import GEOMETRY_KEYS, Encoding, ServingConfig, Target
-from rope_ext_hf.methods.registry import method_from_dict
-from rope_ext_hf.methods.remapping import RemappingMethod
 
-__all__ = [
-    "PLUGIN_TYPE",
-    "REMAPPING_KEY",
-    "plugin_encoding",
-    "plugin_frequencies",
-    "plugin_note",
-    "plugin_remapping",
-    "plugin_settings",
-]
+__all__ = ["PLUGIN_TYPE", "REMAPPING_KEY", "plugin_encoding", "plugin_frequencies", "plugin_note", "plugin_settings"]
 
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type; `rope_ext_hf.serving.plugin_tables` describes its settings and builds their tables."""
@@ -57,16 +47,6 @@ def plugin_frequencies(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], 
     """The frequencies and the magnitude that settings for the plug-ins hold."""
     held = plugin_settings(settings) or {}
     return tuple(map(float, json.loads(held["inv_freq"]))), float(held["attention_factor"])
-
-
-def plugin_remapping(settings: Mapping[str, Any]) -> tuple[RemappingMethod, str] | None:
-    """The remapping method that settings for the plug-ins hold, and the model's pairing; None: they hold none."""
-    if REMAPPING_KEY not in settings:
-        return None
-    held = json.loads(settings[REMAPPING_KEY])
-    method = method_from_dict(held["method"])
-    assert isinstance(method, RemappingMethod)
-    return method, held["pairing"]
 
 
 def plugin_note(config: ServingConfig, title: str) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
-from rope_ext_hf.engines.plugin_type import plugin_frequencies, plugin_remapping
+from rope_ext_hf.engines.plugin_type import plugin_frequencies
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.serving.plugin_tables import held_remapping
 
 __all__ = ["PagedAttention", "requests_of", "store"]
 
@@ -85,7 +86,7 @@ class PagedAttention:
         Raises:
             ValueError: settings without a method.
         """
-        held = plugin_remapping(settings)
+        held = held_remapping(settings)
         if held is None:
             raise ValueError(
                 "the attention backend CUSTOM of rope-ext-hf is for remapping methods, and the rope settings of this "

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, plugin_remapping, plugin_settings
+from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, plugin_settings
+from rope_ext_hf.methods.registry import method_from_dict
+from rope_ext_hf.methods.remapping import RemappingMethod
 
-__all__ = ["build_rotary", "for_transformers", "refuse_remapping", "taken_over"]
+__all__ = ["build_rotary", "for_transformers", "held_remapping", "refuse_remapping", "taken_over"]
 
 BLOCK = 65536  # positions whose angles are computed at a time, in float64
 
@@ -91,7 +93,7 @@ def build_rotary(
             f"{rotary_dim} dims in pairs; write the config anew with rope-ext serve-config"
         )
     exact = torch.tensor(frequencies, dtype=torch.float64, device="cpu")
-    remapping = plugin_remapping(settings)
+    remapping = held_remapping(settings)
 
     def inverse_frequencies(self: Any, base: float) -> torch.Tensor:
         return exact.float()
@@ -131,6 +133,16 @@ def build_rotary(
         axes["positions_factor"] = positions_factor
     dtype = dtype or torch.get_default_dtype()
     return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
+
+
+def held_remapping(settings: Mapping[str, Any]) -> tuple[RemappingMethod, str] | None:
+    """The remapping method that settings for the plug-ins hold, and the model's pairing; None: they hold none."""
+    if REMAPPING_KEY not in settings:
+        return None
+    held = json.loads(settings[REMAPPING_KEY])
+    method = method_from_dict(held["method"])
+    assert isinstance(method, RemappingMethod)
+    return method, held["pairing"]
 
 
 def refuse_remapping(settings: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, REMAPPING_KEY, plugin_remapping
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, REMAPPING_KEY
 from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import table_differences
-from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, taken_over
+from rope_ext_hf.serving.plugin_tables import build_rotary, for_transformers, held_remapping, taken_over
 
 __all__ = ["BACKEND", "register"]
 
@@ -110,7 +110,7 @@ def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     from vllm.model_executor.layers import rotary_embedding
 
     head_size, half = arguments["head_size"], arguments["is_neox_style"]
-    remapping, pairing = plugin_remapping(settings), "half" if half else "interleaved"
+    remapping, pairing = held_remapping(settings), "half" if half else "interleaved"
     if remapping is not None and remapping[1] != pairing:
         raise ValueError(
             f"vLLM rotates this model in {pairing} pairs, and its rope settings are for {remapping[1]} ones"
