@@ -152,6 +152,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --biases --out $(RESULTS)
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/encoders.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --text --out $(RESULTS)

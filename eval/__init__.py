@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
     from rope_ext_hf.eval.measuring import perplexity, sweep
+    from rope_ext_hf.eval.needs import Need, need
     from rope_ext_hf.eval.results import Result, Retrieval
     from rope_ext_hf.eval.retrieval import passkey
     from rope_ext_hf.eval.run_folder import read_run
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.task_suites import tasks
 
 __all__ = [
+    "Need",
     "Result",
     "Results",
     "Retrieval",
     "RopeHFLM",
     "Run",
     "TaskResult",
+    "need",
     "passkey",
     "perplexity",
     "read_run",
@@ -36,10 +39,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Need": "needs",
     "Result": "results",
     "Results": "runs",
     "Retrieval": "results",
     "RopeHFLM": "lm_eval_adapter",
+    "need": "needs",
     "passkey": "retrieval",
     "perplexity": "measuring",
     "Run": "runs",

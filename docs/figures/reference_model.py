@@ -298,6 +298,25 @@ def learnable() -> str:
     return markdown_table(head, rows, setting + stamp(line, f"benchmarks/learnable.py --steps {line['steps']}"))
 
 
+@figure
+def needs() -> str:
+    """What `need` found of two models: rises of the loss and answers by length."""
+    line = lines_of("needs")[-1]
+    names = {"bundled": "the bundled model", "reader": "trained to read further"}
+    lengths = list(line["rows"][0]["rises"])
+    rows = []
+    for row in line["rows"]:
+        rises = (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" for mean, low, high in row["rises"].values())
+        rows.append([names[row["model"]], *rises, f"{row['reads_to']:,}"])
+    head = ["nats per byte at", *(f"{int(n):,} ({int(n) / int(lengths[0]):g}x)" for n in lengths), "reads to"]
+    note = (
+        f"Differences to the loss at {int(lengths[0]):,}, with their 95% intervals. The second model is the bundled "
+        f"one with theta {line['theta']:,.0f}, trained in {line['steps']} steps on rows of {int(lengths[0]):,} bytes "
+        f"at random positions up to {line['scale'] * int(lengths[0]):,}. "
+    )
+    return markdown_table(head, rows, note + stamp(line, f"benchmarks/needs.py --steps {line['steps']}"))
+
+
 def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) -> str:
     line = last_line("encoders")
 

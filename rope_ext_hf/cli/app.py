@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, serving, training
+from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, serving, training
 from rope_ext_hf.cli.console import print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, short
@@ -28,6 +28,7 @@ __all__ = ["app", "main"]
 _COMMANDS = {
     "Models": (models.methods, models.describe, models.diff, models.explain, models.patch),
     "Measurements": (
+        need.need,
         evaluation.demo,
         evaluation.ppl,
         evaluation.sweep,
@@ -50,7 +51,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "passkey", "ppl", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "need", "passkey", "ppl", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }

@@ -154,12 +154,16 @@ def advise(
         str | None,
         typer.Option(metavar="TOKENS", help="The length that the model is for, instead of what its config states."),
     ] = None,
+    need: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="What `rope-ext need --out FOLDER` measured.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say how a model gets to a length: methods, their cost, memory, engines, and the commands; reads no weights.
 
     Example: `rope-ext advise reference --target-length 1k`
     """
+    from rope_ext_hf.eval.needs import reach_in
     from rope_ext_hf.serving.advising import advise as advise_on
 
     wanted = parse_length(target_length)
@@ -174,6 +178,7 @@ def advise(
         over=over,
         context_length=stated,
         batches=[int(number) for number in batches],
+        reads_to=None if need is None else reach_in(need),
         revision=source.revision,
         trust_remote_code=source.trust_remote_code,
     )

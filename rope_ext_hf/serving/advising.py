@@ -59,6 +59,7 @@ def advise(
     over: str = "own",
     context_length: int | None = None,
     batches: Sequence[int] = (1, 8),
+    reads_to: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Advice:
@@ -69,6 +70,8 @@ def advise(
         target_length: tokens.
         over, context_length: as in `patch`.
         batches: the numbers of inputs at a time that memory is computed for.
+        reads_to: tokens that the model was found to read as it is (`rope_ext_hf.eval.need`), where those are more than
+            it is for.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
@@ -89,6 +92,8 @@ def advise(
         extended = top.target_length or top.method.extended_length(top.rotary)
         reached, rule = max(reached, extended or 0), "the patch that it carries"
         extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
+    if reads_to is not None and reads_to > reached:
+        reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
     run = _Planner(opened, rotary, target_length, {"over": over, "context_length": context_length})
     needed = target_length > reached
     methods = run.methods() if needed else []
