@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,7 +198,8 @@ def make_plan(
     left_out += sum(not spans for _, spans in cut)
     if max_spans is not None:
         cut = _subsample(cut, ordered, max_spans)
-    kept = tuple((document, tuple(sorted(spans, key=_reading_order))) for document, spans in cut if spans)
+    reading_order = attrgetter("context", "start", "stop", "score_from")
+    kept = tuple((document, tuple(sorted(spans, key=reading_order))) for document, spans in cut if spans)
     measured = {span.length for _, spans in kept for span in spans}
     if missing := [length for length in ordered if length not in measured]:
         longest = max((len(document.ids) for document in documents), default=0)
@@ -206,10 +208,6 @@ def make_plan(
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
         )
     return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out)
-
-
-def _reading_order(span: Span) -> tuple[int, int, int, int]:
-    return span.context, span.start, span.stop, span.score_from
 
 
 def _passes(spans: Sequence[Span]) -> list[tuple[int, int, int]]:

@@ -160,7 +160,11 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
         raise UnsupportedModelError(
             f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; known: "
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
-            + ("; load this folder with rope_ext_hf.from_pretrained" if _is_ours(rope_type) else "")
+            + (
+                "; load this folder with rope_ext_hf.from_pretrained"
+                if str(rope_type).startswith(PLUGIN_PREFIX)
+                else ""
+            )
         )
     if rope_type == "dynamic" and runs_alpha(config.model_type) and settings.get("alpha"):
         method = resolve_method("ntk", None, factor=float(settings["alpha"]))
@@ -202,10 +206,6 @@ def _most_positions(config: Config) -> int:
             "trained with is not known; set it in the config"
         )
     return int(most)
-
-
-def _is_ours(rope_type: object) -> bool:
-    return str(rope_type).startswith(PLUGIN_PREFIX)
 
 
 def _context_length(rope_type: str, most: int, original: int, factor: float) -> tuple[int, str]:

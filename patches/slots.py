@@ -291,7 +291,8 @@ def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module
                 config = next((swap.original for swap in child.state.configs if swap.patched is config), config)
             if not hasattr(config, "model_type"):  # none, or something else: Idefics keeps a dropout rate there
                 continue
-            if _is_table(attribute, config) or (frequency_names(module) and _takes_positions(module)):
+            takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
+            if _is_table(attribute, config) or (frequency_names(module) and takes_positions):
                 yield parent, attribute, module, config
 
 
@@ -306,10 +307,6 @@ def frequency_names(module: nn.Module) -> list[str]:
 
 def _is_table(attribute: str, config: Any) -> bool:
     return attribute == angle_table(config.model_type)
-
-
-def _takes_positions(module: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
 def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) -> Slot:

@@ -56,8 +56,7 @@ def convert(
             verify=verify,
             model_parallel=model_parallel,
             context_length=parse_length(context_length) if context_length else None,
-            revision=source.revision,
-            trust_remote_code=source.trust_remote_code,
+            **source.version,
             progress=bar.set,
         )
     print_text(json_text(report.to_dict()) if as_json else str(report))
@@ -93,7 +92,6 @@ def detect(
     report = detect_pairing(
         model_source(model),
         text=sample,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
+        **source.version,
     )
     print_text(json_text(report.to_dict()) if as_json else str(report))

@@ -230,10 +230,7 @@ def diff(
     from rope_ext_hf.serving.fingerprints import fingerprint
 
     quiet_transformers()
-    one, other = (
-        fingerprint(name, revision=source.revision, trust_remote_code=source.trust_remote_code)
-        for name in (expected, actual)
-    )
+    one, other = (fingerprint(name, **source.version) for name in (expected, actual))
     sentences = one.differences(other)
     if as_json:
         print_text(json_text({"expected": one.to_dict(), "actual": other.to_dict(), "differences": sentences}))

@@ -79,17 +79,22 @@ class SourceOptions:
         bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
     ] = False
 
+    @property
+    def version(self) -> dict[str, Any]:
+        """As functions that read a model take them."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
     def empty_model(self, model: str) -> PreTrainedModel:
         """The model without weights, which describing, patching and planning need no more than."""
         from rope_ext_hf.hub import load_empty
 
-        return load_empty(model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        return load_empty(model, **self.version)
 
     def tokenizer(self, model: str) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         from rope_ext_hf.hub import load_tokenizer
 
-        return load_tokenizer(model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        return load_tokenizer(model, **self.version)
 
 
 @dataclass(frozen=True)
@@ -106,14 +111,7 @@ class LoadOptions(SourceOptions):
         """The model with its weights, ready to be measured."""
         from rope_ext_hf.hub import load_model
 
-        return load_model(
-            model,
-            dtype=self.dtype,
-            device=self.device,
-            device_map=self.device_map,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
+        return load_model(model, dtype=self.dtype, device=self.device, device_map=self.device_map, **self.version)
 
 
 @dataclass(frozen=True)
@@ -351,6 +349,17 @@ class PatchOptions(MethodOptions):
             )
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The method with everything that was asked for, as `rope_ext_hf.patch` takes it; without one None."""
+        return {
+            "method": self.names[0] if self.names else None,
+            "factor": self.factors[0] if self.factors else None,
+            "target_length": self.extended_length,
+            **self.underneath,
+            **self.parameters,
+        }
+
+    @property
     def choice(self) -> dict[str, Any]:
         """Arguments of `rope_ext_hf.patch` for the layers to change."""
         return {}
@@ -359,18 +368,8 @@ class PatchOptions(MethodOptions):
         """Patch a model, in place, with the method that was asked for, if there is one."""
         from rope_ext_hf.patches.patching import patch
 
-        if not self.names:
-            return
-        patch(
-            model,
-            self.names[0],
-            factor=self.factors[0] if self.factors else None,
-            target_length=self.extended_length,
-            **self.underneath,
-            native=native,
-            **self.choice,
-            **self.parameters,
-        )
+        if self.names:
+            patch(model, native=native, **self.choice, **self.arguments)
 
 
 def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:

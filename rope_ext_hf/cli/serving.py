@@ -91,8 +91,7 @@ def extend(
         out=out,
         over=over,
         context_length=parse_length(context_length) if context_length else None,
-        revision=load.revision,
-        trust_remote_code=load.trust_remote_code,
+        **load.version,
     )
     written, verdict = carries(plan), None
     with results_to(sys.stderr) if as_json else nullcontext():
@@ -179,8 +178,7 @@ def advise(
         context_length=stated,
         batches=[int(number) for number in batches],
         reads_to=None if need is None else reach_in(need),
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
+        **source.version,
     )
     print_text(json_text(advice.to_dict()) if as_json else str(advice))
 
@@ -254,8 +252,7 @@ def check_server(
         "data": data,
         "served_name": served_name,
         "seconds": seconds,
-        "revision": load.revision,
-        "trust_remote_code": load.trust_remote_code,
+        **load.version,
     }
     if to_file is not None:
         save_answers(url, model, to_file, **asked)
@@ -325,13 +322,8 @@ def _configure(
     return serving_config(
         model,
         engine,
-        methods.names[0] if methods.names else None,
-        factor=methods.factors[0] if methods.factors else None,
-        target_length=methods.extended_length,
         engine_version=version,
         plugin=plugin,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        **methods.underneath,
-        **methods.parameters,
+        **source.version,
+        **methods.arguments,
     )

@@ -72,10 +72,7 @@ def finetune(
         model,
         out,
         data=data,
-        method=methods.names[0],
-        factor=methods.factors[0] if methods.factors else None,
-        target_length=methods.extended_length,
-        **methods.underneath,
+        **methods.arguments,
         minutes=minutes,
         steps=steps,
         eval_data=eval_data,
@@ -91,10 +88,8 @@ def finetune(
         seed=seed,
         dtype="float32" if source.dtype == "auto" else source.dtype,
         device=source.device,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
+        **source.version,
         report=lambda line: print_note("finetune", line),
-        **methods.parameters,
     )
     print_text(json_text(report.to_dict()) if as_json else str(report))
 
@@ -178,8 +173,7 @@ def search(
             seed=seed,
             dtype=source.dtype,
             device=source.device,
-            revision=source.revision,
-            trust_remote_code=source.trust_remote_code,
+            **source.version,
             report=lambda line: print_note("search", line),
         )
     except ImportError as error:

@@ -36,7 +36,6 @@ from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.notes import sliding_note
-from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.serving.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.serving.memory import cache_memory
@@ -104,7 +103,8 @@ def advise(
         times = f"{reached / target_length:.3g} times what is asked for"
         larger = (f"The patch is for {reached:,} tokens, {times}.", *cost_notes(specs[-1].method, specs[-1].rotary))
     note, _ = sliding_note(opened.config, _sliding_rope(opened), target_length)
-    published = recipe_note(opened.config, *run.result(choices) if needed else _carried(specs, rotary))
+    present = (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
+    published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})
     return Advice(
         model=opened.name,
@@ -122,11 +122,6 @@ def advise(
         commands=run.commands(served, configs, choices, reached),
         notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
     )
-
-
-def _carried(specs: Sequence[PatchSpec], rotary: Rotary) -> tuple[Rotary, RopeMethod | None]:
-    """The patch that a model carries, over what; without one, the model as loaded."""
-    return (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
 
 
 def _sliding_rope(opened: Model) -> Any:
