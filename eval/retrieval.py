@@ -28,7 +28,7 @@ from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import Retrieval, RetrievalSetting
-from rope_ext_hf.eval.retrieval_prompts import TASKS, Task, ask, other_answers
+from rope_ext_hf.eval.retrieval_prompts import TASKS, Question, Task, ask, other_answers
 from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, Trial
 from rope_ext_hf.eval.runner import measure, progress_of_tokens
 from rope_ext_hf.eval.runs import Results, RunPlan
@@ -72,35 +72,39 @@ def make_trials(
     Raises:
         MethodError: a tokenizer without enough answers of one length, or more keys than the task can tell apart.
     """
-    return [
-        _trial(task, tokenizer, distractors, keys, asked, depths, index, random.Random(f"{seed} {index}"), repeated)
-        for index in range(trials)
-    ]
-
-
-def _trial(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    distractors: int,
-    keys: int,
-    asked: int,
-    depths: Sequence[float],
-    index: int,
-    rng: random.Random,
-    repeated: bool,
-) -> Trial:
-    try:
-        drawn = ask(task, rng, keys=keys, wording=index).about(asked)
-    except ValueError as error:
-        raise MethodError(str(error)) from error
-    start = 0.0 if repeated else rng.random()
-    places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
     prefix = prefix_token(tokenizer, None)
+    made = []
+    for index in range(trials):
+        rng = random.Random(f"{seed} {index}")
+        try:
+            drawn = ask(task, rng, keys=keys, wording=index).about(asked)
+        except ValueError as error:
+            raise MethodError(str(error)) from error
+        start = 0.0 if repeated else rng.random()
+        places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
+        question, answers = _question_and_answers(task, tokenizer, drawn, rng, index, distractors)
+        head = ([] if prefix is None else [prefix]) + _encode(tokenizer, drawn.head)
+        trial = Trial(
+            head=torch.tensor(head, dtype=torch.int64),
+            statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
+            depths=tuple(places[:asked] + places[asked + 1 :]),
+            question=torch.tensor(question, dtype=torch.int64),
+            answers=torch.tensor(answers),
+            start=start,
+        )
+        made.append(trial)
+    return made
+
+
+def _question_and_answers(
+    task: Task, tokenizer: PreTrainedTokenizerBase, drawn: Question, rng: random.Random, wording: int, distractors: int
+) -> tuple[list[int], list[list[int]]]:
+    """The token ids of a question and of its answers, the right one first, then wrong ones of as many tokens."""
     question = _encode(tokenizer, drawn.question)
     # A tokenizer may merge the end of the question with the answer: what both have in common is the prompt.
     answers = [_encode(tokenizer, drawn.question + drawn.answer)]
     shared = next((i for i, (a, b) in enumerate(zip(question, answers[0], strict=False)) if a != b), len(question))
-    others = other_answers(task, drawn, rng, wording=index)
+    others = other_answers(task, drawn, rng, wording=wording)
     texts = {drawn.answer}
     for _ in range(1000 * (distractors + 1)):
         if len(answers) == distractors + 1:
@@ -116,14 +120,7 @@ def _trial(
             f"only {len(answers) - 1} other answers have the {len(answers[0]) - shared} tokens of {drawn.answer!r}, "
             f"asked for {distractors}; ask for fewer distractors"
         )
-    return Trial(
-        head=torch.tensor(([] if prefix is None else [prefix]) + _encode(tokenizer, drawn.head), dtype=torch.int64),
-        statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
-        depths=tuple(places[:asked] + places[asked + 1 :]),
-        question=torch.tensor(question[:shared], dtype=torch.int64),
-        answers=torch.tensor([ids[shared:] for ids in answers]),
-        start=start,
-    )
+    return question[:shared], [ids[shared:] for ids in answers]
 
 
 def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:

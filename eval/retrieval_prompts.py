@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-__all__ = ["TASKS", "Task", "ask", "insert", "other_answers"]
+__all__ = ["TASKS", "Question", "Task", "ask", "insert", "other_answers"]
 
 _WORDS = tomllib.loads(files("rope_ext_hf.eval").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
 
