@@ -37,7 +37,7 @@ class Sample:
         references: strings that a right answer holds.
         budget: tokens to generate at most.
         length: tokens of prompt, prefix and budget together.
-        others: wrong answers that stand in the prompt, against which the first reference is ranked.
+        others: wrong answers, such as those that stand in the prompt, against which the first reference is ranked.
     """
 
     prompt: str
@@ -90,8 +90,13 @@ class Suite(ABC):
         """
 
     @staticmethod
-    def score(answer: str, references: Sequence[str]) -> float:
-        """The share of references that an answer holds, in any case: RULER's `string_match_all`."""
+    def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
+        """The share of references that an answer holds, in any case: RULER's `string_match_all`.
+
+        Args:
+            answer: what was generated.
+            references, others: of the sample.
+        """
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 

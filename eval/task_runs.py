@@ -217,12 +217,14 @@ class TaskPrompt:
         references: strings that a right answer holds.
         candidates: (tokens,) int32 each, answers that are ranked, the right one first; empty where answers are
             generated.
+        others: wrong answers.
     """
 
     ids: Tensor
     budget: int
     references: tuple[str, ...]
     candidates: tuple[Tensor, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -235,7 +237,7 @@ class TaskMeasurement(Measurement):
 
     Args:
         prompts: by (context length, index of the task), as many of each.
-        score: the score of an answer, from 0 to 1, by its text and the references.
+        score: the score of an answer, from 0 to 1, by its text, the references and the wrong answers.
         decode: token ids to text.
         stop: token ids that end an answer.
     """
@@ -246,7 +248,7 @@ class TaskMeasurement(Measurement):
         self,
         setting: TaskSetting,
         prompts: Mapping[Cell, Sequence[TaskPrompt]],
-        score: Callable[[str, Sequence[str]], float],
+        score: Callable[[str, Sequence[str], Sequence[str]], float],
         decode: Callable[[Tensor], str],
         stop: Collection[int],
     ) -> None:
@@ -283,7 +285,7 @@ class TaskMeasurement(Measurement):
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr(sorted(self.stop)).encode())
         for prompt in (prompt for prompts in self.prompts.values() for prompt in prompts):
-            digest.update(repr((prompt.budget, prompt.references)).encode())
+            digest.update(repr((prompt.budget, prompt.references, prompt.others)).encode())
             for ids in (prompt.ids, *prompt.candidates):
                 digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
         return digest.hexdigest()
@@ -299,7 +301,7 @@ class TaskMeasurement(Measurement):
                 value = TaskScore(_ranks_first(scorer, prompt), "")
             else:
                 answer = self.decode(scorer.generate(prompt.ids.long(), prompt.budget, stop=self.stop))
-                value = TaskScore(self.score(answer, prompt.references), answer)
+                value = TaskScore(self.score(answer, prompt.references, prompt.others), answer)
             progress(prompt.tokens)
             yield cell, value, scorer.take_cost()
 

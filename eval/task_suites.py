@@ -64,7 +64,7 @@ def tasks(
     Args:
         model: a causal language model, patched or not, in any dtype, on any device.
         lengths: tokens of prompt and generation together, at most.
-        suite: "ruler" or "json-kv", or a suite of your own.
+        suite: "ruler", "json-kv", "graphwalks", "babilong", or a suite of your own.
         tasks: which of the suite's; default: all.
         samples: prompts per task and length.
         seed: of the prompts; default: the suite's own, 42 for RULER.
@@ -236,6 +236,7 @@ class _Encoder:
             sample.budget + extra,
             sample.references,
             tuple(torch.tensor(answer[shared:], dtype=torch.int32) for answer in answers),
+            sample.others,
         )
 
     def decode(self, ids: Tensor) -> str:

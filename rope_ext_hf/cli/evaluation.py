@@ -264,7 +264,7 @@ def tasks(
     lengths: Lengths,
     methods: MethodOptions,
     load: EvalOptions,
-    suite: Annotated[str, typer.Option(help="ruler or json-kv.")] = "ruler",
+    suite: Annotated[str, typer.Option(help="ruler, json-kv, graphwalks or babilong.")] = "ruler",
     chosen: Annotated[
         str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of the suite, by commas. Default: all.")
     ] = None,
