@@ -301,7 +301,7 @@ def learnable() -> str:
 @figure
 def needs() -> str:
     """What `need` found of two models: rises of the loss and answers by length."""
-    line = lines_of("needs")[-1]
+    line = last_line("needs")
     names = {"bundled": "the bundled model", "reader": "trained to read further"}
     lengths = list(line["rows"][0]["rises"])
     rows = []
@@ -315,6 +315,45 @@ def needs() -> str:
         f"at random positions up to {line['scale'] * int(lengths[0]):,}. "
     )
     return markdown_table(head, rows, note + stamp(line, f"benchmarks/needs.py --steps {line['steps']}"))
+
+
+@figure
+def finetuning() -> str:
+    """Bits per byte before and after `finetune`, beside the control and remapping methods over the trained model."""
+    line = last_line("finetuning")
+    lengths = list(line["losses"]["trained"])
+    method = f"{line['method']} x{line['factor']}"
+    names = {
+        "as loaded": "as loaded",
+        "patched": f"{method}, not trained",
+        "trained": f"{method}, trained",
+        "control": "trained without the patch",
+        "control, patched": f"trained without the patch, then {method}",
+    }
+
+    def cell(name: str, length: str) -> str:
+        loss = line["losses"][name][length]
+        if name == "trained":
+            return f"{loss:.3f}"
+        low, high = (-value for value in reversed(line["gains"][name][length][1:]))
+        return f"{loss:.3f} ({low:+.3f} to {high:+.3f})"
+
+    rows = [[title, *(cell(name, length) for length in lengths)] for name, title in names.items()]
+    rows += [
+        [f"trained, {name} over it", *(f"{losses[length]:.3f}" for length in lengths)]
+        for name, losses in line["remapped"].items()
+    ]
+    head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['context_length']}x)" for n in lengths)]
+    training, answers = line["training"], line["retrieval"]
+    note = (
+        f"The bundled model; {training['trained']['steps']} steps of the patched model and "
+        f"{training['control']['steps']} of the control; {line['spans']} spans at each length. In brackets the 95% "
+        "interval of the difference of the trained model to this one: below 0, the trained one is better. Key-value "
+        f"lines at {line['target_length']:,} bytes: {answers['trained']:.0%} answered by the trained model, "
+        f"{answers['patched']:.0%} before. {line['cpu_seconds'] / 60:.0f} minutes of one core, measuring included. "
+    )
+    asked = f"--minutes {line['minutes']:g} --spans {line['spans']}"
+    return markdown_table(head, rows, note + stamp(line, f"benchmarks/finetuning.py {asked}"))
 
 
 def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) -> str:

@@ -118,7 +118,7 @@ def example(command: str) -> list[str]:
             c.name,
             marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
             + [pytest.mark.thorough]
-            * (c.name in ("sweep", "passkey", "tasks", "lm-eval", "report", "explain", "demo")),
+            * (c.name in ("sweep", "passkey", "tasks", "need", "lm-eval", "report", "explain", "demo")),
         )
         for c in app.registered_commands
         if c.name

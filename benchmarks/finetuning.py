@@ -1,0 +1,98 @@
+"""`rope-ext finetune` on the bundled model, against the same training without a patch: bits per byte by length.
+
+    python benchmarks/finetuning.py [--minutes 10] [--folder build/bench/finetuning] [--out benchmarks/results.jsonl]
+
+Trained on Python's standard library, read on its modules that are held out from every training here. The trained model
+is also read with remapped positions on top. Interrupted, the same command continues. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+from record import benchmark_parser, record
+from training_text import stdlib_training
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval import perplexity
+from rope_ext_hf.training import finetune
+
+METHOD, FACTOR, TASK = "yarn", 4, "key-value"
+REMAPPED = ("rerope", "dca")
+"""Methods that are put over the trained model."""
+
+
+def written(folder: Path) -> str:
+    """The training text as files; their pattern."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for document in stdlib_training():
+        (folder / f"{document.name.replace('/', '.')}.txt").write_text(document.text, encoding="utf-8")
+    return str(folder / "*.txt")
+
+
+def remapped(folder: str, lengths: list[int], spans: int) -> dict[str, dict[str, float]]:
+    """Bits per byte of the trained model by method over it and by length."""
+    read = {}
+    for method in REMAPPED:
+        model = rope.patch(rope.from_pretrained(folder), method, over="patched")
+        results = perplexity(model, "stdlib", lengths=lengths, targets=lengths[0] // 2, max_spans=spans)
+        read[method] = {str(result.length): round(result.bits_per_byte, 4) for result in results}
+    return read
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--minutes", type=float, help="of each training; 10 where neither is given")
+    budget.add_argument("--steps", type=int)
+    parser.add_argument("--spans", type=int, default=48, help="spans per length")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench/finetuning"))
+    arguments = parser.parse_args()
+    minutes = 10.0 if arguments.minutes is None and arguments.steps is None else arguments.minutes
+    report = finetune(
+        "reference",
+        arguments.folder / "run",
+        data=written(arguments.folder / "text"),
+        eval_data="stdlib",
+        method=METHOD,
+        factor=FACTOR,
+        minutes=minutes,
+        steps=arguments.steps,
+        control=True,
+        retrieval=TASK,
+        max_spans=arguments.spans,
+        device=arguments.device,
+        report=lambda line: print(line, flush=True),
+    )
+    print(report)
+    lengths = [int(length) for length in report.losses["trained"]]
+    in_bits = 1 / math.log(2)  # a token of the bundled model is a byte
+    result: dict[str, Any] = {
+        "benchmark": "finetuning",
+        "method": METHOD,
+        "factor": FACTOR,
+        "context_length": report.context_length,
+        "target_length": report.target_length,
+        "minutes": minutes,
+        "losses": {
+            name: {length: round(loss * in_bits, 4) for length, loss in losses.items()}
+            for name, losses in report.losses.items()
+        },
+        "gains": {
+            name: {length: [round(value * in_bits, 4) for value in gain] for length, gain in gains.items()}
+            for name, gains in report.gains.items()
+        },
+        "retrieval": {"task": TASK} | report.retrieval,
+        "remapped": remapped(report.folder, lengths, arguments.spans),
+        "training": {name: {key: ran[key] for key in ("steps", "seconds")} for name, ran in report.training.items()},
+        "cpu_seconds": round(resource.getrusage(resource.RUSAGE_SELF).ru_utime),
+        "spans": arguments.spans,
+    }
+    record(result, arguments)
+
+
+if __name__ == "__main__":
+    main()
