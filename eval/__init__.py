@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rope_ext_hf.eval.comparison import Comparison, compare_runs
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
     from rope_ext_hf.eval.measuring import perplexity, sweep
     from rope_ext_hf.eval.needs import Need, need
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.task_suites import tasks
 
 __all__ = [
+    "Comparison",
     "Need",
     "Result",
     "Results",
@@ -30,6 +32,7 @@ __all__ = [
     "RopeHFLM",
     "Run",
     "TaskResult",
+    "compare_runs",
     "need",
     "passkey",
     "perplexity",
@@ -39,6 +42,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Comparison": "comparison",
+    "compare_runs": "comparison",
     "Need": "needs",
     "Result": "results",
     "Results": "runs",

@@ -7,7 +7,6 @@ print(picture.conclusions())
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.perplexity_runs import loss_lines
-from rope_ext_hf.eval.results import Result, Retrieval
+from rope_ext_hf.eval.results import Result, Retrieval, short_labels
 from rope_ext_hf.eval.retrieval_runs import by_method_and_depth
 from rope_ext_hf.eval.tables import by_method
 from rope_ext_hf.pictures.drawing import LOADED, picture, plot_text
@@ -145,8 +144,7 @@ class Overview:
 def _by_short_name(results: Sequence[R]) -> dict[str, list[R]]:
     """Results by method and factor, without further parameters where that tells them apart."""
     rows = by_method(results)
-    names = {name: name if name == LOADED else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in rows}
-    return rows if len(set(names.values())) < len(rows) else {names[name]: row for name, row in rows.items()}
+    return dict(zip(short_labels(rows), rows.values(), strict=True))
 
 
 def _conclude(axes: Any, text: str) -> None:

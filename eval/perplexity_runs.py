@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.eval.journal import Cell
+from rope_ext_hf.eval.measures import Evidence, Measure
 from rope_ext_hf.eval.plan import EvalPlan
 from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.results import (
@@ -127,6 +128,13 @@ class PerplexityRuns(RunKind):
         text += f" {reach} within {TOLERANCE:.0%} of the loss as loaded at {length:,} tokens"
         cost = loss_increase(run, at[best][longest].method)
         return f"{text}; at {length:,} it changes the loss by {cost[0]:+.3f} nats per token." if cost else f"{text}."
+
+    def measures(self, run: Run[Result]) -> Sequence[Measure]:
+        items: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        for result in run.results:
+            losses = [(document.nats, float(document.tokens)) for document in result.documents]
+            items.setdefault(method_key(result.method), {})[result.length] = losses
+        return [Measure("loss", "nats per token", Evidence.LOSS, False, items)]
 
     def speed(self, run: Run[Result]) -> str:
         return throughput_text(run.results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
@@ -32,6 +34,8 @@ __all__ = [
     "method_key",
     "perplexity_from_loss",
     "provenance",
+    "resample",
+    "short_labels",
 ]
 
 
@@ -119,15 +123,27 @@ def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 
 
 
 def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int, seed: int) -> tuple[float, float]:
-    sums = torch.tensor([nats, tokens], dtype=torch.float64)  # (2, documents)
-    generator, rows = torch.Generator().manual_seed(seed), max(1, DRAWN_AT_ONCE // len(nats))
-    parts = []
-    for start in range(0, draws, rows):  # the generator's numbers do not depend on the size of the parts
-        chosen = torch.randint(len(nats), (min(rows, draws - start), len(nats)), generator=generator)
-        parts.append(sums[:, chosen].sum(dim=-1))
-    drawn = torch.cat(parts, dim=-1)  # (2, draws)
+    drawn = resample(torch.tensor([nats, tokens], dtype=torch.float64), draws, seed)
     low, high = torch.quantile(drawn[0] / drawn[1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
+
+
+def resample(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
+    """Sums over items that are drawn anew, with replacement, the same ones for every row.
+
+    Args:
+        values: (rows, items).
+
+    Returns:
+        (rows, draws).
+    """
+    rows, items = values.shape
+    generator, at_once = torch.Generator().manual_seed(seed), max(1, 2 * DRAWN_AT_ONCE // (rows * items))
+    parts = []
+    for start in range(0, draws, at_once):  # the generator's numbers do not depend on the size of the parts
+        chosen = torch.randint(items, (min(at_once, draws - start), items), generator=generator)
+        parts.append(values[:, chosen].sum(dim=-1))
+    return torch.cat(parts, dim=-1)
 
 
 def difference(one: Result, other: Result, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
@@ -274,6 +290,7 @@ class Retrieval:
         rank: mean rank of the right answer by likelihood, 1 is best; among equals, the middle.
         top1: share of trials in which it ranks first.
         chance: the value of `top1` by luck.
+        answers: of each trial, whether greedy decoding gives the right answer.
     """
 
     method: dict[str, Any] | None
@@ -287,6 +304,7 @@ class Retrieval:
     rank: float
     top1: float
     chance: float
+    answers: tuple[bool, ...]
 
     @classmethod
     def from_trials(
@@ -310,6 +328,7 @@ class Retrieval:
             rank=fmean(score.rank for score in scores),
             top1=fmean(score.rank == 1 for score in scores),
             chance=1 / (setting.distractors + 1),
+            answers=tuple(score.exact for score in scores),
         )
 
     @property
@@ -357,6 +376,13 @@ def labels(methods: Iterable[dict[str, Any] | None]) -> dict[str, str]:
             told = [f"{k}={v}" for k, v in parameters[key].items() if any(p.get(k) != v for p in parameters.values())]
             names[key] = f"{name} ({short(printable(', '.join(told)))})"
     return names
+
+
+def short_labels(names: Iterable[str]) -> list[str]:
+    """Labels without further parameters than the factor, where that tells all of them apart."""
+    full = list(names)
+    first = [name if name == label(None) else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in full]
+    return first if len(set(first)) == len(full) else full
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:

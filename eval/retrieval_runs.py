@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore
+from rope_ext_hf.eval.measures import Evidence, Measure
+from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore, method_key
 from rope_ext_hf.eval.retrieval_prompts import insert
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
@@ -90,6 +91,18 @@ class RetrievalRuns(RunKind):
             "grey where no better than chance"
         )
         return heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
+
+    def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
+        """Exact answers over all depths; an item is a trial, with its prompts of all depths."""
+        shares: dict[str, dict[int, list[tuple[bool, ...]]]] = {}
+        for r in sorted(run.results, key=lambda r: (r.length, r.depth)):
+            shares.setdefault(method_key(r.method), {}).setdefault(r.length, []).append(r.answers)
+        items = {
+            key: {n: [(fmean(of_trial), 1.0) for of_trial in zip(*depths, strict=True)] for n, depths in row.items()}
+            for key, row in shares.items()
+        }
+        task = short(printable(run.results[0].task))
+        return [Measure(f"exact answers, {task}", "%", Evidence.RETRIEVAL, True, items)]
 
     def chart(self, run: Run[Retrieval]) -> str:
         caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,9 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_setting(cls: type, setting: Mapping[str, Any]) -> None:
     expected = {item.name: item.type for item in fields(cls)}
-    if set(setting) != set(expected):
+    needed = {item.name for item in fields(cls) if item.default is MISSING}
+    if not needed <= set(setting) <= set(expected):
         raise ValueError(f"'setting' must have the keys {', '.join(expected)}, got {short(json.dumps(setting))}")
-    for name, kind in expected.items():
-        if type(setting[name]).__name__ != kind:
+    for name in setting:
+        if type(setting[name]).__name__ != (kind := expected[name]):
             raise ValueError(f"'setting': {name} must be {kind}, got {short(repr(setting[name]))}")

@@ -29,6 +29,7 @@ from rope_ext_hf.pictures.html_page import html_table, paragraph
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rope_ext_hf.eval.measures import Measure
     from rope_ext_hf.eval.scorer import TokenScorer
     from rope_ext_hf.methods.base import RopeMethod
 
@@ -147,7 +148,8 @@ class Run(Generic[R_co]):
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and results, as results.json has them."""
-        return {"provenance": self.settings, "results": [result.to_dict() for result in self.results]}
+        results = [result.to_dict() for result in self.results]
+        return {"provenance": self.settings, "results": results} | self.kind.summary(self)
 
 
 class Results(list[R]):
@@ -221,6 +223,14 @@ class RunKind(ABC):
     def conclusion(self, run: Run[Any]) -> str:
         """What a run with at least one result shows, in a sentence or two."""
         return ""
+
+    def measures(self, run: Run[Any]) -> Sequence[Measure]:
+        """What this run says of each method at each length, for comparisons across kinds of runs."""
+        return ()
+
+    def summary(self, run: Run[Any]) -> dict[str, Any]:
+        """What results.json holds besides settings and results, JSON-ready."""
+        return {}
 
     def speed(self, run: Run[Any]) -> str:
         """How fast the text was read, in words; empty where it was not timed."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.eval.journal import Cell
+from rope_ext_hf.eval.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.eval.results import Cost, method_key
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
@@ -25,7 +26,7 @@ from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_t
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
 
-__all__ = ["EffectiveLength", "TaskMeasurement", "TaskPrompt", "TaskResult", "TaskSetting", "effective_lengths"]
+__all__ = ["TaskMeasurement", "TaskPrompt", "TaskResult", "TaskSetting", "effective_lengths"]
 
 THRESHOLD = 0.85
 """The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
@@ -45,6 +46,7 @@ class TaskSetting:
         seed: of the prompts.
         chat: whether the tokenizer's chat template was applied.
         extra: tokens that may be generated beyond each task's own budget.
+        chance: the score by luck, where answers are ranked; 0: not known.
     """
 
     suite: str
@@ -53,6 +55,7 @@ class TaskSetting:
     seed: int
     chat: bool
     extra: int
+    chance: float = 0.0
 
 
 class TaskScore(NamedTuple):
@@ -104,14 +107,6 @@ class TaskResult:
         return asdict(self)
 
 
-class EffectiveLength(NamedTuple):
-    """Up to which length a model reads well, in tokens, with its 95% interval over prompts; 0: at none."""
-
-    length: int
-    low: int
-    high: int
-
-
 @register_run_kind
 class TaskRuns(RunKind):
     """Scores of a suite of tasks; a cell is a context length and the index of a task."""
@@ -147,7 +142,9 @@ class TaskRuns(RunKind):
         one, lengths, means = run.results[0], effective_lengths(run), suite_scores(run)
         how = "share of the right answers" if run.settings["setting"]["score"] == "generate" else "right answer first"
         title = f"Suite {short(printable(one.suite))}: {how}, in percent; the model is for {run.meant_for}"
-        caption = f"{one.samples} prompts per task and length. {_MEANING}"
+        chance = run.settings["setting"].get("chance")
+        luck = f", {chance:.1%} by luck" if chance else ""
+        caption = f"{one.samples} prompts per task and length{luck}. {_MEANING}"
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
         every = sorted({result.length for result in run.results})
@@ -156,7 +153,7 @@ class TaskRuns(RunKind):
             mean, reach = means[key], lengths.get(key)
             best = [f"{fmean(mean[n]):.1%}" if n in mean else "" for n in every]
             middle = ("all",) if detailed else ()
-            view.add_row(Text(name), *middle, *best, _reach_text(reach), end_section=not detailed)
+            view.add_row(Text(name), *middle, *best, "" if reach is None else str(reach), end_section=not detailed)
             for task in dict.fromkeys(result.task for result in row) if detailed else ():
                 at = {result.length: f"{result.score:.1%}" for result in row if result.task == task}
                 view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
@@ -172,6 +169,35 @@ class TaskRuns(RunKind):
             f"for, the dashed one {THRESHOLD:.0%} of the score at the shortest length."
         )
         return line_chart(_lines(run), run.context_length, caption, threshold=_threshold(run))
+
+    def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
+        items = {
+            key: {length: [(score, 1.0) for score in scores] for length, scores in row.items()}
+            for key, row in suite_scores(run).items()
+        }
+        name = f"score of {short(printable(run.results[0].suite))}"
+        threshold = _threshold(run)
+        return [
+            Measure(
+                name,
+                "%",
+                Evidence.ANSWERS,
+                True,
+                items,
+                effective_lengths(run),
+                None if threshold is None else threshold / 100,
+                run.settings["setting"].get("chance", 0.0),
+            )
+        ]
+
+    def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
+        """The mean over tasks by length, and effective lengths with their intervals, by the method's label."""
+        means, reaches = suite_scores(run), effective_lengths(run)
+        names = {name: method_key(row[0].method) for name, row in by_method(run.results).items()}
+        return {
+            "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
+            "effective_lengths": {name: reaches[key]._asdict() for name, key in names.items() if key in reaches},
+        }
 
     def conclusion(self, run: Run[TaskResult]) -> str:
         """The method with the longest effective length, and the best one at the longest length."""
@@ -195,9 +221,9 @@ class TaskRuns(RunKind):
         far = max(reaches, key=lambda key: (reaches[key].length, there.get(key, 0.0)))
         if not reaches[far].length:
             return f"{text} No method has an effective length among those measured."
-        text += f" The longest effective length is {_reach_text(reaches[far])} tokens, of {called(far)}"
+        text += f" The longest effective length is {reaches[far]} tokens, of {called(far)}"
         if plain in reaches and plain != far:
-            text += f"; {AS_LOADED} has {_reach_text(reaches[plain])}"
+            text += f"; {AS_LOADED} has {reaches[plain]}"
         return f"{text}."
 
 
@@ -388,9 +414,3 @@ def _threshold(run: Run[TaskResult]) -> float | None:
     """What effective lengths are measured by, in percent; None where the model as loaded was not measured."""
     row = suite_scores(run).get(method_key(run.settings["loaded"]))
     return 100 * THRESHOLD * fmean(row[min(row)]) if row else None
-
-
-def _reach_text(reach: EffectiveLength | None) -> str:
-    if reach is None:
-        return ""
-    return f"{reach.length:,} [{reach.low:,} to {reach.high:,}]"

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,7 +187,8 @@ def plan_tasks(
     longest = max(prompt.tokens for some in prompts.values() for prompt in some)
     if (warning := sliding_window_warning(model, longest)) is not None:
         warnings.warn(warning, stacklevel=3)
-    setting = TaskSetting(suite, ",".join(names), score, chosen_seed, encode.chat, extra_tokens)
+    chance = fmean(1 / len(p.candidates) if p.candidates else 0.0 for some in prompts.values() for p in some)
+    setting = TaskSetting(suite, ",".join(names), score, chosen_seed, encode.chat, extra_tokens, chance)
     measurement = TaskMeasurement(setting, prompts, chosen.score, encode.decode, _stop_tokens(model, tokenizer))
     given = haystack if isinstance(haystack, str) else "documents"
     return RunPlan(measurement, f"suite {suite} in {given}", **(settings or {}))

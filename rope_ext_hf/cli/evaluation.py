@@ -32,7 +32,7 @@ from rope_ext_hf.cli.options import (
     parse_lengths,
     parse_numbers,
 )
-from rope_ext_hf.errors import duration, short
+from rope_ext_hf.errors import MethodError, duration, short
 from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
@@ -325,23 +325,43 @@ def tasks(
 
 
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="FOLDER", help="A run's folder, as `ppl`, `sweep` and others print it."),
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page of several runs. Default: comparison.html beside the first folder."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Rebuild the table, CSV, picture and HTML page of a run from its folder, finished or not.
+    """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.
+
+    Several runs, of perplexity, tasks and retrieval, come on one page: which method, up to what length, at what cost.
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
+    from rope_ext_hf.eval.comparison import compare_runs
     from rope_ext_hf.eval.report import write_files
     from rope_ext_hf.eval.run_folder import read_run
 
-    run = read_run(folder)
-    write_files(run)
-    _print_run(run, as_json)
-    _stop_if_not_finite(run)
+    if len(folders) == 1:
+        if out is not None:
+            raise MethodError("--out names the page of several runs; the files of one run stand in its folder")
+        run = read_run(folders[0])
+        write_files(run)
+        _print_run(run, as_json)
+        _stop_if_not_finite(run)
+        return
+    comparison = compare_runs(folders)
+    page = comparison.write_page(out or folders[0].parent / "comparison.html")
+    if as_json:
+        print_text(json_text(comparison.to_dict()))
+        return
+    print_table(comparison.table())
+    if (agreement := comparison.agreement_table()) is not None:
+        print_table(agreement)
+    print_text(f"{comparison.conclusion()}\nreport   {page}")
 
 
 def _preflight(

@@ -16,6 +16,7 @@ from typing import Any
 from rope_ext_hf.errors import printable, short
 
 __all__ = [
+    "COLOURS",
     "LOADED",
     "NOTE",
     "PLAIN",
@@ -33,6 +34,8 @@ __all__ = [
     "space_out",
 ]
 
+COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
+"""Of lines: told apart by colour-blind readers too, and readable on white and on black."""
 PLAIN = "#222222"
 """The colour of plain RoPE, and of a model as loaded."""
 LOADED = "as loaded"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -15,12 +15,16 @@ from rope_ext_hf.errors import printable
 
 __all__ = [
     "MAX_PICTURE_BYTES",
+    "as_json",
+    "collapsed",
     "commands_section",
     "embedded_picture",
+    "heading",
     "html_page",
     "html_table",
     "paragraph",
     "provenance",
+    "side_by_side",
 ]
 
 MAX_PICTURE_BYTES = 20_000_000
@@ -38,6 +42,7 @@ h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
 figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; gap: 1rem; }} figcaption {{ flex: 100%; }}
 svg {{ flex: 1 1 20rem; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 0 1.5rem; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
@@ -46,6 +51,8 @@ td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wra
 @media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
+details {{ margin: .5rem 0; }} figure, tr {{ break-inside: avoid; }}
+@media print {{ .wide {{ overflow: visible; }} table {{ white-space: normal; font-size: .8rem; }} }}
 pre {{ overflow-x: auto; font-size: .8rem; }} code {{ overflow-wrap: anywhere; white-space: pre-wrap; }}
 </style>
 </head>
@@ -99,8 +106,27 @@ def _lines(text: str) -> str:
 
 def provenance(summary: str, values: Mapping[str, Any]) -> str:
     """A section that opens to these values, as JSON."""
-    text = html.escape(json.dumps(values, indent=1))
-    return f"<h2>Provenance</h2>\n<details><summary>{html.escape(summary)}</summary><pre>{text}</pre></details>"
+    return heading("Provenance") + collapsed(summary, as_json(values))
+
+
+def side_by_side(charts: Iterable[str]) -> str:
+    """Figures in a row, below each other where the page is narrow."""
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def heading(text: str) -> str:
+    """Plain text as the head of a section."""
+    return f"<h2>{html.escape(printable(text))}</h2>\n"
+
+
+def collapsed(summary: str, *parts: str) -> str:
+    """HTML that a click on a line of plain text opens."""
+    return f"<details><summary>{html.escape(printable(summary))}</summary>{''.join(parts)}</details>"
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """Values as indented JSON."""
+    return f"<pre>{html.escape(json.dumps(values, indent=1))}</pre>"
 
 
 def paragraph(text: str) -> str:

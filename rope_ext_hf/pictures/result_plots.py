@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rope_ext_hf.errors import multiple_text
-from rope_ext_hf.pictures.drawing import LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
+from rope_ext_hf.pictures.drawing import COLOURS, LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
 
 __all__ = ["RetrievalCell", "curves", "draw_curves", "draw_heat_map", "heat_map", "line_styles", "method_family"]
 
@@ -48,7 +48,7 @@ def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             "markersize": 5,
             "linewidth": 2.4 if name == LOADED else 1.6,
             "linestyle": "--" if name == LOADED else ("-", "-.", ":")[(len(siblings) - 1 - nth) % 3],
-            "color": PLAIN if name == LOADED else f"C{which % 10}",
+            "color": PLAIN if name == LOADED else COLOURS[which % len(COLOURS)],
         }
     return styles
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rope_ext_hf.errors import multiple_text, printable, short
-from rope_ext_hf.pictures.drawing import LOADED, short_length, space_out
+from rope_ext_hf.pictures.drawing import COLOURS, LOADED, short_length, space_out
 from rope_ext_hf.pictures.result_plots import RetrievalCell, method_family
 
 __all__ = ["heat_charts", "line_chart"]
@@ -18,8 +18,6 @@ __all__ = ["heat_charts", "line_chart"]
 WIDTH = 360.0
 """Units across, about the pixels that a phone gives a page: text keeps its size there."""
 LEFT, RIGHT, TOP, BELOW, LINE = 38.0, 104.0, 8.0, 32.0, 12.0
-COLOURS = ("#3b82c4", "#d9822b", "#3a9a50", "#c4453c", "#8b66b8", "#9a6b52", "#c0609a", "#8a8a1f")
-"""Readable on white and on black."""
 DASHES = ("none", "6 2", "2 2")
 
 

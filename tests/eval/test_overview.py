@@ -22,7 +22,7 @@ def loss(method: dict[str, Any] | None, length: int, bits: float) -> Result:
 
 
 def found(method: dict[str, Any] | None, length: int, depth: float, share: float) -> Retrieval:
-    return Retrieval(method, "key-value", 5, length, depth, 4, 4, share, 1.0, share, 0.2)
+    return Retrieval(method, "key-value", 5, length, depth, 4, 4, share, 1.0, share, 0.2, ())
 
 
 def overview(share_of_rerope: float = 1.0) -> Overview:

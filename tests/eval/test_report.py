@@ -111,7 +111,7 @@ def test_every_file_is_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     results = [
-        Retrieval(m, "code", 1, n, d, 10, 19, 0.9, 1.5, 0.9, 0.05)
+        Retrieval(m, "code", 1, n, d, 10, 19, 0.9, 1.5, 0.9, 0.05, ())
         for m in (None, YARN)
         for n in (64, 128)
         for d in (0, 1)
@@ -256,7 +256,7 @@ def test_a_conclusion_where_no_method_helps_or_nothing_is_finite(tmp_path: Path)
 def test_a_conclusion_of_retrieval(tmp_path: Path) -> None:
     shares = {None: {64: 1.0, 128: 0.0}, "yarn": {64: 0.95, 128: 0.92}}
     results = [
-        Retrieval(YARN if m else None, "code", 1, n, d, 10, 19, share, 1.5, 0.9, 0.05)
+        Retrieval(YARN if m else None, "code", 1, n, d, 10, 19, share, 1.5, 0.9, 0.05, ())
         for m, row in shares.items()
         for n, share in row.items()
         for d in (0, 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from rope_ext_hf.pictures.drawing import COLOURS
 from rope_ext_hf.pictures.svg_charts import LINE, WIDTH, heat_charts, line_chart
 
 POINTS = {"as loaded": [(256, 1.0), (1024, 5.0)], "yarn x4": [(256, 1.25), (512, 1.5), (1024, 2.0)]}
@@ -85,3 +87,44 @@ def test_names_are_text() -> None:
     for chart in (line_chart({name: [(1, 1.0)]}, 1, name), heat_charts({name: {0.5: {1: Cell(1.0)}}}, 1, name)):
         assert "script" not in {element.tag for element in ElementTree.fromstring(chart).iter()}
         assert "\x1b" not in chart
+
+
+# Machado, Oliveira and Fernandes 2009 (doi 10.1109/TVCG.2009.113), severity 1, for linear RGB
+SEEN_BY = {
+    "everybody else": torch.eye(3),
+    "protanopes": torch.tensor(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopes": torch.tensor(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritanopes": torch.tensor(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+
+
+def linear_rgb(colour: str) -> torch.Tensor:
+    part = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return torch.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
+
+
+def oklab(rgb: torch.Tensor) -> torch.Tensor:
+    """Ottosson 2020, https://bottosson.github.io/posts/oklab."""
+    to_lms = [[0.412221, 0.536333, 0.051446], [0.211903, 0.680700, 0.107397], [0.088302, 0.281719, 0.629979]]
+    to_lab = [[0.210454, 0.793618, -0.004072], [1.977998, -2.428592, 0.450594], [0.025904, 0.782772, -0.808676]]
+    return torch.tensor(to_lab) @ (torch.tensor(to_lms) @ rgb.clamp(0, 1)).clamp(min=0) ** (1 / 3)
+
+
+@pytest.mark.parametrize("seen_by", SEEN_BY)
+def test_lines_are_told_apart_by_the_colour_blind(seen_by: str) -> None:
+    seen = [oklab(SEEN_BY[seen_by] @ linear_rgb(colour)) for colour in COLOURS]
+    closest = min((one - other).norm() for one, other in combinations(seen, 2))
+    assert closest > 0.09  # 0.02 is about what a trained eye just notices
+
+
+def test_lines_are_readable_on_white_and_on_black() -> None:
+    for colour in COLOURS:
+        luminance = float(linear_rgb(colour) @ torch.tensor([0.2126, 0.7152, 0.0722]))
+        assert 1.05 / (luminance + 0.05) >= 3  # asked of graphics by WCAG 2.1, 1.4.11
+        assert (luminance + 0.05) / 0.05 >= 3
