@@ -15,13 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.key_token_runs import keys_of_run, mark_keys, plan_keys
+from rope_ext_hf.eval.key_tokens import read_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import Tokens, prepare
 from rope_ext_hf.eval.protocols import check_lengths
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.runner import Progress, ProgressBar, measure, progress_of_tokens
 from rope_ext_hf.eval.runs import Results, Run, RunPlan
+from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
@@ -107,6 +111,8 @@ def perplexity(
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
     max_spans: int | None = None,
+    keys_by: str | Path | None = None,
+    key_window: int | None = None,
     chunk: int | None = None,
     offload_cache: bool = False,
     out: str | Path | None = None,
@@ -126,6 +132,10 @@ def perplexity(
         bos: begin every span with the tokenizer's BOS token; default: if the tokenizer itself does so, or as the code
             that the protocol is from does.
         max_spans: at most this many spans per length, taken evenly over the corpus.
+        keys_by: measure LongPPL, too: the folder or Hub id of the model that finds the key tokens, or the keys.json
+            that another run left. The corpus must be text.
+        key_window: tokens of the short context that it compares with; default: an eighth of the longest length, at
+            most 4,096.
         chunk: tokens per pass of the decoder; default: by the free memory, within a fixed budget.
         offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.
         out: write a run's folder into this folder, as `rope-ext ppl` does, and continue the run where it is there
@@ -158,6 +168,7 @@ def perplexity(
         data=data,
         settings={"chunk": chunk, "offload_cache": offload_cache},
     )
+    plan = _with_keys(plan, model, keys_by, key_window, out)
     return Results(measure(model, plan, out=out, progress=progress_of_tokens(progress, plan)))
 
 
@@ -174,14 +185,16 @@ def sweep(
     offload_cache: bool = False,
     over: str = "own",
     context_length: int | None = None,
+    keys_by: str | Path | None = None,
+    key_window: int | None = None,
     progress: Callable[[str, int], None] | bool | None = None,
     **options: Any,
 ) -> Run[Result]:
     """Measure the model as loaded and every method on the same text, resumable.
 
     Args:
-        model, corpus: as `perplexity` takes them; so do further options (protocol, targets, stride, tokenizer, bos,
-            max_spans).
+        model, corpus, keys_by, key_window: as `perplexity` takes them; so do further options (protocol, targets,
+            stride, tokenizer, bos, max_spans).
         lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
             longest, to show how a method changes the loss there.
         methods: names, or method objects.
@@ -201,5 +214,26 @@ def sweep(
     lengths, chosen = fit_methods(model, lengths, methods, factors, **under)
     settings = under | {"methods": chosen, "chunk": chunk, "offload_cache": offload_cache}
     plan = plan_perplexity(model, corpus, data=data, settings=settings, lengths=lengths, **options)
+    plan = _with_keys(plan, model, keys_by, key_window, out)
     shown = ProgressBar(plan) if progress is True else Progress(progress or None)
     return measure(model, plan, out=out, progress=shown)
+
+
+def _with_keys(
+    plan: RunPlan[PerplexityMeasurement],
+    model: PreTrainedModel,
+    keys_by: str | Path | None,
+    window: int | None,
+    out: str | Path | None,
+) -> RunPlan[PerplexityMeasurement]:
+    """The plan with key tokens, from a file or by an evaluator on the model's device, in its dtype."""
+    if keys_by is None:
+        if window is not None:
+            raise MethodError("key_window is the short context of what keys_by names; give keys_by, too")
+        return plan
+    if Path(keys_by).is_file():
+        return mark_keys(plan, read_keys(keys_by, window))
+    evaluator, tokenizer = load_model(keys_by, device=str(model.device), dtype=model.dtype), load_tokenizer(keys_by)
+    reading: dict[str, Any] = {"chunk": plan.chunk, "offload_cache": plan.offload_cache}
+    of_keys = plan_keys(evaluator, plan.measurement.plan, tokenizer=tokenizer, data=plan.data, window=window, **reading)
+    return mark_keys(plan, keys_of_run(measure(evaluator, of_keys, out=out), of_keys))

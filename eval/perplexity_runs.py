@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
-from rope_ext_hf.errors import printable, short
+from rope_ext_hf.errors import CorpusError, printable, short
 from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.measures import Evidence, Measure
 from rope_ext_hf.eval.plan import EvalPlan
@@ -52,6 +54,7 @@ class PerplexityRuns(RunKind):
     columns = (
         *("length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token", "bits_per_byte", "tokens"),
         *("spans", "documents", "loss_increase_at_context_length_nats", "tokens_per_second", "gpu_bytes"),
+        *("longppl", "longppl_low", "longppl_high", "key_tokens"),
     )
 
     def parse(self, item: str, value: Any) -> DocumentLoss:
@@ -69,30 +72,41 @@ class PerplexityRuns(RunKind):
             yield [
                 *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
                 *(len(r.documents), increase[0] if increase else "", r.tokens_per_second, r.gpu_bytes),
+                *(r.longppl, r.longppl_low, r.longppl_high, r.key_tokens),
             ]
 
     def table(self, run: Run[Result], *, detailed: bool = False) -> Table:
         """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
 
-        Where the context length was measured, a column has the loss increase there, paired by document. `detailed` with
-        a second line in each cell: the interval, or the documents whose loss is not finite.
+        Where the context length was measured, a column has the loss increase there, paired by document. Where there are
+        key tokens, a column has LongPPL at the longest length, or one for each length if `detailed`, which also has a
+        second line in each cell: the interval, or the documents whose loss is not finite.
         """
         best = best_of_lengths(run.results)
         increases = {name: loss_increase(run, row[0].method) for name, row in by_method(run.results).items()}
         increased = any(increases.values())
+        keyed = sorted({result.length for result in run.results if result.key_tokens})
+        keyed = keyed if detailed else keyed[-1:]
         title = f"Perplexity and (bits per byte) by context length; the model is for {run.meant_for}"
         units = "; loss increase in nats per token" if increased else ""
         lines = "; below: the 95% interval over documents" if detailed else ""
-        caption = f"{scored_text(run.results[0])}; * best of a column{units}{lines}"
+        keys = f"; LongPPL: perplexity of key tokens ({run.results[0].setting.keys})" if keyed else ""
+        caption = f"{scored_text(run.results[0])}; * best of a column{units}{lines}{keys}"
         view = length_table(run, title, caption, "method")
         if increased:
             view.add_column(f"loss\nincrease\nat {run.context_length:,}", justify="right", overflow="fold")
+        for length in keyed:
+            tokens = next(r.key_tokens for r in run.results if r.length == length and r.key_tokens)
+            view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
         for name, row in by_method(run.results).items():
             at = {result.length: result for result in row}
             cells = [_perplexity_cell(at.get(length), best[length], detailed) for length in sorted(best)]
             if increase := increases[name]:
                 interval = f"\n{increase[1]:+.3f} to {increase[2]:+.3f}" if detailed else ""
                 cells.append(Text(f"{increase[0]:+.3f}{interval}"))
+            elif increased and keyed:
+                cells.append(Text(""))
+            cells += [_longppl_cell(at.get(length), detailed) for length in keyed]
             view.add_row(Text(name), *cells)
         return view
 
@@ -119,6 +133,10 @@ class PerplexityRuns(RunKind):
         others = f"; {AS_LOADED} has {reached[plain]:.2f}" if best != plain and plain in reached else ""
         text = f"At {length_text(longest, length)}, {name} has the lowest loss"
         text += f", {reached[best]:.2f} bits per byte{others}."
+        longppl = {name: r.longppl for name, r in there.items() if r.longppl is not None and math.isfinite(r.longppl)}
+        if longppl:
+            first = min(longppl, key=lambda name: longppl[name])
+            text += f" {AS_LOADED if first == plain else first} has the lowest LongPPL there, {longppl[first]:.2f}."
         short_inputs = at.get(plain, {}).get(length)
         if short_inputs is None or longest <= length:
             return text
@@ -144,12 +162,30 @@ class PerplexityRuns(RunKind):
 
 
 class PerplexityMeasurement(Measurement):
-    """The losses of a plan's documents."""
+    """The losses of a plan's documents, and of the key tokens in them.
+
+    Args:
+        plan: what is read and scored.
+        keys: which tokens are key tokens, (tokens,) bool for each document; None: none are looked for.
+        keys_from: what found them, in words.
+
+    Raises:
+        CorpusError: no scored token is a key token.
+    """
 
     kind = "perplexity"
 
-    def __init__(self, plan: EvalPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
+        self.plan, self.keys, self.keys_from = plan, keys, keys_from
+        if keys is not None and not any(
+            mask[span.score_from : span.score_to].any()
+            for mask, (_, spans) in zip(keys, plan.documents, strict=True)
+            for span in spans
+        ):
+            raise CorpusError(
+                f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "
+                "longer lengths, or another evaluator, one that reads the longest length well"
+            )
 
     @cached_property
     def items(self) -> Sequence[str]:
@@ -157,7 +193,7 @@ class PerplexityMeasurement(Measurement):
 
     @property
     def setting(self) -> Setting:
-        return self.plan.setting
+        return replace(self.plan.setting, keys=self.keys_from)
 
     @property
     def passes(self) -> Sequence[int]:
@@ -176,6 +212,8 @@ class PerplexityMeasurement(Measurement):
             digest.update(document.ids.numpy().tobytes())
             digest.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
             digest.update(repr(spans).encode())
+        for mask in self.keys or ():
+            digest.update(mask.numpy().tobytes())
         return digest.hexdigest()
 
     def measure(
@@ -194,10 +232,15 @@ class PerplexityMeasurement(Measurement):
                 nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
                 for span in scored:
                     before = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
+                    of_span, of_keys = nats[span.score_from - first : span.score_to - first], nats[:0]
+                    if self.keys is not None:
+                        of_keys = of_span[self.keys[item][span.score_from : span.score_to]]
                     losses[span.length] = before.plus(
-                        nats[span.score_from - first : span.score_to - first].sum().item(),
-                        span.score_to - span.score_from,
+                        of_span.sum().item(),
+                        len(of_span),
                         document.bytes_between(span.score_from, span.score_to),
+                        of_keys.sum().item(),
+                        len(of_keys),
                     )
                 progress(stop - start)
             cost = scorer.take_cost()
@@ -260,6 +303,15 @@ def throughput_text(results: Sequence[Result]) -> str:
 def perplexity_text(value: float) -> str:
     """A perplexity with as many digits as mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
+
+
+def _longppl_cell(result: Result | None, detailed: bool) -> Text:
+    if result is None or result.longppl is None:
+        return Text("")
+    if not math.isfinite(result.longppl):
+        return Text("not finite", style="red")
+    ends = [perplexity_text(end) for end in (result.longppl_low, result.longppl_high) if end is not None]
+    return Text(perplexity_text(result.longppl) + (f"\n{' to '.join(ends)}" if detailed else ""))
 
 
 def _perplexity_cell(result: Result | None, best: float, detailed: bool) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -44,11 +44,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised document: ids (tokens,) int64 and, per token, where it ends in the text, in UTF-8 bytes."""
+    """A tokenised document: ids (tokens,) int64 and, per token, where it ends in the text, in UTF-8 bytes.
+
+    `text` is empty where the document came as token ids.
+    """
 
     name: str
     ids: Tensor
     ends: tuple[int, ...]
+    text: str = field(default="", repr=False)
 
     def bytes_between(self, start: int, stop: int) -> int:
         """UTF-8 bytes of tokens start..stop."""
@@ -87,7 +91,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         ends = _shares(total, len(ids))
     else:
         ends = byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
-    return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), ends)
+    return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), ends, text)
 
 
 def _check_ids(name: str, ids: Sequence[int], most: int) -> None:

@@ -80,34 +80,50 @@ class Cost(NamedTuple):
 
 
 class DocumentLoss(NamedTuple):
-    """One document's share of a result: nats summed over the scored tokens."""
+    """One document's share of a result: nats summed over the scored tokens, and over the key tokens among them."""
 
     name: str
     nats: float
     tokens: int
     bytes: int
     spans: int
+    key_nats: float = 0.0
+    key_tokens: int = 0
 
     def to_record(self) -> list[float]:
-        """As a journal holds it: everything but the name."""
-        return list(self[1:])
+        """As a journal holds it: everything but the name; without key tokens the last two numbers are left out."""
+        return list(self[1:] if self.key_tokens else self[1:5])
 
     @classmethod
     def from_record(cls, name: str, value: Any) -> DocumentLoss:
         """Read what a journal holds of the document of this name.
 
         Raises:
-            ValueError: anything but [nats, tokens, bytes, spans] with at least one token.
+            ValueError: anything but [nats, tokens, bytes, spans] with at least one token, then maybe the nats and the
+                number of key tokens.
         """
         match value:
-            case [int() | float() as nats, int(tokens), int(size), int(spans)] if (
+            case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
             ):
-                return cls(name, float(nats), tokens, size, spans)
-        raise ValueError(f"expected a loss [nats, tokens, bytes, spans], got {short(repr(value))}")
+                match rest:
+                    case []:
+                        return cls(name, float(nats), tokens, size, spans)
+                    case [int() | float() as key_nats, int(keys)] if 1 <= keys <= tokens:
+                        return cls(name, float(nats), tokens, size, spans, float(key_nats), keys)
+        raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
 
-    def plus(self, nats: float, tokens: int, size: int) -> DocumentLoss:
-        return DocumentLoss(self.name, self.nats + nats, self.tokens + tokens, self.bytes + size, self.spans + 1)
+    def plus(self, nats: float, tokens: int, size: int, key_nats: float = 0.0, key_tokens: int = 0) -> DocumentLoss:
+        """With another span."""
+        return DocumentLoss(
+            self.name,
+            self.nats + nats,
+            self.tokens + tokens,
+            self.bytes + size,
+            self.spans + 1,
+            self.key_nats + key_nats,
+            self.key_tokens + key_tokens,
+        )
 
 
 def perplexity_from_loss(nats: float) -> float:
@@ -122,7 +138,7 @@ def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 
     )
 
 
-def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int, seed: int) -> tuple[float, float]:
+def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
     drawn = resample(torch.tensor([nats, tokens], dtype=torch.float64), draws, seed)
     low, high = torch.quantile(drawn[0] / drawn[1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
@@ -162,13 +178,17 @@ def difference(one: Result, other: Result, draws: int = 2000, seed: int = 0) -> 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `rope_ext_hf.eval.protocols`; `left_out` documents were too short."""
+    """How the text of a result was read, see `rope_ext_hf.eval.protocols`; `left_out` documents were too short.
+
+    `keys` says which model found the key tokens, and how; empty: there are none.
+    """
 
     protocol: str
     targets: int
     stride: int
     bos: bool
     left_out: int
+    keys: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,6 +203,9 @@ class Result:
         low, high: its 95% interval, by resampling documents (equal to the loss where there is one document).
         perplexity, bits_per_token, bits_per_byte: the same loss in other units.
         documents: the sums it was made of.
+        longppl: the perplexity of the key tokens alone; None where there are none.
+        longppl_low, longppl_high: its 95% interval, by resampling the documents that have key tokens.
+        key_tokens: how many there are; None where none were looked for.
         tokens_per_second: how fast spans of this length went through the model; None where nothing was timed.
         gpu_bytes: the most memory held on a GPU meanwhile; None without one. Neither counts when results are compared.
     """
@@ -200,6 +223,10 @@ class Result:
     spans: int
     nonfinite: tuple[str, ...]
     documents: tuple[DocumentLoss, ...]
+    longppl: float | None = None
+    longppl_low: float | None = None
+    longppl_high: float | None = None
+    key_tokens: int | None = None
     tokens_per_second: float | None = field(default=None, compare=False)
     gpu_bytes: int | None = field(default=None, compare=False)
 
@@ -218,6 +245,11 @@ class Result:
         tokens = sum(document.tokens for document in documents)
         loss = nats / tokens
         low, high = bootstrap(documents)
+        keys: list[float | None] = [None] * 3
+        if keyed := [document for document in documents if document.key_tokens]:
+            key_nats, key_tokens = [d.key_nats for d in keyed], [d.key_tokens for d in keyed]
+            mean = math.fsum(key_nats) / sum(key_tokens)
+            keys = [perplexity_from_loss(nats) for nats in (mean, *_interval(key_nats, key_tokens))]
         return cls(
             method=method,
             setting=setting,
@@ -232,6 +264,10 @@ class Result:
             spans=sum(document.spans for document in documents),
             nonfinite=tuple(document.name for document in documents if not math.isfinite(document.nats)),
             documents=tuple(documents),
+            longppl=keys[0],
+            longppl_low=keys[1],
+            longppl_high=keys[2],
+            key_tokens=sum(document.key_tokens for document in documents) if setting.keys else None,
             tokens_per_second=cost.tokens / cost.seconds if cost and cost.seconds else None,
             gpu_bytes=(cost and cost.peak) or None,
         )

@@ -134,7 +134,7 @@ class Run(Generic[R_co]):
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: there are no results.
+            ValueError: there are no results, or the kind of run has no picture.
         """
         if not self.results:
             raise ValueError("there is nothing to plot: no result is complete")
@@ -208,13 +208,14 @@ class RunKind(ABC):
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
         """The table of a run with at least one result."""
 
-    @abstractmethod
     def draw(self, run: Run[Any], path: Path | None, title: str) -> Any:
         """Draw a run with at least one result as a PNG, or without a file; the matplotlib figure.
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: this kind of run has no picture.
         """
+        raise ValueError(f"runs of the kind {self.name!r} have no picture")
 
     def chart(self, run: Run[Any]) -> str:
         """The results as an SVG figure of the HTML page; empty where there is nothing to draw."""

@@ -211,7 +211,7 @@ def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_co
 def load_model(
     name: str | Path,
     *,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "auto",
     device_map: str | None = None,
     revision: str | None = None,
@@ -223,7 +223,7 @@ def load_model(
 
     Args:
         name: a folder, a Hub id, or "reference".
-        dtype: see `find_dtype`.
+        dtype: a dtype, or what `find_dtype` takes.
         device: see `find_device`; with a device map, the map decides.
         device_map: as in transformers.
         revision: branch, tag or commit on the Hub.
@@ -233,7 +233,7 @@ def load_model(
         CheckpointError: no such model, or a damaged one.
         MethodError: an unknown dtype, or a device that cannot be used.
     """
-    kind, place = find_dtype(dtype), find_device(device)
+    kind, place = find_dtype(dtype) if isinstance(dtype, str) else dtype, find_device(device)
     source = model_source(name)
     options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:

@@ -20,6 +20,7 @@ from rope_ext_hf.cli.console import (
     progress_bar,
     quiet_transformers,
 )
+from rope_ext_hf.cli.key_options import KeyOptions
 from rope_ext_hf.cli.options import (
     ARGUMENTS,
     EvalOptions,
@@ -116,6 +117,7 @@ def ppl(
     lengths: Lengths,
     methods: MethodOptions,
     spans: SpanOptions,
+    keys: KeyOptions,
     load: EvalOptions,
     processes: Processes = None,
     out: Out = _RESULTS,
@@ -125,7 +127,7 @@ def ppl(
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    return _perplexity(model, lengths, methods, spans, load, processes, out, as_json)
+    return _perplexity(model, lengths, methods, spans, keys, load, processes, out, as_json)
 
 
 def sweep(
@@ -133,6 +135,7 @@ def sweep(
     lengths: Lengths,
     methods: MethodOptions,
     spans: SpanOptions,
+    keys: KeyOptions,
     load: EvalOptions,
     processes: Processes = None,
     out: Out = _RESULTS,
@@ -146,7 +149,7 @@ def sweep(
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    _perplexity(model, lengths, methods, spans, load, processes, out, as_json, fit=True)
+    _perplexity(model, lengths, methods, spans, keys, load, processes, out, as_json, fit=True)
 
 
 def _perplexity(
@@ -154,6 +157,7 @@ def _perplexity(
     lengths: str,
     methods: MethodOptions,
     spans: SpanOptions,
+    keys: KeyOptions,
     load: EvalOptions,
     processes: int | None,
     out: Path,
@@ -186,6 +190,13 @@ def _perplexity(
             empty, spans.data, lengths=wanted, tokenizer=tokenizer, settings=settings, **span_arguments
         )
         make_folder(out)
+        evaluator = replace(load, revision=None)  # that one is of the measured model
+
+        def find(empty: PreTrainedModel, source: str, of_keys: RunPlan[Any]) -> Run[Any]:
+            _preflight(empty, evaluator, of_keys, workers=workers)
+            return _measure(methods.context, evaluator.model(source), of_keys, out, workers)
+
+        plan = keys.mark(plan, evaluator, find, first=workers.rank == 0)
         _preflight(empty, load, plan, spans.most_spans, workers)
         run = _measure(methods.context, load.model(model), plan, out, workers)
     if workers.rank == 0:

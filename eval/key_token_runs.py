@@ -1,0 +1,278 @@
+"""Runs that find the key tokens of documents with an evaluator model, see `key_tokens.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from rope_ext_hf.errors import CorpusError, short
+from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.journal import Cell
+from rope_ext_hf.eval.key_tokens import (
+    KeyRanges,
+    KeySetting,
+    Range,
+    character_spans,
+    check_ranges,
+    find_key_tokens,
+    key_setting,
+    merged,
+    text_digest,
+)
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.plan import EvalPlan, Tokens, check_vocabulary, prefix_token, tokenize
+from rope_ext_hf.eval.results import Cost, label
+from rope_ext_hf.eval.runs import Measurement, Run, RunKind, RunPlan, register_run_kind
+from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.tables import length_table
+from rope_ext_hf.patches.describing import describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["KEYS_FILE", "keys_of_run", "mark_keys", "plan_keys"]
+
+KEYS_FILE = "keys.json"
+
+
+Pass = tuple[int, int, int]
+
+
+class DocumentKeys(NamedTuple):
+    """One document's key tokens: how many tokens were compared, how many of them are key tokens, and where."""
+
+    name: str
+    compared: int
+    keys: int
+    ranges: tuple[Range, ...]
+
+    def to_record(self) -> list[Any]:
+        """As a journal holds it: everything but the name."""
+        return list(self[1:])
+
+
+@dataclass(frozen=True)
+class KeyTokens:
+    """What an evaluator found; `compared` tokens were read with a long and with a short context."""
+
+    method: dict[str, Any] | None
+    setting: KeySetting
+    length: int
+    compared: int
+    keys: int
+    documents: tuple[DocumentKeys, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; documents as objects."""
+        return asdict(self) | {"documents": [document._asdict() for document in self.documents]}
+
+
+@register_run_kind
+class KeyTokenRuns(RunKind):
+    """Key tokens of documents; the only cell is the longest context length."""
+
+    name = "keys"
+    setting = KeySetting
+    items = "documents"
+    columns = ("length", "compared_tokens", "key_tokens")
+
+    def parse(self, item: str, value: Any) -> DocumentKeys:
+        match value:
+            case [int(compared), int(keys), list(ranges)] if 0 <= keys <= compared < 2**63:
+                return DocumentKeys(item, compared, keys, check_ranges(ranges))
+        raise ValueError(f"expected [compared, keys, ranges], got {short(repr(value))}")
+
+    def result(
+        self, method: dict[str, Any] | None, setting: KeySetting, cell: Cell, values: Sequence[DocumentKeys], cost: Cost
+    ) -> KeyTokens:
+        compared, keys = (sum(numbers) for numbers in zip(*((v.compared, v.keys) for v in values), strict=True))
+        return KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))
+
+    def rows(self, run: Run[KeyTokens]) -> Iterable[Sequence[Any]]:
+        return ([result.length, result.compared, result.keys] for result in run.results)
+
+    def table(self, run: Run[KeyTokens], *, detailed: bool = False) -> Table:
+        view = length_table(run, "Key tokens by context length", str(run.results[0].setting), "evaluator")
+        for result in run.results:
+            view.add_row(Text(label(result.method)), Text(f"{result.keys:,} of {result.compared:,}"))
+        return view
+
+    def conclusion(self, run: Run[KeyTokens]) -> str:
+        result = run.results[0]
+        return f"{result.keys:,} of {result.compared:,} tokens are key tokens: {result.setting}."
+
+
+class KeyTokenMeasurement(Measurement):
+    """The key tokens among those that a perplexity run scores.
+
+    Args:
+        documents: as the evaluator's tokenizer cuts them, each with its passes (start, stop, first): tokens start to
+            stop are read, and those from `first` on may be key tokens.
+        prefix: the token that every pass begins with, or None.
+        setting: what makes a token a key token.
+        length: the longest context length in tokens.
+    """
+
+    kind = "keys"
+
+    def __init__(
+        self,
+        documents: Sequence[tuple[Tokens, Sequence[Pass]]],
+        prefix: int | None,
+        setting: KeySetting,
+        length: int,
+    ) -> None:
+        self.documents, self.prefix, self.thresholds, self.length = documents, prefix, setting, length
+
+    @cached_property
+    def items(self) -> Sequence[str]:
+        return [document.name for document, _ in self.documents]
+
+    @property
+    def setting(self) -> KeySetting:
+        return self.thresholds
+
+    def _sizes(self, start: int, stop: int, first: int) -> list[int]:
+        """Tokens of the long context, and of the windows."""
+        window, stride = self.thresholds.window, self.thresholds.stride
+        windows = max(0, -(-(stop - max(first, start + window)) // stride))
+        return [stop - start, *[min(window + stride, stop - start)] * windows]
+
+    @property
+    def passes(self) -> Sequence[int]:
+        return [size for _, passes in self.documents for each in passes for size in self._sizes(*each)]
+
+    @property
+    def scored(self) -> int:
+        return 2 * sum(stop - first for _, passes in self.documents for _, stop, first in passes)
+
+    def cells(self, item: int) -> Sequence[Cell]:
+        return [(self.length,)]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(self.prefix).encode())
+        for document, passes in self.documents:
+            digest.update(document.ids.numpy().tobytes() + text_digest(document).encode() + repr(passes).encode())
+        return digest.hexdigest()
+
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
+    ) -> Iterator[tuple[Cell, DocumentKeys, Cost]]:
+        """Compare the long context with the short ones, pass by pass."""
+        document, passes = self.documents[item]
+        compared, found = set[int](), set[int]()
+        scorer.take_cost()
+        for start, stop, first in passes:
+            ids, shift = document.ids[start:stop].clone(), start
+            if self.prefix is not None and start:  # a pass from the middle of a document has it for its first token
+                ids[0] = self.prefix
+            elif self.prefix is not None:
+                ids, shift = torch.cat([ids.new_tensor([self.prefix]), ids]), -1
+            scored = max(first - shift, 1)
+            keys = find_key_tokens(scorer, ids, scored, self.thresholds, prefix=self.prefix, length=self.length)
+            compared |= set(range(shift + max(scored, self.thresholds.window), stop))
+            found |= {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
+            progress(sum(self._sizes(start, stop, first)))
+        characters = character_spans(document)
+        ranges = merged(characters[token] for token in found)
+        yield cells[0], DocumentKeys(document.name, len(compared), len(found), ranges), scorer.take_cost()
+
+
+def plan_keys(
+    evaluator: PreTrainedModel,
+    plan: EvalPlan,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    data: str,
+    window: int | None = None,
+    **reading: Any,
+) -> RunPlan[KeyTokenMeasurement]:
+    """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read.
+
+    Args:
+        evaluator: finds them; it may be on the meta device.
+        plan: what is scored afterwards.
+        tokenizer: of the evaluator.
+        data: what the text is called.
+        window: see `key_setting`.
+        **reading: as `RunPlan` takes it.
+
+    Raises:
+        CorpusError: documents that came as token ids, or none that is longer than the window.
+        MethodError: a window that is not shorter than the longest length.
+    """
+    longest = plan.lengths[-1]
+    setting = key_setting(longest, window)
+    prefix = prefix_token(tokenizer, None)
+    documents: list[tuple[Tokens, list[Pass]]] = []
+    for document, spans in plan.documents:
+        places = character_spans(document)
+        (read,) = tokenize([Document(document.name, document.text)], tokenizer)
+        characters = character_spans(read)
+        starts, stops = ([place[end] for place in characters] for end in (0, 1))
+        passes = set[Pass]()
+        for span in spans:
+            if span.context == longest:
+                start = bisect_left(starts, places[max(span.start, 0)][0])
+                stop = bisect_right(stops, places[span.score_to - 1][1])
+                first = max(start, bisect_left(starts, places[span.score_from][0]))
+                if stop - max(first, start + setting.window) > 0:
+                    passes.add((start, stop, first))
+        if passes:
+            documents.append((read, sorted(passes)))
+    if not documents:
+        raise CorpusError(
+            f"no scored token has more than {setting.window:,} tokens before it, so that no short context is shorter "
+            "than the long one; give longer lengths or a smaller --key-window"
+        )
+    check_vocabulary(evaluator, [document for document, _ in documents])
+    measurement = KeyTokenMeasurement(documents, prefix, setting, longest)
+    described = describe(evaluator)
+    if (reach := described.extended_length or described.context_length) < max(measurement.passes):
+        warnings.warn(
+            f"the evaluator {short(evaluator.name_or_path)!r} is for {reach:,} tokens and reads "
+            f"{max(measurement.passes):,}; what it finds may be wrong: save it with a method (`rope-ext patch`) and "
+            "give that folder",
+            stacklevel=2,
+        )
+    return RunPlan(measurement, data, **reading)
+
+
+def keys_of_run(run: Run[KeyTokens], plan: RunPlan[KeyTokenMeasurement], *, write: bool = True) -> KeyRanges:
+    """The key tokens that a complete run of a plan found.
+
+    Args:
+        write: as keys.json into the run's folder, if it has one.
+    """
+    (result,) = run.results
+    name = Path(run.settings["model"]).name or "model"
+    digests = {document.name: text_digest(document) for document, _ in plan.measurement.documents}
+    found = KeyRanges(
+        name if result.method is None else f"{name} ({label(result.method)})",
+        result.setting,
+        {digests[each.name]: (each.name, each.ranges) for each in result.documents},
+    )
+    if write and run.path is not None:
+        found.write(run.path / KEYS_FILE)
+    return found
+
+
+def mark_keys(plan: RunPlan[PerplexityMeasurement], keys: KeyRanges) -> RunPlan[PerplexityMeasurement]:
+    """The same plan, with LongPPL measured over these key tokens.
+
+    Raises:
+        CorpusError: none of them is scored, or a document is not the one that they were found in.
+    """
+    read = plan.measurement.plan
+    masks = [keys.mask(document) for document, _ in read.documents]
+    return replace(plan, measurement=PerplexityMeasurement(read, masks, keys.described))

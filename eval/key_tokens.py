@@ -1,0 +1,266 @@
+"""Key tokens: those that a model predicts well with a long context and badly with a short one.
+
+    keys = read_keys("rope-ext-results/evaluator-keys-1a2b3c4d5e/keys.json")
+    keys.described                    # "Llama-3.1-8B: gain above 2, log-probability above -2, ..."
+
+LongPPL (Fang et al. 2024, arXiv 2410.23771, sec. 3) is the perplexity of key tokens alone. One evaluator model finds
+them for every model and method that is compared. They are kept as ranges of characters, which any tokenizer can use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line, printable, short
+from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.files import atomic_file, read_json, write_json
+
+__all__ = [
+    "KeyRanges",
+    "KeySetting",
+    "Range",
+    "character_spans",
+    "check_ranges",
+    "find_key_tokens",
+    "key_setting",
+    "merged",
+    "read_keys",
+    "text_digest",
+]
+
+WINDOW, OF_LENGTH = 4096, 8
+"""Tokens of a short context in the paper, and which part that is of its texts of 32,768 tokens."""
+
+Range = tuple[int, int]
+"""The first character and the one after the last."""
+
+
+@dataclass(frozen=True)
+class KeySetting:
+    """What makes a token a key token.
+
+    Attributes:
+        window: tokens of a short context, which is up to `stride` - 1 longer.
+        stride: tokens that share a short context.
+        gain: by how many nats its log-probability with the long context is above that with the short one, at least.
+        likely: the least log-probability with the long context, in nats.
+    """
+
+    window: int
+    stride: int
+    gain: float = 2.0
+    likely: float = -2.0
+
+    def __str__(self) -> str:
+        return (
+            f"gain above {self.gain:g}, log-probability above {self.likely:g}, "
+            f"windows of {self.window:,} tokens every {self.stride:,}"
+        )
+
+
+def key_setting(longest: int, window: int | None = None) -> KeySetting:
+    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, whichever is less.
+
+    Args:
+        longest: the longest context length in tokens.
+        window: tokens of a short context, where another number is wanted.
+
+    Raises:
+        MethodError: a window that is not shorter than the longest length.
+    """
+    chosen = min(WINDOW, max(1, longest // OF_LENGTH)) if window is None else window
+    if not 1 <= chosen < longest:
+        raise MethodError(
+            f"the short context of key tokens must have between 1 and {longest - 1:,} tokens, fewer than the longest "
+            f"length; got {chosen:,}"
+        )
+    return KeySetting(chosen, max(1, chosen // 4))
+
+
+def find_key_tokens(
+    scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: int | None = None, length: int
+) -> Tensor:
+    """Which tokens from `first` on are key tokens; one with no more than a window before it is none.
+
+    Windows begin every `stride` tokens from the first token on, as in the paper's code.
+
+    Args:
+        scorer: reads the tokens; it has the evaluator.
+        ids: (N,) int64, with the prefix token, if there is one.
+        first: at least 1.
+        setting: thresholds and windows.
+        prefix: the token that stands in place of the first one of a window.
+        length: what length-dependent methods are held at for the long context; in a window at the window's length.
+
+    Returns:
+        (N - first,) bool.
+    """
+    found = torch.zeros(len(ids) - first, dtype=torch.bool)
+    begin = max(first, setting.window)
+    if begin >= len(ids):
+        return found
+    long = scorer.losses(ids, begin, length=length)  # (N - begin,)
+    for start in range((begin - setting.window) // setting.stride * setting.stride, len(ids), setting.stride):
+        window = ids[start : start + setting.window + setting.stride].clone()
+        if len(window) <= setting.window:
+            break
+        if prefix is not None:
+            window[0] = prefix
+        low, high = max(begin, start + setting.window), start + len(window)  # the tokens that it scores
+        of_long = long[low - begin : high - begin]
+        of_short = scorer.losses(window, low - start)
+        found[low - first : high - first] = (of_short - of_long > setting.gain) & (of_long < -setting.likely)
+    return found
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """Where the key tokens of documents are.
+
+    Attributes:
+        evaluator: the model that found them, and its method.
+        setting: what made them key tokens.
+        documents: by the digest of a document's text: its name, and ranges of characters, ascending and apart.
+    """
+
+    evaluator: str
+    setting: KeySetting
+    documents: Mapping[str, tuple[str, tuple[Range, ...]]]
+
+    @property
+    def described(self) -> str:
+        """The evaluator and the thresholds, for tables."""
+        return f"{short(printable(self.evaluator))}: {self.setting}"
+
+    def mask(self, document: Tokens) -> Tensor:
+        """Which tokens lie in a range, (tokens,) bool; none of a document that was not searched for key tokens.
+
+        Raises:
+            CorpusError: a document without text, or one of the same name with another text.
+        """
+        digest = text_digest(document)
+        if digest not in self.documents and document.name in {name for name, _ in self.documents.values()}:
+            raise CorpusError(
+                f"{document.name}: its text is not the one that key tokens were found in; find them anew with "
+                "--keys-by MODEL"
+            )
+        _, ranges = self.documents.get(digest, ("", ()))
+        if ranges and ranges[-1][1] > len(document.text):
+            raise CorpusError(f"{document.name}: a range of key tokens ends after the text's last character")
+        starts = [start for start, _ in ranges]
+        inside = []
+        for start, stop in character_spans(document) if ranges else [(0, 0)] * len(document.ids):
+            index = bisect_right(starts, start) - 1
+            inside.append(start < stop and index >= 0 and stop <= ranges[index][1])
+        return torch.tensor(inside, dtype=torch.bool)
+
+    def write(self, file: Path) -> None:
+        """Write them as JSON, whole or not at all."""
+        documents = [{"name": n, "sha256": d, "ranges": r} for d, (n, r) in self.documents.items()]
+        with atomic_file(file) as part:
+            write_json(part, {"evaluator": self.evaluator, "setting": asdict(self.setting), "documents": documents})
+
+
+def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
+    """Read key tokens that another run found; the file may be somebody else's.
+
+    Args:
+        file: keys.json.
+        window: tokens of the short context that were asked for, if any were.
+
+    Raises:
+        FileError: it cannot be read, or does not hold key tokens.
+        MethodError: they were found with another window.
+    """
+    saved = read_json(Path(file))
+    try:
+        setting = KeySetting(**saved["setting"])
+        if not all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride)) or not all(
+            type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely)
+        ):
+            raise ValueError(f"its setting is {short(repr(saved['setting']))}")
+        documents = {}
+        for each in saved["documents"]:
+            if not (isinstance(each["name"], str) and isinstance(each["sha256"], str)):
+                raise ValueError("a document needs a name and the sha256 of its text")
+            documents[each["sha256"]] = (each["name"], check_ranges(each["ranges"]))
+        if not isinstance(saved["evaluator"], str):
+            raise ValueError("the evaluator must be named by a string")
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"{one_line(error)} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise FileError(f"{str(file)!r} does not hold key tokens, as keys.json of a run does: {reason}") from error
+    if window not in (None, setting.window):
+        raise MethodError(
+            f"the key tokens in {str(file)!r} were found with windows of {setting.window:,} tokens, not {window:,}: "
+            "leave out the window, or give the model that finds them"
+        )
+    return KeyRanges(saved["evaluator"], setting, documents)
+
+
+def check_ranges(value: Any) -> tuple[Range, ...]:
+    """Ranges of characters from JSON.
+
+    Raises:
+        ValueError: anything but a list of pairs of whole numbers, ascending and apart.
+    """
+    last, ranges = -1, []
+    for pair in value if isinstance(value, list) else [value]:
+        match pair:
+            case [int(start), int(stop)] if last < start < stop < 2**40 and not isinstance(start, bool):
+                ranges.append((start, stop))
+                last = stop
+            case _:
+                raise ValueError(f"expected ranges [start, stop] of characters, ascending; got {short(repr(pair))}")
+    return tuple(ranges)
+
+
+def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same characters by ranges that are ascending and apart; empty ones are left out."""
+    joined: list[Range] = []
+    for start, stop in sorted(each for each in ranges if each[0] < each[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def character_spans(document: Tokens) -> Sequence[Range]:
+    """The characters that each token has a part of.
+
+    Raises:
+        CorpusError: the document came as token ids.
+    """
+    places = list(zip((0, *document.ends), document.ends, strict=False))  # in bytes
+    if _text(document).isascii():
+        return places
+    before = [0, *accumulate(len(character.encode()) for character in document.text)]
+    return [(bisect_right(before, start) - 1, bisect_left(before, stop)) for start, stop in places]
+
+
+def text_digest(document: Tokens) -> str:
+    """SHA-256 of a document's text.
+
+    Raises:
+        CorpusError: the document came as token ids.
+    """
+    return hashlib.sha256(_text(document).encode()).hexdigest()
+
+
+def _text(document: Tokens) -> str:
+    if not document.text and len(document.ids):
+        raise CorpusError(
+            f"{document.name}: key tokens are ranges of characters, and this document came as token ids; give text"
+        )
+    return document.text
