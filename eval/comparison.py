@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.eval.tables import AS_LOADED, length_text
 from rope_ext_hf.files import atomic_file
+from rope_ext_hf.pictures.drawing import picture, plot_text
 from rope_ext_hf.pictures.html_page import (
     as_json,
     collapsed,
@@ -40,6 +42,7 @@ from rope_ext_hf.pictures.html_page import (
     paragraph,
     side_by_side,
 )
+from rope_ext_hf.pictures.result_plots import draw_curves, line_styles
 from rope_ext_hf.pictures.svg_charts import line_chart
 
 __all__ = ["Comparison", "compare_runs"]
@@ -170,7 +173,7 @@ class Comparison:
         best, equal = self.choice
         measures = self.informative
         longest = max((measure.longest for measure in measures), default=0)
-        values = [self._value_text(measure, best) for measure in measures if best in measure.measured(longest)]
+        values = [self._value_text(m, best, longest) for m in measures if best in m.measured(m.longest)]
         where = length_text(longest, self._context)
         text = f"At {where}, {self._called(best)} reads best: {', '.join(values)}." if values else "No method is best."
         if others := [self.names[key] for key in equal if key != best]:
@@ -322,32 +325,59 @@ class Comparison:
     def _title(self) -> str:
         return printable(Path(self.runs[0].settings["model"]).name or "model")
 
-    def _chart(self, measure: Measure) -> str:
+    def draw(self, path: str | Path | None = None, title: str = "") -> Any:
+        """Draw the measures side by side, one line per method, with the conclusion below; the matplotlib figure.
+
+        Args:
+            path: a PNG, an existing one is replaced; default: none.
+            title: default: the model's name.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        measures = self.informative or self.measures
+        styles = line_styles(list(self.names.values()))
+        with picture(path, 6.2 * len(measures), 5.2) as figure:
+            for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
+                draw_curves(axes, self._points(measure), styles, self._context)
+                axes.set_ylabel(_axis_text(measure))
+            figure.suptitle(plot_text(title or self._title), fontsize=13)
+            figure.supxlabel(fill(plot_text(self.conclusion(), 1000), 75 * len(measures)), fontsize=8.3)
+        return figure
+
+    def _points(self, measure: Measure) -> dict[str, list[tuple[int, float]]]:
+        """Finite values by label, shares in percent."""
         scale = 100 if measure.unit == "%" else 1
-        points = {
+        rows = {
             name: [(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key, name in self.names.items()
         }
-        finite = {name: [(n, value) for n, value in row if math.isfinite(value)] for name, row in points.items()}
-        better = "higher" if measure.higher_is_better else "lower"
-        unit = "percent" if measure.unit == "%" else measure.unit
-        caption = f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better."
-        threshold = None if measure.threshold is None else scale * measure.threshold
-        return line_chart(finite, self._context, caption, threshold=threshold)
+        return {name: [(n, value) for n, value in row if math.isfinite(value)] for name, row in rows.items()}
+
+    def _chart(self, measure: Measure) -> str:
+        threshold = None if measure.threshold is None else measure.threshold * (100 if measure.unit == "%" else 1)
+        return line_chart(self._points(measure), self._context, f"{_axis_text(measure)}.", threshold=threshold)
 
     def _called(self, key: str) -> str:
         return AS_LOADED if key == self._loaded else self.names[key]
 
-    def _value_text(self, measure: Measure, key: str) -> str:
+    def _value_text(self, measure: Measure, key: str, longest: int) -> str:
+        """A method's value at the measure's longest length, which is named where it is not `longest`."""
         length = measure.longest
         text = f"{measure.name} {measure.text(measure.value(key, length))}{measure.behind}"
         if key != self._loaded and self._loaded in measure.measured(length):
             text += f" (as loaded {measure.text(measure.value(self._loaded, length))})"
-        return text
+        return text if length == longest else f"{text} at {length_text(length, self._context)}"
 
     def _change_at_context(self, measure: Measure, key: str) -> tuple[float, float, float] | None:
         at = measure.measured(self._context)
         known = key in at and self._loaded in at and key != self._loaded
         return measure.change(key, self._loaded, self._context) if known else None
+
+
+def _axis_text(measure: Measure) -> str:
+    unit = "percent" if measure.unit == "%" else measure.unit
+    better = "higher" if measure.higher_is_better else "lower"
+    return f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> Agreement:

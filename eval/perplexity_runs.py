@@ -37,7 +37,7 @@ from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_t
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
 
-__all__ = ["TOLERANCE", "PerplexityMeasurement", "loss_increase", "loss_lines"]
+__all__ = ["TOLERANCE", "PerplexityMeasurement", "loss_increase"]
 
 Increase = tuple[float, float, float]
 TOLERANCE = 0.05
@@ -111,13 +111,13 @@ class PerplexityRuns(RunKind):
         return view
 
     def draw(self, run: Run[Result], path: Path | None, title: str) -> Any:
-        return curves(loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
+        return curves(_loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
 
     def chart(self, run: Run[Result]) -> str:
         caption = (
             "Bits per byte by context length, lower is better. The dotted line is the length that the model is for."
         )
-        return line_chart(loss_lines(run.results), run.context_length, caption)
+        return line_chart(_loss_lines(run.results), run.context_length, caption)
 
     def conclusion(self, run: Run[Result]) -> str:
         """The best method at the longest length, how far it holds the loss of short inputs, and what it costs there."""
@@ -266,7 +266,7 @@ def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
     return best
 
 
-def loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
+def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
     """Bits per byte where they are finite, as (length, value) by label."""
     return {
         name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]

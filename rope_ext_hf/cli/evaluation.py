@@ -66,8 +66,8 @@ def demo(
 
     Example: `rope-ext demo`
     """
+    from rope_ext_hf.eval.comparison import Comparison
     from rope_ext_hf.eval.measuring import plan_perplexity
-    from rope_ext_hf.eval.overview import Overview
     from rope_ext_hf.eval.retrieval import plan_passkey
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.methods.registry import resolve_method
@@ -97,19 +97,19 @@ def demo(
     retrieval = _measure(context, model, questions, out)
     if not as_json:
         _print_run(retrieval, as_json)
-    overview = Overview(loss.results, retrieval.results, trained)
-    picture = out / "demo.png"
+    comparison = Comparison([loss, retrieval])
+    page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
     try:
-        overview.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
+        comparison.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
     except ImportError:
         note = _NO_PICTURE
     else:
         note = str(picture)
     if as_json:
-        whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict(), "conclusions": overview.conclusions()}
-        print_text(json_text(whole))
+        whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict()}
+        print_text(json_text(whole | {"conclusion": comparison.conclusion()}))
     else:
-        print_text("\n".join(["", *overview.conclusions(), "", f"picture  {note}"]))
+        print_text(f"\n{comparison.conclusion()}\n\nreport   {page}\npicture  {note}")
 
 
 def ppl(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.drawing import COLOURS, LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
 
-__all__ = ["RetrievalCell", "curves", "draw_curves", "draw_heat_map", "heat_map", "line_styles", "method_family"]
+__all__ = ["RetrievalCell", "curves", "draw_curves", "heat_map", "line_styles", "method_family"]
 
 
 class RetrievalCell(Protocol):
@@ -58,14 +58,12 @@ def draw_curves(
     points: Mapping[str, Sequence[tuple[int, float]]],
     styles: Mapping[str, Mapping[str, Any]],
     context_length: int,
-    limits: tuple[float | None, float | None] = (None, None),
 ) -> None:
     """One line per method over context lengths, its name at its end; a dotted line marks the model's own length.
 
     Args:
         points: (length, value) by the method's label, in ascending order; a method without any is left out.
         styles: of `line_styles`, for all labels.
-        limits: lowest and highest value that is shown; default: those of the lines.
     """
     lines: list[Line] = [
         (name, [length for length, _ in row], [value for _, value in row], dict(styles[name]))
@@ -90,7 +88,7 @@ def draw_curves(
     axes.set_xlabel("context length (tokens)")
     axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    draw_lines(axes, lines, limits, size=8)
+    draw_lines(axes, lines, (None, None), size=8)
 
 
 def curves(
@@ -127,7 +125,7 @@ def curves(
     return figure
 
 
-def draw_heat_map(
+def _draw_heat_map(
     axes: Any,
     rows: Mapping[float, Mapping[int, RetrievalCell]],
     lengths: Sequence[int],
@@ -188,7 +186,7 @@ def heat_map(
     with picture(path, width, height) as figure:
         grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (name, rows) in zip(grid, panels.items(), strict=True):
-            image = draw_heat_map(axes, rows, lengths, depths, context_length)
+            image = _draw_heat_map(axes, rows, lengths, depths, context_length)
             axes.set_title(plot_text(name, 40), fontsize=10)
         grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
         figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)

@@ -14,7 +14,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
 from rope_ext_hf.eval.comparison import Comparison
-from rope_ext_hf.eval.results import Cost, DocumentLoss, RetrievalSetting, Setting, TrialScore, method_key
+from rope_ext_hf.eval.results import Cost, DocumentLoss, RetrievalSetting, Setting, TrialScore, method_key, short_labels
 from rope_ext_hf.eval.runs import Run, run_kind
 from rope_ext_hf.eval.task_runs import TaskScore, TaskSetting
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
@@ -165,3 +165,19 @@ def test_a_run_without_results_is_refused(tmp_path: Path) -> None:
     assert read_run(folder).results == []
     with pytest.raises(FileError, match="no result yet"):
         compare_runs([folder, folder])
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
+    figure = comparison.draw(tmp_path / "measures.png", "a $strange$ title")
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        *("Score of ruler, percent; higher is better", "Loss, nats per token; lower is better")
+    ]
+    assert (tmp_path / "measures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_are_short_where_that_tells_methods_apart() -> None:
+    assert short_labels(["as loaded", "yarn x8", "rerope llama4 window=128"]) == ["as loaded", "yarn x8", "rerope"]
+    both = ["rerope window=128", "rerope window=64"]
+    assert short_labels(both) == both

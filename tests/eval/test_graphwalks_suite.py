@@ -21,7 +21,7 @@ def tokenizer() -> Any:
 
 
 def made(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
-    given: dict[str, Any] = {"length": LENGTH, "count": 12, "seed": 0, "haystack": ""} | options
+    given: dict[str, Any] = {"length": LENGTH, "count": 4, "seed": 0, "haystack": ""} | options
     return suite("graphwalks").samples(task, tokenizer, **given)
 
 
