@@ -148,11 +148,17 @@ class PerplexityRuns(RunKind):
         return f"{text}; at {length:,} it changes the loss by {cost[0]:+.3f} nats per token." if cost else f"{text}."
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
-        items: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
+        every: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        keys: dict[str, dict[int, list[tuple[float, float]]]] = {}
         for result in run.results:
-            losses = [(document.nats, float(document.tokens)) for document in result.documents]
-            items.setdefault(method_key(result.method), {})[result.length] = losses
-        return [Measure("loss", "nats per token", Evidence.LOSS, False, items)]
+            key, length = method_key(result.method), result.length
+            every.setdefault(key, {})[length] = [(d.nats, float(d.tokens)) for d in result.documents]
+            if keyed := [(d.key_nats, float(d.key_tokens)) for d in result.documents if d.key_tokens]:
+                keys.setdefault(key, {})[length] = keyed
+        unit = "nats per token"
+        loss = Measure("loss", unit, Evidence.LOSS, False, every)
+        return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
 
     def speed(self, run: Run[Result]) -> str:
         return throughput_text(run.results)

@@ -122,6 +122,19 @@ def test_retrieval_is_over_all_depths(tmp_path: Path) -> None:
     assert len(measure.items[method_key(None)][256]) == 20  # trials, not trials x depths
 
 
+def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
+    kind, setting = run_kind("perplexity"), Setting("matched", 5, 256, False, 0, "a file")
+    results = [
+        kind.result(METHODS[name], setting, (256,), [DocumentLoss("a", loss * 10, 10, 12, 1, nats * 2, 2)], Cost())
+        for name, loss, nats in (("as loaded", 1.0, 3.0), ("yarn", 1.1, 0.5))
+    ]
+    comparison = Comparison([Run(tmp_path, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)])
+    assert [measure.name for measure in comparison.measures] == ["loss of key tokens", "loss"]
+    assert comparison.measures[0].value(method_key(METHODS["yarn"]), 256) == 0.5
+    assert "yarn x4 reads best: loss of key tokens 0.500 nats per token (as loaded 3.000)" in comparison.conclusion()
+    assert "By the loss alone it would be the model as loaded" in comparison.conclusion()
+
+
 def test_two_runs_with_a_measure_of_one_name_are_told_apart(tmp_path: Path) -> None:
     one, other = losses(tmp_path, LOSSES), losses(tmp_path, LOSSES)
     other.settings["data"] = "other text"
