@@ -78,6 +78,7 @@ build/llama-cpp/ready: Makefile
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_remapping --python build/vllm/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_perplexity --python build/vllm/bin/python
 	build/vllm/bin/python tests/vllm_drafts.py
 
 build/vllm/ready: Makefile pyproject.toml

@@ -100,9 +100,10 @@ def _page(run: Run[Any]) -> str:
     others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
     speed = kind.speed(run)
+    by = f"by {settings['engine']} on" if "engine" in settings else "on"
     summary = (
         f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}. "
-        f"{len(settings['items'])} {kind.items}. Read on {settings['device']}{speed and f' at {speed}'}. {versions}."
+        f"{len(settings['items'])} {kind.items}. Read {by} {settings['device']}{speed and f' at {speed}'}. {versions}."
     )
     table = run.table(detailed=True)
     methods = list({method_key(result.method): result.method for result in run.results}.values())

@@ -190,16 +190,20 @@ class _Job:
     def settings(self, *, in_folder: bool) -> dict[str, Any]:
         """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
         measurement, layout = self.plan.measurement, self.plan.measurement.layout
-        settings = provenance(self.model, self.plan.data) | {
-            "kind": measurement.kind,
-            "text": measurement.fingerprint(),
-            "loaded": self.loaded,
-            "setting": asdict(measurement.setting),
-            "items": list(layout.items),
-            "cells": [list(cell) for cell in layout.counts],
-            "per_cell": list(layout.counts.values()),
-            "tokens": sum(measurement.passes),
-        }
+        settings = (
+            provenance(self.model, self.plan.data)
+            | self.plan.reader
+            | {
+                "kind": measurement.kind,
+                "text": measurement.fingerprint(),
+                "loaded": self.loaded,
+                "setting": asdict(measurement.setting),
+                "items": list(layout.items),
+                "cells": [list(cell) for cell in layout.counts],
+                "per_cell": list(layout.counts.values()),
+                "tokens": sum(measurement.passes),
+            }
+        )
         methods, over = [method for method, _ in self.methods.values()], self.plan.over
         settings |= model_key(self.model, methods, self.basis, over) if in_folder else {"over": over}
         return settings | {"context_length": self.basis.rotary.context_length}
@@ -207,7 +211,9 @@ class _Job:
     def scorer(self) -> TokenScorer:
         plan = self.plan
         longest = max(plan.measurement.passes, default=1)
-        return TokenScorer(self.model, chunk=plan.chunk, offload_cache=plan.offload_cache, longest=longest)
+        options: dict[str, Any] = {"chunk": plan.chunk, "offload_cache": plan.offload_cache, "longest": longest}
+        scorer: TokenScorer = (plan.scorer or TokenScorer)(self.model, **options)
+        return scorer
 
     def score(
         self,

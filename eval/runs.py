@@ -17,7 +17,7 @@ import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -321,6 +321,8 @@ class RunPlan(Generic[M_co]):
             measured with the method that it has.
         over, context_length: what the methods extend, as `patch` takes them.
         chunk, offload_cache: as `TokenScorer` takes them.
+        scorer: makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class.
+        reader: what the run's settings say of it, where it is another one.
     """
 
     measurement: M_co
@@ -330,6 +332,8 @@ class RunPlan(Generic[M_co]):
     context_length: int | None = None
     chunk: int | None = None
     offload_cache: bool = False
+    scorer: Callable[..., Any] | None = None
+    reader: dict[str, str] = field(default_factory=dict)
 
 
 _KINDS: dict[str, RunKind] = {}

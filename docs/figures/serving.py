@@ -273,6 +273,19 @@ def vllm_remapping() -> str:
 
 
 @figure
+def vllm_perplexity() -> str:
+    """Perplexity of the bundled model by a real vLLM and by transformers."""
+    result = read_result("vllm_perplexity")
+    table = [
+        (row["dtype"], row["method"], f"{row['length']:,}", *(f"{row[by]:.4f}" for by in ("vllm", "transformers")))
+        for row in result["rows"]
+    ]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = f"*`{result['command']}` on a CPU. Measured by `make test-vllm` with {versions}.*"
+    return markdown_table(["dtype", "method", "tokens", "vLLM", "transformers"], table, note)
+
+
+@figure
 def vllm_drafts() -> str:
     """What a real vLLM's drafts rotate by, where the model got its settings in each way."""
     result = read_result("vllm_drafts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +32,7 @@ from rope_ext_hf.cli.options import (
     parse_lengths,
     parse_numbers,
 )
+from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions
 from rope_ext_hf.errors import MethodError, duration, short
 from rope_ext_hf.files import json_text
 
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 
-Processes = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Stop unless N processes were launched, by torchrun.")
-]
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this package"
@@ -119,7 +116,7 @@ def ppl(
     spans: SpanOptions,
     keys: KeyOptions,
     load: EvalOptions,
-    processes: Processes = None,
+    reader: ReaderOptions,
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> Any:
@@ -127,7 +124,7 @@ def ppl(
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    return _perplexity(model, lengths, methods, spans, keys, load, processes, out, as_json)
+    return _perplexity(model, lengths, methods, spans, keys, load, reader, out, as_json)
 
 
 def sweep(
@@ -137,7 +134,7 @@ def sweep(
     spans: SpanOptions,
     keys: KeyOptions,
     load: EvalOptions,
-    processes: Processes = None,
+    reader: ReaderOptions,
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -149,7 +146,7 @@ def sweep(
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    _perplexity(model, lengths, methods, spans, keys, load, processes, out, as_json, fit=True)
+    _perplexity(model, lengths, methods, spans, keys, load, reader, out, as_json, fit=True)
 
 
 def _perplexity(
@@ -159,7 +156,7 @@ def _perplexity(
     spans: SpanOptions,
     keys: KeyOptions,
     load: EvalOptions,
-    processes: int | None,
+    reader: ReaderOptions,
     out: Path,
     as_json: bool,
     *,
@@ -167,15 +164,12 @@ def _perplexity(
 ) -> Run[Any]:
     """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
     from rope_ext_hf.eval.measuring import DEFAULT_METHODS, fit_methods, plan_perplexity
-    from rope_ext_hf.eval.runner import Workers
     from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
     span_arguments = spans.arguments()
     methods.check(factor_alone=fit)
-    workers = Workers.from_launcher(processes)
-    if workers.count > 1 and load.device == "auto":
-        load = replace(load, device=_own_device())
+    workers, load = reader.launched(load)
     quiet_transformers()
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
@@ -197,6 +191,7 @@ def _perplexity(
             return _measure(methods.context, evaluator.model(source), of_keys, out, workers)
 
         plan = keys.mark(plan, evaluator, find, first=workers.rank == 0)
+        plan = reader.reading(plan, empty, load, workers)
         _preflight(empty, load, plan, spans.most_spans, workers)
         run = _measure(methods.context, load.model(model), plan, out, workers)
     if workers.rank == 0:
@@ -210,6 +205,7 @@ def passkey(
     lengths: Lengths,
     methods: MethodOptions,
     load: EvalOptions,
+    shared: ProcessOptions,
     depths: Annotated[
         str,
         typer.Option(metavar="SHARES", help="Where the statement stands: 0 at the start, 1 at the end."),
@@ -247,6 +243,7 @@ def passkey(
     wanted = parse_lengths(lengths)
     wording = task or ("key-value" if model == "reference" else "passkey")
     shares = parse_numbers("--depths", depths, "0,0.5,1")
+    workers, load = shared.launched(load)
     quiet_transformers()
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
@@ -265,9 +262,10 @@ def passkey(
             settings=methods.underneath | load.reading | {"methods": chosen},
         )
         make_folder(out)
-        _preflight(empty, load, plan)
-        run = _measure(methods.context, load.model(model), plan, out)
-    _print_run(run, as_json)
+        _preflight(empty, load, plan, workers=workers)
+        run = _measure(methods.context, load.model(model), plan, out, workers)
+    if workers.rank == 0:
+        _print_run(run, as_json)
 
 
 def tasks(
@@ -275,6 +273,7 @@ def tasks(
     lengths: Lengths,
     methods: MethodOptions,
     load: EvalOptions,
+    shared: ProcessOptions,
     suite: Annotated[str, typer.Option(help="ruler, json-kv, graphwalks or babilong.")] = "ruler",
     chosen: Annotated[
         str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of the suite, by commas. Default: all.")
@@ -294,7 +293,6 @@ def tasks(
         int, typer.Option(min=0, help="Tokens to generate beyond each task's budget, for models that reason first.")
     ] = 0,
     seed: Annotated[int | None, typer.Option(help="Of the prompts. Default: the suite's own, 42 for ruler.")] = None,
-    processes: Processes = None,
     out: Out = _RESULTS,
     as_json: Json = False,
 ) -> None:
@@ -302,14 +300,11 @@ def tasks(
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    from rope_ext_hf.eval.runner import Workers
     from rope_ext_hf.eval.task_suites import plan_tasks
     from rope_ext_hf.hub import foreign_errors
 
     wanted = parse_lengths(lengths)
-    workers = Workers.from_launcher(processes)
-    if workers.count > 1 and load.device == "auto":
-        load = replace(load, device=_own_device())
+    workers, load = shared.launched(load)
     quiet_transformers()
     empty = load.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be measured"):
@@ -423,13 +418,6 @@ def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int
     return estimate_flops(model, [*passes, *after], scored)
 
 
-def _own_device() -> str:
-    """The device of this process among those of a launcher."""
-    import torch
-
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-
-
 def _measure(
     context: typer.Context, model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
 ) -> Run[Any]:
@@ -463,7 +451,7 @@ def _measure(
 
             def passed(self, method: str, tokens: int) -> None:
                 bar.advance(method, tokens)
-                if first:
+                if first and "engine" not in plan.reader:  # which starts in the first pass of each method
                     left.passed(tokens)
 
         return measure(model, plan, out=out, workers=workers, progress=Shown())

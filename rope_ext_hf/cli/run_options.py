@@ -1,0 +1,72 @@
+"""Options that say which processes and which program read the text of a measurement."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from rope_ext_hf.cli.console import print_note
+from rope_ext_hf.cli.options import EvalOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.eval.runner import Workers
+    from rope_ext_hf.eval.runs import RunPlan
+
+__all__ = ["ProcessOptions", "ReaderOptions"]
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """The processes that share a measurement."""
+
+    PANEL: ClassVar[str] = "Processes and engines"
+
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop unless N processes were launched, by torchrun.")
+    ] = None
+
+    def launched(self, load: EvalOptions) -> tuple[Workers, EvalOptions]:
+        """The processes, and how this one loads the model: on a device of its own."""
+        import torch
+
+        from rope_ext_hf.eval.runner import Workers
+
+        workers = Workers.from_launcher(self.processes)
+        if workers.count > 1 and load.device == "auto":
+            own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+            load = replace(load, device=own)
+        return workers, load
+
+
+@dataclass(frozen=True)
+class ReaderOptions(ProcessOptions):
+    """The processes, and the engine that reads in place of transformers."""
+
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="vllm: losses from vLLM in place of transformers, once both agree on the first span of each length.",
+        ),
+    ] = None
+
+    def reading(self, plan: RunPlan[Any], empty: PreTrainedModel, load: EvalOptions, workers: Workers) -> RunPlan[Any]:
+        """The plan with what reads its text; prints what is left out.
+
+        Args:
+            empty: the model on the meta device.
+        """
+        from rope_ext_hf.serving.vllm_scorer import scored_by_engine
+
+        if self.engine is None:
+            return plan
+        alone = workers.count == 1 and load.device_map is None
+        plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, **load.version)
+        if left_out is not None:
+            print_note("without", left_out)
+        return plan
