@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, short
 from rope_ext_hf.eval.documents import Document
@@ -21,16 +22,18 @@ from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.key_tokens import (
     KeyRanges,
     KeySetting,
+    Pass,
     Range,
     character_spans,
     check_ranges,
-    find_key_tokens,
     key_setting,
+    keys_of_document,
     merged,
     text_digest,
 )
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import EvalPlan, Tokens, check_vocabulary, prefix_token, tokenize
+from rope_ext_hf.eval.protocols import Span
 from rope_ext_hf.eval.results import Cost, label
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, RunPlan, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
@@ -40,12 +43,9 @@ from rope_ext_hf.patches.describing import describe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["KEYS_FILE", "keys_of_run", "mark_keys", "plan_keys"]
+__all__ = ["KEYS_FILE", "find_keys", "keys_of_run", "mark_keys", "plan_keys"]
 
 KEYS_FILE = "keys.json"
-
-
-Pass = tuple[int, int, int]
 
 
 class DocumentKeys(NamedTuple):
@@ -172,17 +172,11 @@ class KeyTokenMeasurement(Measurement):
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
         scorer.take_cost()
-        for start, stop, first in passes:
-            ids, shift = document.ids[start:stop].clone(), start
-            if self.prefix is not None and start:  # a pass from the middle of a document has it for its first token
-                ids[0] = self.prefix
-            elif self.prefix is not None:
-                ids, shift = torch.cat([ids.new_tensor([self.prefix]), ids]), -1
-            scored = max(first - shift, 1)
-            keys = find_key_tokens(scorer, ids, scored, self.thresholds, prefix=self.prefix, length=self.length)
-            compared |= set(range(shift + max(scored, self.thresholds.window), stop))
-            found |= {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
-            progress(sum(self._sizes(start, stop, first)))
+        for each in passes:
+            of_pass = keys_of_document(scorer, document.ids, [each], self.prefix, self.thresholds, self.length)
+            compared |= of_pass[0]
+            found |= of_pass[1]
+            progress(sum(self._sizes(*each)))
         characters = character_spans(document)
         ranges = merged(characters[token] for token in found)
         yield cells[0], DocumentKeys(document.name, len(compared), len(found), ranges), scorer.take_cost()
@@ -221,13 +215,12 @@ def plan_keys(
         characters = character_spans(read)
         starts, stops = ([place[end] for place in characters] for end in (0, 1))
         passes = set[Pass]()
-        for span in spans:
-            if span.context == longest:
-                start = bisect_left(starts, places[max(span.start, 0)][0])
-                stop = bisect_right(stops, places[span.score_to - 1][1])
-                first = max(start, bisect_left(starts, places[span.score_from][0]))
-                if stop - max(first, start + setting.window) > 0:
-                    passes.add((start, stop, first))
+        for start, stop, first in _passes(spans, longest):
+            start = bisect_left(starts, places[start][0])
+            stop = bisect_right(stops, places[stop - 1][1])
+            first = max(start, bisect_left(starts, places[first][0]))
+            if stop - max(first, start + setting.window) > 0:
+                passes.add((start, stop, first))
         if passes:
             documents.append((read, sorted(passes)))
     if not documents:
@@ -246,6 +239,30 @@ def plan_keys(
             stacklevel=2,
         )
     return RunPlan(measurement, data, **reading)
+
+
+def _passes(spans: Iterable[Span], longest: int) -> list[Pass]:
+    """The passes of the longest length, up to the last token that each scores."""
+    return [(max(span.start, 0), span.score_to, span.score_from) for span in spans if span.context == longest]
+
+
+def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySetting]:
+    """The key tokens among those that a plan scores at its longest length, by an evaluator with the same tokenizer.
+
+    Args:
+        scorer: has the evaluator.
+        plan: its documents may have come as token ids.
+
+    Returns:
+        Which tokens of each document they are, (tokens,) bool, and what made them key tokens.
+    """
+    longest = plan.lengths[-1]
+    setting, masks = key_setting(longest), []
+    for document, spans in plan.documents:
+        _, found = keys_of_document(scorer, document.ids, _passes(spans, longest), plan.prefix, setting, longest)
+        masks.append(torch.zeros(len(document.ids), dtype=torch.bool))
+        masks[-1][sorted(found)] = True
+    return masks, setting
 
 
 def keys_of_run(run: Run[KeyTokens], plan: RunPlan[KeyTokenMeasurement], *, write: bool = True) -> KeyRanges:

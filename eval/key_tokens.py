@@ -29,11 +29,13 @@ from rope_ext_hf.files import atomic_file, read_json, write_json
 __all__ = [
     "KeyRanges",
     "KeySetting",
+    "Pass",
     "Range",
     "character_spans",
     "check_ranges",
     "find_key_tokens",
     "key_setting",
+    "keys_of_document",
     "merged",
     "read_keys",
     "text_digest",
@@ -44,6 +46,8 @@ WINDOW, OF_LENGTH = 4096, 8
 
 Range = tuple[int, int]
 """The first character and the one after the last."""
+Pass = tuple[int, int, int]
+"""Tokens of a document: the first that is read, the one after the last, and the first that may be a key token."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,32 @@ def find_key_tokens(
         of_short = scorer.losses(window, low - start)
         found[low - first : high - first] = (of_short - of_long > setting.gain) & (of_long < -setting.likely)
     return found
+
+
+def keys_of_document(
+    scorer: TokenScorer, document: Tensor, passes: Iterable[Pass], prefix: int | None, setting: KeySetting, length: int
+) -> tuple[set[int], set[int]]:
+    """The tokens of a document that are compared, and the key tokens among them.
+
+    Args:
+        scorer: has the evaluator.
+        document: (tokens,) int64.
+        passes: tokens start to stop are read, and those from `first` on may be key tokens.
+        prefix: the token that every pass begins with, or None.
+        setting, length: as `find_key_tokens` takes them.
+    """
+    compared, found = set[int](), set[int]()
+    for start, stop, first in passes:
+        ids, shift = document[start:stop].clone(), start
+        if prefix is not None and start:  # a pass from the middle of a document has it for its first token
+            ids[0] = prefix
+        elif prefix is not None:
+            ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
+        scored = max(first - shift, 1)
+        keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
+        compared |= set(range(shift + max(scored, setting.window), stop))
+        found |= {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
+    return compared, found
 
 
 @dataclass(frozen=True)

@@ -162,18 +162,26 @@ def resample(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def difference(one: Result, other: Result, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+def difference(one: Result, other: Result, *, keys: bool = False) -> tuple[float, float, float]:
     """How much higher the loss of `one` is, in nats per token, with its 95% interval, paired by document.
 
+    Args:
+        keys: over the key tokens alone.
+
     Raises:
-        ValueError: the two did not score the same tokens.
+        ValueError: the two did not score the same tokens, or there is no key token.
     """
-    mine, theirs = ({document.name: document for document in result.documents} for result in (one, other))
-    if {n: d.tokens for n, d in mine.items()} != {n: d.tokens for n, d in theirs.items()}:
+
+    def shares(result: Result) -> dict[str, tuple[float, int]]:
+        of_keys = {d.name: (d.key_nats, d.key_tokens) for d in result.documents if d.key_tokens}
+        return of_keys if keys else {d.name: (d.nats, d.tokens) for d in result.documents}
+
+    mine, theirs = shares(one), shares(other)
+    counts = {name: count for name, (_, count) in mine.items()}
+    if not counts or counts != {name: count for name, (_, count) in theirs.items()}:
         raise ValueError("only results over the same scored tokens can be compared by document")
-    gaps = [document.nats - theirs[name].nats for name, document in mine.items()]
-    tokens = [document.tokens for document in mine.values()]
-    return (math.fsum(gaps) / sum(tokens), *_interval(gaps, tokens, draws, seed))
+    gaps, tokens = [nats - theirs[name][0] for name, (nats, _) in mine.items()], list(counts.values())
+    return (math.fsum(gaps) / sum(tokens), *_interval(gaps, tokens))
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,11 @@ def search(
     ] = 0.02,
     fitness: Annotated[
         str,
-        typer.Option(metavar="WHAT", help="loss, or a task of `rope-ext passkey`, e.g. needle: of its answers alone."),
+        typer.Option(
+            metavar="WHAT",
+            help="Whose loss counts. loss: of all tokens; key-tokens: of those that need the long context; or of the "
+            "answers of a task of `rope-ext passkey`, e.g. needle.",
+        ),
     ] = "loss",
     eval_data: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What is measured at the end, instead of half of --data.")

@@ -5,7 +5,8 @@ from rope_ext_hf.training.collators import MixedWindowsCollator, PoSECollator, R
 from rope_ext_hf.training.finetuning import FinetuneReport, finetune
 from rope_ext_hf.training.longce import longce_weights
 from rope_ext_hf.training.parallelism import check_context_parallel
-from rope_ext_hf.training.searching import SearchReport, search
+from rope_ext_hf.training.search_report import SearchReport
+from rope_ext_hf.training.searching import search
 
 __all__ = [
     "FinetuneReport",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
+from rope_ext_hf.eval.key_token_runs import find_keys
+from rope_ext_hf.eval.key_tokens import find_key_tokens
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import Tokens, prefix_token
 from rope_ext_hf.eval.retrieval import make_trials
 from rope_ext_hf.eval.retrieval_prompts import TASKS
@@ -39,10 +43,17 @@ PENALTY = 10.0
 
 
 class Passage(NamedTuple):
-    """ids: (tokens,) int64; those from `first` on are scored."""
+    """A text of the target length, or a prompt with its answer.
+
+    Attributes:
+        ids: (tokens,) int64.
+        first: tokens from here on are scored.
+        weights: (tokens - first,) float64, what the loss of each counts; None: the same, and 1 together.
+    """
 
     ids: Tensor
     first: int
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -122,8 +133,7 @@ class Reader:
         self.as_loaded = [self._loss(passage) for passage in short]
 
     def _loss(self, passage: Passage) -> float:
-        loss = float(self.scorer.losses(passage.ids, passage.first).double().mean())
-        return loss if math.isfinite(loss) else LARGEST_LOSS
+        return passage_loss(self.scorer, passage)
 
     def read(
         self, stage: str, method: RopeMethod, before: Sequence[Trial], parameters: dict[str, Any], label: str = ""
@@ -158,6 +168,13 @@ class Reader:
             seconds=time.monotonic() - started,
             cpu_seconds=time.process_time() - cpu,
         )
+
+
+def passage_loss(scorer: TokenScorer, passage: Passage) -> float:
+    """The loss of a passage, in nats per token."""
+    nats = scorer.losses(passage.ids, passage.first).double()
+    loss = float(nats.mean() if passage.weights is None else nats @ passage.weights)
+    return loss if math.isfinite(loss) else LARGEST_LOSS
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -200,11 +217,66 @@ def text_passages(
     return [Passage(torch.cat([part.ids.new_tensor(before), part.ids]), length // 2) for part in parts]
 
 
+def best_of(
+    model: PreTrainedModel, methods: Sequence[RopeMethod], passages: Sequence[Passage], **underneath: Any
+) -> RopeMethod:
+    """The method that reads the first few passages with the lowest loss; those that cannot be patched in are left out.
+
+    Raises:
+        MethodError: none of them can be.
+    """
+    losses: dict[RopeMethod, float] = {}
+    for method in methods:
+        with suppress(MethodError, UnsupportedModelError), patched(model, method, **underneath):
+            scorer = TokenScorer(model)
+            losses[method] = fmean(passage_loss(scorer, passage) for passage in passages[:LEAST_READ])
+    if not losses:
+        raise MethodError("key tokens cannot be found: the model runs none of the methods that would find them")
+    return min(losses, key=lambda method: losses[method])
+
+
+def key_passages(
+    model: PreTrainedModel,
+    evaluator: RopeMethod,
+    passages: Sequence[Passage],
+    measurement: PerplexityMeasurement,
+    **underneath: Any,
+) -> tuple[list[Passage], PerplexityMeasurement]:
+    """The passages that have key tokens, which alone count in them, and the measurement with its key tokens marked.
+
+    Args:
+        model: finds them, under the method `evaluator`.
+        passages: of the text that is searched on.
+        measurement: of other text.
+
+    Raises:
+        CorpusError: fewer than `LEAST_READ` passages have a key token, or no measured token is one.
+    """
+    with patched(model, evaluator, **underneath):
+        scorer = TokenScorer(model)
+        masks, setting = find_keys(scorer, measurement.plan)
+        prefix = measurement.plan.prefix
+        found = [
+            (each, find_key_tokens(scorer, each.ids, each.first, setting, prefix=prefix, length=len(each.ids)))
+            for each in passages
+        ]
+    found = [(passage, keys) for passage, keys in found if keys.any()]
+    if len(found) < LEAST_READ:
+        raise CorpusError(
+            f"{len(found)} passages have a key token under {evaluator.label()} ({setting}), and at least {LEAST_READ} "
+            "are needed; give longer text or more passages, or another fitness"
+        )
+    each = len(found) / sum(int(keys.sum()) for _, keys in found)  # so that the passages' mean is that of all keys
+    read = [Passage(passage.ids, passage.first, keys.double() * each) for passage, keys in found]
+    keys_from = f"the model under {evaluator.label()}: {setting}"
+    return read, PerplexityMeasurement(measurement.plan, masks, keys_from)
+
+
 def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
     """Two parts of the context length from each passage, from its middle and its end; their last halves are scored."""
     if len(passages[0].ids) < 2 * length:
-        return [Passage(ids[-length:], length // 2) for ids, _ in passages]
-    starts = [(len(ids) // 2, len(ids) - length) for ids, _ in passages]
+        return [Passage(passage.ids[-length:], length // 2) for passage in passages]
+    starts = [(len(passage.ids) // 2, len(passage.ids) - length) for passage in passages]
     return [
         Passage(passage.ids[start : start + length], max(1, length // 2))
         for passage, both in zip(passages, starts, strict=True)
@@ -221,7 +293,7 @@ def prompts(
         MethodError: an unknown task, or a length too short for its wording.
     """
     if task not in TASKS:
-        raise MethodError(f"unknown fitness {task!r}; it is loss or a retrieval task: {', '.join(TASKS)}")
+        raise MethodError(f"unknown fitness {task!r}; it is loss, key-tokens or a retrieval task: {', '.join(TASKS)}")
     haystack = torch.cat([document.ids for document in documents])
     made = make_trials(TASKS[task], tokenizer, trials=count, distractors=1, seed=seed)
     if (least := max(trial.wording for trial in made)) > length:

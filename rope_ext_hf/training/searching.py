@@ -15,16 +15,18 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.journal import exclusive
-from rope_ext_hf.eval.measuring import sweep
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.measuring import fit_methods
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.plan import prepare, tokenize
 from rope_ext_hf.eval.results import Result, difference
+from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -33,11 +35,14 @@ from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.training.run_folder import open_run, split, write_whole
+from rope_ext_hf.training.search_report import SearchReport
 from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
 from rope_ext_hf.training.search_trials import (
     Reader,
     Trial,
+    best_of,
     best_trial,
+    key_passages,
     pieces,
     prompts,
     short_passages,
@@ -47,7 +52,7 @@ from rope_ext_hf.training.search_trials import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SearchReport", "search"]
+__all__ = ["search"]
 
 STAGES = {"methods": 0.25, "bands": 0.65, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest."""
@@ -59,76 +64,10 @@ FEW_DOCUMENTS = 8
 """Fewer held-out documents than these are cut into passages, which the intervals then resample."""
 WIDEST = 4.0
 """The largest divisor that is tried, in multiples of the factor that the target length needs."""
+KEYS_UNDER = ("yarn", "llama3", "rerope")
+"""The methods that key tokens may be found under: the one that reads best at the target length."""
 FIRST_STEP, LEAST_STEP = 0.4, 0.05
 """Changes of divisors as logarithms to base 2: at the beginning of a stage, and the smallest."""
-
-
-@dataclass(frozen=True)
-class SearchReport:
-    """What a search came to. Losses are in nats per token, on documents that the search did not read.
-
-    Attributes:
-        settings: the arguments.
-        context_length, target_length: in tokens.
-        method: `RopeMethod.to_dict` of what was chosen.
-        label: in which stage it came up, and from what.
-        losses: of the model as loaded, of every fixed method and of the chosen one, by length.
-        gains: by how much the chosen one is lower than each at the target length, with the ends of the 95% interval.
-        lost: how much higher it is than the model as loaded at the context length, likewise.
-        trials, stopped: how many candidates were read, and how many of them not to the end.
-        seconds, cpu_seconds: of the search; those of interrupted runs count, measuring and loading do not.
-        folder: of the patched model.
-        loads_plainly: whether transformers alone loads it as it is; else it takes `rope_ext_hf.from_pretrained`.
-    """
-
-    settings: dict[str, Any]
-    context_length: int
-    target_length: int
-    method: dict[str, Any]
-    label: str
-    losses: dict[str, dict[str, float]]
-    gains: dict[str, tuple[float, float, float]]
-    lost: tuple[float, float, float]
-    trials: int
-    stopped: int
-    seconds: float
-    cpu_seconds: float
-    folder: str
-    loads_plainly: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-    @property
-    def best_fixed(self) -> str:
-        """The fixed method with the lowest loss at the target length."""
-        fixed = [name for name in self.losses if name not in ("as loaded", "chosen")]
-        return min(fixed, key=lambda name: self.losses[name][str(self.target_length)])
-
-    def __str__(self) -> str:
-        lengths = [str(self.context_length), str(self.target_length)]
-        width = max(map(len, (*self.losses, "nats per token"))) + 2
-        lines = [f"{'nats per token':{width}}" + "".join(f"{int(n):>10,}" for n in lengths) + "   chosen is lower by"]
-        for name, losses in self.losses.items():
-            gain = self.gains.get(name)
-            shown = "" if gain is None else f"   {gain[0]:.4f} [{gain[1]:.4f}, {gain[2]:.4f}]"
-            lines.append(f"{name:{width}}" + "".join(f"{losses[n]:>10.4f}" for n in lengths) + shown)
-        mean, low, high = self.lost
-        factor = f"{self.target_length / self.context_length:g}"
-        command = f"rope-ext ppl {self.folder} --lengths {lengths[0]},{lengths[1]}"
-        return "\n".join(
-            [
-                *lines,
-                "",
-                f"chosen: {self.label}; it loses {mean:.4f} [{low:.4f}, {high:.4f}] at 1x",
-                f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
-                f"({self.cpu_seconds:.0f} CPU seconds)",
-                f"The model, extended {factor} times, is in {self.folder} and loads "
-                f"{'plainly' if self.loads_plainly else 'with rope_ext_hf.from_pretrained'}; measure it on other text "
-                f"with `{command} --data TEXT`.",
-            ]
-        )
 
 
 def search(
@@ -170,8 +109,9 @@ def search(
         static: one list of frequencies for inputs of every length. Default: what is searched is for inputs beyond the
             context length alone, and shorter ones keep the frequencies of the model (the two lists of `longrope`).
         most_lost: the most that the loss at the context length may rise, in nats per token, interval included.
-        fitness: "loss", of the last half of each passage, or a task of `rope_ext_hf.eval.passkey`, e.g. "needle", whose
-            right answers' loss counts instead.
+        fitness: the loss that counts: "loss", of the last half of each passage; "key-tokens", of the key tokens in it
+            (see `rope_ext_hf.eval.key_tokens`), which the model itself finds under the fixed method that reads best; or
+            a task of `rope_ext_hf.eval.passkey`, e.g. "needle", of its right answers.
         eval_data: what is measured at the end; None: the half of `data` that is not searched on.
         passages: that every candidate reads, unless it is stopped.
         max_spans: passages measured at the end.
@@ -185,7 +125,7 @@ def search(
     Raises:
         MethodError: not one of minutes and trials, a target length that is no longer than the context length, or no
             candidate that holds the bound.
-        CorpusError: too short a text.
+        CorpusError: too short a text, or one with too few key tokens.
         FileError: the folder holds a run of other settings, or another process is writing it.
         ImportError: Optuna is not installed.
     """
@@ -223,13 +163,24 @@ def search(
                 f"no held-out document has {target_length:,} tokens; give longer text, or another with eval_data"
             )
         texts = text_passages(searched, target_length, passages, tokenizer)
-        read = texts if fitness == "loss" else prompts(fitness, searched, target_length, passages, tokenizer, seed)
+        lengths = [rotary.context_length, target_length]
+        measured: dict[str, Any] = {"lengths": lengths, "targets": max(1, lengths[0] // 2), "max_spans": max_spans}
+        measurement = PerplexityMeasurement(prepare(loaded, held_out, tokenizer=tokenizer, **measured))
+        if fitness == "loss":
+            read = texts
+        elif fitness == "key-tokens":
+            methods_for_keys = [resolve_method(each, rotary, target_length=target_length) for each in KEYS_UNDER]
+            evaluator = best_of(loaded, methods_for_keys, texts, **underneath)
+            read, measurement = key_passages(loaded, evaluator, texts, measurement, **underneath)
+            say(f"key tokens: {measurement.keys_from}")
+        else:
+            read = prompts(fitness, searched, target_length, passages, tokenizer, seed)
         reader = Reader(loaded, read, short_passages(texts, rotary.context_length), most_lost, **underneath)
         run = _Search(folder, reader, rotary, settings, say)
         measured_seconds = max_spans * (len(searched_methods()) + 2) * (1 + rotary.context_length / target_length)
         best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
         say("measuring on text that the search did not read")
-        made = run.measured(best, held_out, tokenizer, eval_data or data, max_spans)
+        made = run.measured(best, measurement, eval_data or data)
         _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
         tokenizer.save_pretrained(folder / "model")
         run.draw(best)
@@ -382,31 +333,22 @@ class _Search:
         seed: int = self.settings["seed"]
         return seed * 1_000_003 + len(self.trials)
 
-    def measured(
-        self, best: Trial, held_out: Sequence[Tokens], tokenizer: Any, data: str, max_spans: int
-    ) -> SearchReport:
+    def measured(self, best: Trial, measurement: PerplexityMeasurement, data: str) -> SearchReport:
         """Read text that the search did not read, as loaded, with each fixed method and with the chosen one."""
         chosen = method_from_dict(best.method)
         fixed = [resolve_method(name, self.rotary, target_length=self.target) for name in searched_methods()]
-        lengths = [self.rotary.context_length, self.target]
-        results = sweep(
-            self.reader.model,
-            held_out,
-            lengths=lengths,
-            methods=[*fixed, chosen],
-            targets=max(1, lengths[0] // 2),
-            max_spans=max_spans,
-            data=data,
-            out=self.folder / "measured",
-            tokenizer=tokenizer,
-            **self.reader.underneath,
-        ).results
+        model, underneath = self.reader.model, self.reader.underneath
+        lengths, methods = fit_methods(model, measurement.plan.lengths, [*fixed, chosen], **underneath)
+        plan = RunPlan(measurement, data, methods, **underneath)
+        results = measure(model, plan, out=self.folder / "measured").results
         read: dict[str, RopeMethod | None] = {"as loaded": None, **{each.label(): each for each in fixed}}
         by_name: dict[str, dict[int, Result]] = {
             name: {result.length: result for result in results if result.method == (method and method.to_dict())}
             for name, method in (read | {"chosen": chosen}).items()
         }
-        ours = by_name["chosen"]
+        ours = by_name["chosen"][self.target]
+        at_target = {name: row[self.target] for name, row in by_name.items()}
+        keyed = measurement.keys is not None
         self._write_table()
         return SearchReport(
             settings=self.settings,
@@ -415,10 +357,15 @@ class _Search:
             method=best.method,
             label=best.label,
             losses={name: {str(n): each.loss for n, each in row.items()} for name, row in by_name.items()},
-            gains={
-                name: difference(row[lengths[1]], ours[lengths[1]]) for name, row in by_name.items() if name in read
+            gains={name: difference(each, ours) for name, each in at_target.items() if name in read},
+            lost=difference(by_name["chosen"][lengths[0]], by_name["as loaded"][lengths[0]]),
+            key_losses={
+                name: {str(self.target): math.log(each.longppl)} for name, each in at_target.items() if each.longppl
             },
-            lost=difference(ours[lengths[0]], by_name["as loaded"][lengths[0]]),
+            key_gains={
+                name: difference(each, ours, keys=True) for name, each in at_target.items() if keyed and name in read
+            },
+            keys_by=f"{ours.key_tokens} of {ours.tokens}, found with {measurement.keys_from}" if keyed else "",
             trials=len(self.trials),
             stopped=sum(trial.stopped for trial in self.trials),
             seconds=round(sum(trial.seconds for trial in self.trials), 1),

@@ -33,39 +33,17 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path as reference
 from tests.support.dispatch import LargestTensor
 from tests.support.models import build
+from tests.support.oracles import naive_key_tokens, token_losses
 
 LENGTH, WINDOW = 256, 32
 TEXT = (reference() / "README.md").read_text(encoding="utf-8")
 TEXTS = {f"{i}.txt": TEXT[300 * i :].encode()[:LENGTH].decode() for i in range(4)}
 
 
-def losses(model: Any, ids: Tensor) -> Tensor:
-    """Of all tokens but the first, (N - 1,)."""
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, :-1]
-    return torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="none")
-
-
-def naive_keys(model: Any, ids: Tensor, window: int, stride: int, gain: float, likely: float, bos: int | None) -> Any:
-    """`find_key_token` there: token numbers."""
-    long = losses(model, ids)
-    keys = []
-    for start in range(0, len(ids) - window, stride):
-        part = ids[start : start + window + stride].clone()
-        if bos is not None:
-            part[0] = bos
-        short = losses(model, part)
-        for token in range(start + window, start + len(part)):
-            lost, kept = short[token - start - 1], long[token - 1]
-            if lost - kept > gain and kept < -likely:
-                keys.append(token)
-    return keys
-
-
 def naive_longppl(model: Any, evaluator: Any, ids: Tensor) -> tuple[float, int]:
     """`compute_longppl` there, where both models have one tokenizer: the sum of losses, and key tokens."""
-    keys = naive_keys(evaluator, ids, WINDOW, WINDOW // 4, 2.0, -2.0, None)
-    of_all = losses(model, ids)
+    keys = naive_key_tokens(evaluator, ids, WINDOW, WINDOW // 4, 2.0, -2.0, None)
+    of_all = token_losses(model, ids)
     return float(sum(of_all[token - 1] for token in keys)), len(keys)
 
 
@@ -76,7 +54,7 @@ def test_key_tokens_are_those_of_the_papers_code(count: int, window: int, stride
     model = build("llama")
     ids = torch.randint(6, 90, (count,), generator=torch.Generator().manual_seed(count))
     setting = KeySetting(window, stride, gain=-0.02, likely=-4.6)
-    expected = naive_keys(model, ids, window, stride, -0.02, -4.6, bos)
+    expected = naive_key_tokens(model, ids, window, stride, -0.02, -4.6, bos)
     for first in (1, window, count - 7):
         found = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=bos, length=count)
         assert [first + place for place in found.nonzero()[:, 0].tolist()] == [t for t in expected if t >= first]
@@ -222,7 +200,7 @@ def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> 
     expected = 0
     for text in TEXTS.values():
         (tokens,) = tokenize([Document("", text)], load_tokenizer("reference"))
-        keys = naive_keys(model, tokens.ids, WINDOW, WINDOW // 4, 2.0, -2.0, None)
+        keys = naive_key_tokens(model, tokens.ids, WINDOW, WINDOW // 4, 2.0, -2.0, None)
         offsets = [(i, i + 2) for i in range(0, len(text), 2)]
         expected += len(naive_overlap(offsets, merged([(token, token + 1) for token in keys])))
     assert run.results[-1].key_tokens == expected > 0

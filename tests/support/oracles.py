@@ -394,3 +394,31 @@ NAIVE_PROTOCOLS: dict[str, NaiveProtocol] = {
     "blocks": naive_blocks,
     "position": naive_position,
 }
+
+
+# --- key tokens, as the code of LongPPL's authors finds them (PKU-ML/LongPPL, longppl/longppl.py) -----------------
+
+
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """Of all tokens but the first, (N - 1,), by transformers' own loss over one forward."""
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="none")
+
+
+def naive_key_tokens(
+    model: Any, ids: Tensor, window: int, stride: int, gain: float, likely: float, bos: int | None
+) -> list[int]:
+    """`find_key_token` there: the numbers of the key tokens. Every window begins with BOS here, where there is one."""
+    long = token_losses(model, ids)
+    keys = []
+    for start in range(0, len(ids) - window, stride):
+        part = ids[start : start + window + stride].clone()
+        if bos is not None:
+            part[0] = bos
+        short = token_losses(model, part)
+        for token in range(start + window, start + len(part)):
+            lost, kept = short[token - start - 1], long[token - 1]
+            if lost - kept > gain and kept < -likely:
+                keys.append(token)
+    return keys

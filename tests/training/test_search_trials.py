@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.plan import Tokens, prepare, tokenize
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Factors, Linear, Yarn
 from rope_ext_hf.patches.geometry import patch_geometry
@@ -23,14 +25,17 @@ from rope_ext_hf.training.search_trials import (
     Passage,
     Reader,
     Trial,
+    best_of,
     best_trial,
     interval,
+    key_passages,
     pieces,
     prompts,
     short_passages,
     text_passages,
 )
 from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.oracles import naive_key_tokens, token_losses
 
 LONG = 4 * TRAINED
 PASSAGES = [Passage(tokens(LONG, seed=seed)[0], LONG // 2) for seed in range(6)]
@@ -53,7 +58,7 @@ def reader() -> Reader:
 def by_hand(model: Any, passages: list[Passage]) -> list[float]:
     return [
         float(functional.cross_entropy(logits(model, ids[None])[0, first - 1 : -1], ids[first:]))
-        for ids, first in passages
+        for ids, first, _ in passages
     ]
 
 
@@ -159,11 +164,11 @@ def test_prompts_score_the_answers_alone() -> None:
     documents = tokenize(stdlib_held_out()[:2], tokenizer)
     made = prompts("key-value", documents, 512, 5, tokenizer, seed=0)
     assert len(made) == 5
-    for ids, first in made:
+    for ids, first, _ in made:
         assert len(ids) == 512
         answer = tokenizer.decode(ids[first:])
         assert answer in tokenizer.decode(ids[:first])  # it was stated before
-    with pytest.raises(MethodError, match="unknown fitness 'accuracy'; it is loss or a retrieval task: "):
+    with pytest.raises(MethodError, match="unknown fitness 'accuracy'; it is loss, key-tokens or a retrieval task: "):
         prompts("accuracy", documents, 512, 5, tokenizer, seed=0)
     with pytest.raises(MethodError, match="too short for task 'needle'"):
         prompts("needle", documents, 64, 5, tokenizer, seed=0)
@@ -182,3 +187,46 @@ def test_factors_are_static_and_compared_like_any_method(reader: Reader) -> None
     assert same.losses == pytest.approx(reader.read("methods", Linear(factor=4.0), [], {}).losses, abs=1e-6)
     assert same.label == "divisors"
     assert resolve_method("linear", rotary, target_length=LONG) == Linear(factor=4.0)
+
+
+def test_key_tokens_alone_count_in_their_passages() -> None:
+    """Their loss is the mean over the key tokens of all passages, which the model finds under the best method."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(reference(), dtype=torch.float32).eval(),
+        load_tokenizer("reference"),
+    )
+    rotary = patch_geometry(model)
+    texts = text_passages(tokenize(stdlib_held_out(), tokenizer), 512, 6, tokenizer)
+    methods = [resolve_method(name, rotary, target_length=512) for name in ("linear", "rerope")]
+    evaluator = best_of(model, methods, texts)
+    assert evaluator.label() == "rerope"
+    plan = prepare(model, stdlib_held_out()[:2], tokenizer=tokenizer, lengths=[512], max_spans=4)
+    read, measurement = key_passages(model, evaluator, texts, PerplexityMeasurement(plan))
+    with rope.patched(model, evaluator):
+        keys = [[t for t in naive_key_tokens(model, each.ids, 64, 16, 2.0, -2.0, None) if t >= 256] for each in texts]
+        nats = sum(
+            float(token_losses(model, each.ids)[t - 1]) for each, of in zip(texts, keys, strict=True) for t in of
+        )
+        measured = [
+            naive_key_tokens(model, document.ids[span.start : span.stop], 64, 16, 2.0, -2.0, None)
+            for document, spans in plan.documents
+            for span in spans
+        ]
+    assert len(read) == sum(map(bool, keys))
+    trial = Reader(model, read, short_passages(texts, 256), 0.02).read("methods", evaluator, [], {})
+    assert trial.loss == pytest.approx(nats / sum(map(len, keys)), abs=1e-5)
+    assert measurement.keys is not None
+    assert sum(int(mask.sum()) for mask in measurement.keys) == sum(t >= 256 for of in measured for t in of) > 0
+    assert "the model under rerope: gain above 2" in measurement.keys_from
+
+
+def test_too_few_key_tokens_are_refused() -> None:
+    model, tokenizer = build("llama", vocab_size=259), load_tokenizer("reference")
+    plan = prepare(model, stdlib_held_out()[:1], tokenizer=tokenizer, lengths=[LONG], max_spans=2)
+    with pytest.raises(CorpusError, match=r"0 passages have a key token under yarn x4 .gain above 2.* at least 4"):
+        key_passages(model, Yarn(factor=4.0), PASSAGES, PerplexityMeasurement(plan))
+
+
+def test_an_evaluator_must_be_found() -> None:
+    with pytest.raises(MethodError, match="runs none of the methods"):
+        best_of(build("llama"), [], PASSAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,6 +206,19 @@ def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path)
 def test_answers_of_a_retrieval_task_may_count_instead(small: Path, tmp_path: Path) -> None:
     report = search(small, tmp_path / "run", **QUICK, trials=1, fitness="key-value", most_lost=9.0)
     assert report.settings["fitness"] == "key-value"
+
+
+def test_key_tokens_may_count_instead(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": "stdlib", "target_length": 512, "passages": 6, "max_spans": 8, "trials": 2}
+    report = search("reference", tmp_path / "run", **options, fitness="key-tokens", dtype="float32", device="cpu")
+    assert list(report.key_losses) == list(report.losses)
+    for name, (gain, low, high) in report.key_gains.items():
+        assert gain == pytest.approx(report.key_losses[name]["512"] - report.key_losses["chosen"]["512"])
+        assert low <= gain <= high
+    shown = str(report)
+    assert "nats per key token" in shown
+    assert re.search(r"key tokens: [1-9]\d* of 1024, found with the model under \w+", shown)
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["key_losses"] == report.key_losses
 
 
 @pytest.mark.parametrize(
