@@ -2,6 +2,7 @@
 
 A trial reads passages in a fixed order, those of different documents in turn. It stops when its losses on the passages
 read so far are above those of the best trial on the same passages, by more than the 95% interval of their difference.
+Where the best trial breaks the bound at the context length, its penalty is part of the comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +33,18 @@ from rope_ext_hf.training.run_folder import cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Passage", "Reader", "Trial", "best_trial", "pieces", "prompts", "short_passages", "text_passages"]
+__all__ = [
+    "Passage",
+    "Reader",
+    "Trial",
+    "best_of",
+    "best_trial",
+    "key_passages",
+    "pieces",
+    "prompts",
+    "short_passages",
+    "text_passages",
+]
 
 LARGEST_LOSS = 100.0
 """Nats per token; what a loss that is not finite counts as."""
@@ -150,7 +162,8 @@ class Reader:
                 losses.append(self._loss(passage))
                 if best is not None and LEAST_READ <= len(losses) < len(self.passages):
                     gap, margin = interval([a - b for a, b in zip(losses, best.losses, strict=False)])
-                    if stopped := gap > margin:
+                    # The best one may break the bound; this one, which has not been asked yet, may hold it.
+                    if stopped := gap > margin + best.cost(self.bound) - best.loss:
                         break
             if not stopped:
                 gaps = [self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)]

@@ -107,7 +107,9 @@ def test_the_comparison_is_with_the_best_one_that_holds_the_bound(reader: Reader
     broken = trial(losses=(0.0,) * len(PASSAGES), loss=0.0, most_lost=1.0)
     equal = trial(losses=tuple(loss + 0.01 for loss in whole.losses), loss=whole.loss + 0.01)
     assert not reader.read("methods", Yarn(factor=4.0), [broken, equal], {}).stopped
-    assert reader.read("methods", Yarn(factor=4.0), [broken], {}).stopped  # where none holds it, with the nearest
+    nearly = trial(losses=(0.0,) * len(PASSAGES), loss=0.0, most_lost=0.03)
+    assert reader.read("methods", Yarn(factor=4.0), [nearly], {}).stopped  # where none holds it, with the nearest,
+    assert not reader.read("methods", Yarn(factor=4.0), [broken], {}).stopped  # whose penalty counts
 
 
 def test_losses_that_are_not_finite_are_the_worst(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
