@@ -2,11 +2,13 @@
 
     python benchmarks/search.py --out docs/results
     python benchmarks/search.py --out docs/results --longrope CLONE     # of microsoft/LongRoPE
+    python benchmarks/search.py --out docs/results --fitness key-tokens --max-spans 64
 
 With --longrope, LongRoPE's own search (evolution/algorithms/dim_mono.py of that clone, from its YaRN divisors and with
 its attention factor) reads the same passages for as many CPU seconds, and what it finds is measured on the same text.
 The run in --folder is not repeated where it is there already. The text is the standard library's, so that anybody can
-run it. The results go into search.json and search-longrope.json of a folder.
+run it. The results go into search.json (with another fitness than the loss, into search-FITNESS.json) and
+search-longrope.json of a folder.
 """
 
 from __future__ import annotations
@@ -43,25 +45,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--folder", type=Path, default=Path("build/bench/search"))
+    parser.add_argument("--fitness", default="loss")
+    parser.add_argument("--max-spans", type=int, default=SPANS, help="passages measured at the end")
     parser.add_argument("--longrope", type=Path, help="a clone of microsoft/LongRoPE")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     arguments = parser.parse_args()
+    standard, spans = arguments.fitness == "loss", arguments.max_spans
+    folder = arguments.folder if standard else arguments.folder.with_name(f"search-{arguments.fitness}")
     report = search(
-        "reference", arguments.folder, data="stdlib", target_length=TARGET, minutes=arguments.minutes,
-        passages=PASSAGES, max_spans=SPANS, dtype="float32", device="cpu", report=lambda line: print(line, flush=True),
+        "reference", folder, data="stdlib", target_length=TARGET, minutes=arguments.minutes, passages=PASSAGES,
+        max_spans=spans, fitness=arguments.fitness, dtype="float32", device="cpu",
+        report=lambda line: print(line, flush=True),
     )  # fmt: skip
     print(report, flush=True)
-    trials = json.loads((arguments.folder / "trials.json").read_text(encoding="utf-8"))["trials"]
+    trials = json.loads((folder / "trials.json").read_text(encoding="utf-8"))["trials"]
     shown = ("stage", "label", "loss", "lost", "stopped")
     result: dict[str, Any] = {
-        "command": "python benchmarks/search.py --out docs/results",
+        "command": "python benchmarks/search.py --out docs/results"
+        + ("" if standard else f" --fitness {arguments.fitness} --max-spans {spans}"),
         "report": {key: value for key, value in asdict(report).items() if key not in ("folder", "settings")},
         "best_fixed": report.best_fixed,
         "minutes": arguments.minutes,
         "trials": [{key: trial[key] for key in shown} for trial in trials],
         "threads": torch.get_num_threads(),
     }
-    write(result, arguments.out / "search.json")
+    write(result, arguments.out / ("search.json" if standard else f"search-{arguments.fitness}.json"))
     if arguments.longrope:
         theirs = by_longrope(arguments.longrope, report.cpu_seconds, report.method)
         write(theirs, arguments.out / "search-longrope.json")

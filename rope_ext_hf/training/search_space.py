@@ -119,7 +119,7 @@ class DivisorCurve:
         return Factors(factors=(*(2**logs).tolist(), *rest), attention_factor=self.attention_factor)
 
     def changed(self, draws: random.Random, step: float, highest: float) -> DivisorCurve:
-        """A neighbour: some levels changed one by one, as in LongRoPE's search, or all from one point on together.
+        """A neighbour: some levels changed one by one (as in LongRoPE's search), or all from one point on together.
 
         Args:
             draws: where chance comes from.

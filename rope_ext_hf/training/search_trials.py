@@ -108,7 +108,7 @@ class Trial:
         return asdict(self)
 
     def holds(self, bound: float) -> bool:
-        """Whether it read everything and loses, interval included, no more than this at the context length."""
+        """Whether it surely loses no more than this at the context length; not if it was stopped."""
         return self.most_lost is not None and self.most_lost <= bound
 
     def cost(self, bound: float) -> float:
@@ -150,7 +150,7 @@ class Reader:
     def read(
         self, stage: str, method: RopeMethod, before: Sequence[Trial], parameters: dict[str, Any], label: str = ""
     ) -> Trial:
-        """Read the passages under a method, as far as the best trial before makes worth while."""
+        """Read the passages under a method, and stop once it is surely worse than the best trial before."""
         started, cpu = time.monotonic(), time.process_time()
         whole = [trial for trial in before if not trial.stopped]
         best = best_trial(before, self.bound) or min(whole, key=lambda trial: trial.cost(self.bound), default=None)
@@ -196,7 +196,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]:
-    """At most `count` pieces of so many tokens, as many of each document as it has, those of different ones in turn."""
+    """At most `count` pieces of `length` tokens, spread over each document; those of different documents in turn."""
     room = [len(each.ids) // length for each in documents]
     taken = [0] * len(documents)
     order: list[tuple[int, int]] = []

@@ -1,11 +1,10 @@
-"""`search`: which method with which numbers reads best at a longer length, and what it reads on text it did not see.
+"""`search`: the method and the numbers with which a model reads a text best at a longer length.
 
     report = search("reference", "found", data="stdlib", target_length=2048, minutes=10)
     print(report)
 
-Three stages: methods with numbers from their declared ranges (Optuna's TPE), then divisors of the frequencies by band,
-then by pair, both from the best one on (an evolution of one parent, as LongRoPE changes its divisors). The same call
-continues where it was interrupted. The folder `found/model` loads plainly.
+Three stages: methods with numbers from their declared ranges (Optuna's TPE), divisors of the frequencies by band, then
+by pair. The last two change the best candidate a little at a time. The same call continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -98,22 +97,21 @@ def search(
 
     Args:
         model: a folder, a Hub id or "reference".
-        out: the folder of the run; the patched model is in its folder `model`, every trial in trials.csv.
-        data: the text, as `rope_ext_hf.eval.perplexity` takes it; half of its documents, or of each, are not searched
-            on but measured at the end.
+        out: the folder of the run: the patched model in `model`, every trial in trials.csv.
+        data: the text, as `rope_ext_hf.eval.perplexity` takes it; half of it is kept for the measurement at the end.
         target_length: in tokens.
-        minutes: how long is searched, the measurement at the end included by estimate.
-        trials: candidates instead of minutes; the result does not depend on the machine's speed then.
-        methods: names; default: `linear`, `ntk`, `by-parts`, `yarn` and `llama3`. Others need no ranges: one without
-            is tried once, as it is fitted to the target length.
-        static: one list of frequencies for inputs of every length. Default: what is searched is for inputs beyond the
-            context length alone, and shorter ones keep the frequencies of the model (the two lists of `longrope`).
+        minutes: the time for search and measurement, the latter by estimate.
+        trials: the number of candidates, instead of minutes; the result does not depend on the machine's speed then.
+        methods: names; default: `linear`, `ntk`, `by-parts`, `yarn` and `llama3`. One that declares no ranges is tried
+            once, fitted to the target length.
+        static: the same frequencies for inputs of every length. Default: inputs up to the context length keep those of
+            the model (the two lists of `longrope`).
         most_lost: the most that the loss at the context length may rise, in nats per token, interval included.
-        fitness: the loss that counts: "loss", of the last half of each passage; "key-tokens", of the key tokens in it
-            (see `rope_ext_hf.eval.key_tokens`), which the model itself finds under the fixed method that reads best; or
-            a task of `rope_ext_hf.eval.passkey`, e.g. "needle", of its right answers.
-        eval_data: what is measured at the end; None: the half of `data` that is not searched on.
-        passages: that every candidate reads, unless it is stopped.
+        fitness: the loss that counts: "loss", of the last half of each passage; "key-tokens", of the key tokens there
+            (`rope_ext_hf.eval.key_tokens`), found by the model under a fixed method; or a task of
+            `rope_ext_hf.eval.passkey`, e.g. "needle", of its right answers.
+        eval_data: the text of the measurement, instead of half of `data`.
+        passages: the passages that a candidate reads, unless it is stopped.
         max_spans: passages measured at the end.
         over, context_length: as `rope_ext_hf.patch` takes them.
         seed: of what is drawn.
@@ -123,8 +121,8 @@ def search(
         report: called with a line of progress.
 
     Raises:
-        MethodError: not one of minutes and trials, a target length that is no longer than the context length, or no
-            candidate that holds the bound.
+        MethodError: not one of minutes and trials, a target length within the context length, or no candidate that
+            holds the bound.
         CorpusError: too short a text, or one with too few key tokens.
         FileError: the folder holds a run of other settings, or another process is writing it.
         ImportError: Optuna is not installed.
