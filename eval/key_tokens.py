@@ -227,7 +227,7 @@ def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
             documents[each["sha256"]] = (each["name"], check_ranges(each["ranges"]))
         if not isinstance(saved["evaluator"], str):
             raise ValueError("the evaluator must be named by a string")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"{one_line(error)} is missing" if isinstance(error, KeyError) else one_line(error)
         raise FileError(f"{str(file)!r} does not hold key tokens, as keys.json of a run does: {reason}") from error
     if window not in (None, setting.window):

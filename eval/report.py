@@ -19,7 +19,7 @@ from rope_ext_hf.errors import FileError, one_line
 from rope_ext_hf.eval.journal import plain_files, read_plain
 from rope_ext_hf.eval.results import method_key
 from rope_ext_hf.eval.run_commands import read_commands
-from rope_ext_hf.eval.runs import Run, RunKind
+from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.pictures.html_page import (
     MAX_PICTURE_BYTES,
@@ -76,7 +76,7 @@ def _write(path: Path, text: str) -> Path:
 
 def _draw(run: Run[Any], path: Path) -> Path | None:
     """The picture's path; None where there is nothing to draw, or no way to."""
-    if not run.results or type(run.kind).draw is RunKind.draw:
+    if not run.results or not run.kind.has_picture:
         return None
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:

@@ -208,6 +208,11 @@ class RunKind(ABC):
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
         """The table of a run with at least one result."""
 
+    @property
+    def has_picture(self) -> bool:
+        """Whether this kind draws a picture."""
+        return type(self).draw is not RunKind.draw
+
     def draw(self, run: Run[Any], path: Path | None, title: str) -> Any:
         """Draw a run with at least one result as a PNG, or without a file; the matplotlib figure.
 

@@ -467,7 +467,7 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
         if speed := run.kind.speed(run):
             print_text(f"speed    {speed}")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
-    if not (run.folder / f"{run.kind.name}.png").exists():
+    if run.kind.has_picture and not (run.folder / f"{run.kind.name}.png").exists():
         print_text(f"picture  {_NO_PICTURE}")
 
 

@@ -218,6 +218,7 @@ def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> 
         ({"documents": 5}, "does not hold key tokens"),
         ({"setting": {"window": 0, "stride": 1}}, "its setting is"),
         ({"setting": {"window": 4, "stride": 1, "gain": math.nan}}, "its setting is"),
+        ({"setting": {"window": 4, "stride": 1, "gain": 10**400}}, "too large"),
         ({"setting": {"window": 4, "stride": 1, "more": 1}}, "more"),
         ({"setting": []}, "does not hold key tokens"),
         ({"evaluator": ["x"]}, "named by a string"),
