@@ -26,7 +26,7 @@ from rope_ext_hf.patches.attention_interface import (
     use_attention,
 )
 
-__all__ = ["NotReadInChunksError", "reading_in_chunks"]
+__all__ = ["MaskRule", "NotReadInChunksError", "chunked_attention", "mask_rule", "reading_in_chunks"]
 
 ATTENTION = "rope_ext_hf.chunks"
 

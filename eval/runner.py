@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
 
@@ -51,9 +51,12 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Progress", "ProgressBar", "Workers", "measure", "progress_of_tokens"]
+__all__ = ["LONGEST_WAIT", "Progress", "ProgressBar", "Workers", "measure", "progress_of_tokens"]
 
-_LONGEST_WAIT = timedelta(days=30)
+T = TypeVar("T")
+
+LONGEST_WAIT = timedelta(days=30)
+"""How long a process waits for the others."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class Workers:
         rank: which of them this process is.
         count: how many there are.
         wait: called when this process has done its part; returns when all have.
+        together: all of them measure every item, each reading a part of it, and the first one writes.
     """
 
     rank: int = 0
     count: int = 1
     wait: Callable[[], object] | None = None
+    together: bool = False
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:
@@ -80,8 +85,8 @@ class Workers:
         Raises:
             MethodError: another number of processes is running, or a launcher that does not say where they meet.
 
-        They wait for each other once, at the end, over gloo: one may be done days before another, and NCCL ends all
-        of them after ten minutes.
+        They wait for each other when a run's folder is made and at the end, over gloo: one may be done days before
+        another, and NCCL ends all of them after ten minutes.
         """
         workers = cls()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -91,8 +96,8 @@ class Workers:
                     "processes with torchrun or accelerate, or unset WORLD_SIZE"
                 )
             if not distributed.is_initialized():
-                distributed.init_process_group("gloo", timeout=_LONGEST_WAIT)
-            group = distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+                distributed.init_process_group("gloo", timeout=LONGEST_WAIT)
+            group = distributed.new_group(backend="gloo", timeout=LONGEST_WAIT)
             wait = partial(distributed.barrier, group=group)
             workers = cls(distributed.get_rank(), distributed.get_world_size(), wait)
         if expected is not None and workers.count != expected:
@@ -104,7 +109,14 @@ class Workers:
 
     def share(self, items: int) -> range:
         """The indices of this process's items."""
-        return range(self.rank, items, self.count)
+        return range(items) if self.together else range(self.rank, items, self.count)
+
+    def agreed(self, value: T) -> T:
+        """The value of the first process, in all of those that measure together."""
+        box = [value]
+        if self.together:
+            distributed.broadcast_object_list(box)
+        return box[0]
 
 
 class Progress:
@@ -288,6 +300,10 @@ def measure(
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder, workers.rank):
+            if workers.rank == 0:
+                _write_settings(folder, settings)
+            if workers.wait is not None:
+                workers.wait()  # two that begin at the same time would write over each other
             _write_settings(folder, settings)
             _add_to_folder(job, folder, workers, shown)
     if workers.wait is not None:
@@ -302,7 +318,8 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
     """Score what a run's folder lacks of this process's items, each value a line of the journal."""
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
     records = read_records(folder, measurement.layout, run_kind(measurement.kind).parse)
-    done = {(method_key(record.method), record.item, record.cell) for record in records}
+    # Of one process, since another one may read the journal when that has begun to write.
+    done = workers.agreed({(method_key(record.method), record.item, record.cell) for record in records})
     items = workers.share(len(measurement.items))
     units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
     progress.started(folder, sum(unit in done for unit in units), len(units))
@@ -318,7 +335,8 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
             if not fixed and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
                 agreed = sizes  # the scorer ran out of memory, and went on with less
                 replace_chunks(folder, *agreed)
-            write(record)
+            if workers.rank == 0 or not workers.together:
+                write(record)
 
         job.score(scorer, items, done, add, progress)
 

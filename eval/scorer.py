@@ -40,9 +40,7 @@ from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "TokenScorer",
-]
+__all__ = ["CHECKED", "EQUAL", "NEARLY_EQUAL", "TokenScorer"]
 
 T = TypeVar("T")
 
@@ -156,10 +154,12 @@ class TokenScorer:
         """
         ids = ids.to(self._device)
         with self._timed(len(ids)), _length(self.model, length or len(ids)):
-            if not self.chunked:
-                logits = self._last_logits(ids, len(ids) - first)
-                return negative_log_likelihoods_([logits], ids[first:]).cpu()
-            return self._fitting(lambda: torch.cat(list(self._by_chunks(ids, first))).cpu())
+            return self._losses(ids, first)
+
+    def _losses(self, ids: Tensor, first: int) -> Tensor:
+        if not self.chunked:
+            return negative_log_likelihoods_([self._last_logits(ids, len(ids) - first)], ids[first:]).cpu()
+        return self._fitting(lambda: torch.cat(list(self._by_chunks(ids, first))).cpu())
 
     @torch.inference_mode()
     def candidates(

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rope_ext_hf.eval.chunked_attention import NotReadInChunksError
 
-__all__ = ["SpanCache"]
+__all__ = ["FULL", "SLIDING", "SpanCache"]
 
 FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"
 """transformers' layers of keys and values, of all tokens or of the last ones."""

@@ -191,7 +191,7 @@ def _perplexity(
             return _measure(methods.context, evaluator.model(source), of_keys, out, workers)
 
         plan = keys.mark(plan, evaluator, find, first=workers.rank == 0)
-        plan = reader.reading(plan, empty, load, workers)
+        plan, workers = reader.reading(plan, empty, load, workers)
         _preflight(empty, load, plan, spans.most_spans, workers)
         run = _measure(methods.context, load.model(model), plan, out, workers)
     if workers.rank == 0:
@@ -392,14 +392,20 @@ def _preflight(
     device, given = find_device(load.device), find_dtype(load.dtype)
     dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
     passes, repeats = plan.measurement.passes, len(plan.methods)
+    count = workers.count if workers else 1
     needed = check_memory(
-        empty, max(passes), dtype, device, spread=load.device_map is not None, offload_cache=load.offload_cache
+        empty,
+        max(passes),
+        dtype,
+        device,
+        spread=load.device_map is not None,
+        offload_cache=load.offload_cache,
+        together=count if workers and workers.together else 1,
     )
     seconds = repeats * _work(empty, plan.measurement, passes) / measure_flops(device, dtype)
     if workers is None or workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
-        count = workers.count if workers else 1
         too_short = getattr(plan.measurement.setting, "left_out", 0)
         are = "document is" if too_short == 1 else "documents are"
         without = f"; {too_short} {are} too short and left out" if too_short else ""
@@ -429,7 +435,7 @@ def _measure(
     workers = workers or Workers()
     first = workers.rank == 0
     passes = plan.measurement.passes
-    share = len(plan.methods) / workers.count
+    share = len(plan.methods) / (1 if workers.together else workers.count)
     total = share * _work(model, plan.measurement, passes)
     left = TimeLeft(lambda tokens: _work(model, plan.measurement, [tokens]), total, partial(print_note, "time"))
     with progress_bar("as loaded", show=first) as bar:

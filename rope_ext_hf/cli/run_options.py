@@ -10,6 +10,7 @@ import typer
 
 from rope_ext_hf.cli.console import print_note
 from rope_ext_hf.cli.options import EvalOptions
+from rope_ext_hf.errors import MethodError, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,18 +56,36 @@ class ReaderOptions(ProcessOptions):
         ),
     ] = None
 
-    def reading(self, plan: RunPlan[Any], empty: PreTrainedModel, load: EvalOptions, workers: Workers) -> RunPlan[Any]:
-        """The plan with what reads its text; prints what is left out.
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="context: all processes read every span together, each a part of it. Default: spans are dealt out.",
+        ),
+    ] = None
+
+    def reading(
+        self, plan: RunPlan[Any], empty: PreTrainedModel, load: EvalOptions, workers: Workers
+    ) -> tuple[RunPlan[Any], Workers]:
+        """The plan with what reads its text, and its processes; prints what is left out.
 
         Args:
             empty: the model on the meta device.
         """
+        from rope_ext_hf.eval.context_parallel import spread_over
+        from rope_ext_hf.hub import find_device
         from rope_ext_hf.serving.vllm_scorer import scored_by_engine
 
-        if self.engine is None:
-            return plan
-        alone = workers.count == 1 and load.device_map is None
-        plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, **load.version)
-        if left_out is not None:
+        left_out = None
+        if self.parallel is not None:
+            if self.parallel != "context" or self.engine is not None or load.device_map is not None:
+                raise MethodError(
+                    f"--parallel takes context, without --engine and --device-map; got {short(self.parallel)!r}"
+                )
+            plan, workers, left_out = spread_over(empty, plan, workers, find_device(load.device))
+        elif self.engine is not None:
+            alone = workers.count == 1 and load.device_map is None
+            plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, **load.version)
+        if left_out is not None and workers.rank == 0:
             print_note("without", left_out)
-        return plan
+        return plan, workers

@@ -96,7 +96,7 @@ def scored_by_engine(
         except ServingError as error:
             if method is not None or len(plan.methods) == 1:
                 raise
-            left_out = f"vLLM does not run the model as loaded at all lengths: {error}"
+            left_out = f"the model as loaded: {error}"
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     scorer = partial(VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
     reader = {"engine": f"{engine} {vllm.__version__}"}

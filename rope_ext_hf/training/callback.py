@@ -20,8 +20,8 @@ from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
+from rope_ext_hf.patches.parallelism import check_context_parallel
 from rope_ext_hf.serving.fingerprints import fingerprint
-from rope_ext_hf.training.parallelism import check_context_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments

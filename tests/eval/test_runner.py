@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,21 +220,22 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 
 SHARED = ["sweep", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--max-spans", "8"]
 SHARED += ["--dtype", "float32", "--data", "stdlib?max_documents=4", "--out"]
+ASKED = ["passkey", "reference", "--lengths", "256", "--depths", "0,1", "--trials", "3", "--dtype", "float32", "--out"]
 
 
-def launch(out: Path, *options: str) -> subprocess.Popen[str]:
+def launch(out: Path, *options: str, measured: Sequence[str] = SHARED) -> subprocess.Popen[str]:
     """A launcher of two processes, or of one of two, that share one run; the number of threads is part of the run."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "rope_ext_hf"]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*torchrun, *SHARED, str(out), "--processes", "2"]
+    command = [*torchrun, *measured, str(out), "--processes", "2"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def check_shared(tmp_path: Path, *launchers: subprocess.Popen[str]) -> None:
+def check_shared(tmp_path: Path, *launchers: subprocess.Popen[str], measured: Sequence[str] = SHARED) -> None:
     """Two processes have half of the documents each, one table is printed, and the results are those of one."""
     outputs = [launcher.communicate(timeout=500) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), outputs
-    assert CliRunner().invoke(app, [*SHARED, str(tmp_path / "one")]).exit_code == 0
+    assert CliRunner().invoke(app, [*measured, str(tmp_path / "one")]).exit_code == 0
     (one,), (two,) = (list((tmp_path / name).iterdir()) for name in ("one", "two"))
     assert read_run(two).results == read_run(one).results
     assert all((two / f"records.{rank}.jsonl").stat().st_size for rank in (0, 1))
@@ -241,8 +243,10 @@ def check_shared(tmp_path: Path, *launchers: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.thorough
-def test_two_processes_under_torchrun(tmp_path: Path) -> None:
-    check_shared(tmp_path, launch(tmp_path / "two", "--standalone", "--nproc-per-node", "2"))
+@pytest.mark.parametrize("measured", [SHARED, ASKED])
+def test_two_processes_under_torchrun(tmp_path: Path, measured: Sequence[str]) -> None:
+    launcher = launch(tmp_path / "two", "--standalone", "--nproc-per-node", "2", measured=measured)
+    check_shared(tmp_path, launcher, measured=measured)
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""What cannot be trained with the tokens of a row spread over several processes."""
+"""What cannot be run with the tokens of a row spread over several processes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def check_context_parallel(model: nn.Module) -> None:
         method: Any = table.method
         if isinstance(method, RemappingMethod):
             raise MethodError(
-                f"{rule}, and {method.name} needs all keys at their places; train with a frequency method, such as yarn"
+                f"{rule}, and {method.name} needs all keys at their places; choose a frequency method, such as yarn"
             )
         if table.length_dependent:
             raise MethodError(
                 f"{rule}, and the frequencies of {method.name} follow the longest position of each part; hold one "
-                "length for the training: with rope_ext_hf.fixed_length(model, LENGTH): trainer.train()"
+                "length: with rope_ext_hf.fixed_length(model, LENGTH): trainer.train()"
             )
     for own in () if slots else (own for slot in find_slots(model) for own in slot.as_loaded.values()):
         if own.method.depends_on_length(own.plain):
