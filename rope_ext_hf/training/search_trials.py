@@ -2,7 +2,7 @@
 
 A trial reads passages in a fixed order, those of different documents in turn. It stops when its losses on the passages
 read so far are above those of the best trial on the same passages, by more than the 95% interval of their difference.
-Where the best trial breaks the bound at the context length, its penalty is part of the comparison.
+As long as no trial holds the bound at the context length, one that does is not stopped.
 """
 
 from __future__ import annotations
@@ -147,27 +147,33 @@ class Reader:
     def _loss(self, passage: Passage) -> float:
         return passage_loss(self.scorer, passage)
 
+    def _lost(self) -> tuple[float, float]:
+        """What the present method loses at the context length, see `interval`."""
+        return interval([self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)])
+
     def read(
         self, stage: str, method: RopeMethod, before: Sequence[Trial], parameters: dict[str, Any], label: str = ""
     ) -> Trial:
         """Read the passages under a method, and stop once it is surely worse than the best trial before."""
         started, cpu = time.monotonic(), time.process_time()
-        whole = [trial for trial in before if not trial.stopped]
-        best = best_trial(before, self.bound) or min(whole, key=lambda trial: trial.cost(self.bound), default=None)
+        best = best_trial(before, self.bound)
         losses: list[float] = []
         lost: tuple[float, float] | None = None
         stopped = False
         with patched(self.model, method, **self.underneath):
+            if best is None:  # the first one that holds the bound is read to the end, however high its loss is
+                lost = self._lost()
+                whole = [trial for trial in before if not trial.stopped and sum(lost) > self.bound]
+                best = min(whole, key=lambda trial: trial.cost(self.bound), default=None)
             for passage in self.passages:
                 losses.append(self._loss(passage))
                 if best is not None and LEAST_READ <= len(losses) < len(self.passages):
                     gap, margin = interval([a - b for a, b in zip(losses, best.losses, strict=False)])
-                    # The best one may break the bound; this one, which has not been asked yet, may hold it.
-                    if stopped := gap > margin + best.cost(self.bound) - best.loss:
+                    if stopped := gap > margin:
+                        lost = None
                         break
             if not stopped:
-                gaps = [self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)]
-                lost = interval(gaps)
+                lost = lost or self._lost()
         return Trial(
             stage=stage,
             method=method.to_dict(),

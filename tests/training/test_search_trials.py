@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,9 +108,15 @@ def test_the_comparison_is_with_the_best_one_that_holds_the_bound(reader: Reader
     broken = trial(losses=(0.0,) * len(PASSAGES), loss=0.0, most_lost=1.0)
     equal = trial(losses=tuple(loss + 0.01 for loss in whole.losses), loss=whole.loss + 0.01)
     assert not reader.read("methods", Yarn(factor=4.0), [broken, equal], {}).stopped
-    nearly = trial(losses=(0.0,) * len(PASSAGES), loss=0.0, most_lost=0.03)
-    assert reader.read("methods", Yarn(factor=4.0), [nearly], {}).stopped  # where none holds it, with the nearest,
-    assert not reader.read("methods", Yarn(factor=4.0), [broken], {}).stopped  # whose penalty counts
+    strict = Reader(reader.model, PASSAGES, SHORT, -10.0, over="own", context_length=None)
+    assert strict.read("methods", Yarn(factor=4.0), [broken], {}).stopped  # where none holds it, with the nearest
+
+
+def test_the_first_one_that_holds_the_bound_is_read_to_the_end(reader: Reader) -> None:
+    broken = trial(losses=(0.0,) * len(PASSAGES), loss=0.0, most_lost=1.0)
+    easy = Reader(reader.model, PASSAGES, SHORT, 100.0, over="own", context_length=None)
+    read = easy.read("methods", Yarn(factor=4.0), [replace(broken, most_lost=101.0)], {})
+    assert (read.stopped, read.holds(100.0)) == (False, True)
 
 
 def test_losses_that_are_not_finite_are_the_worst(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
