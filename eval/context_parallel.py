@@ -117,18 +117,13 @@ def spread_attention(
     """Causal attention of this process's queries to the keys of all; arguments as of `chunked_attention`."""
     share = _SHARE.get()
     assert share is not None
-    rule = mask_rule_of_all(key) if attention_mask is None else attention_mask
+    rule = MaskRule(None, None, 0, key.shape[-2]) if attention_mask is None else attention_mask
     parts = []
     for piece, queries in zip(share.pieces, torch.split(query, share.size, dim=-2), strict=True):
         start, stop = piece * share.size, (piece + 1) * share.size
         here = replace(rule, past=start, keys=stop)
         parts.append(chunked_attention(module, queries, key[:, :, :stop], value[:, :, :stop], here, **given)[0])
     return torch.cat(parts, dim=1), None
-
-
-def mask_rule_of_all(key: Tensor) -> MaskRule:
-    """The rule of a layer that has no mask: causality alone."""
-    return MaskRule(None, None, 0, key.shape[-2])
 
 
 @contextmanager

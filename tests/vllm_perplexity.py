@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,8 @@ def main() -> None:
     parser.add_argument("--python", type=Path, required=True)
     python = parser.parse_args().python.absolute()
     out = ROOT / "build" / "vllm-perplexity"
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
     rows, versions = list[dict[str, Any]](), dict[str, str]()
     for dtype in AGREE:
         served, here = (measure(python, out, "--dtype", dtype, *more) for more in (("--engine", "vllm"), ()))

@@ -208,13 +208,6 @@ class VLLMScorer:
         cost, self.cost = self.cost, Cost()
         return cost
 
-    def close(self) -> None:
-        """End the engine, which frees its memory."""
-        if self.engine is not None:
-            self.engine.llm_engine.engine_core.shutdown()
-            self.engine = None
-            gc.collect()
-
     def _read(self, ids: Tensor) -> Tensor:
         """Negative log-likelihoods of all tokens but the first, (N - 1,) float32."""
         from vllm import SamplingParams
@@ -227,7 +220,10 @@ class VLLMScorer:
 
     def _start(self) -> None:
         """Start the engine for the present patch, and compare it with transformers on the first span of each length."""
-        self.close()
+        if self.engine is not None:  # which frees its memory
+            self.engine.llm_engine.engine_core.shutdown()
+            self.engine = None
+            gc.collect()
         specs = present_specs(self.model)
         method = None if specs == self.loaded and None in self.configs else specs[-1].method
         config = self.configs[method]
