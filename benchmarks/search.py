@@ -2,7 +2,7 @@
 
     python benchmarks/search.py --out docs/results
     python benchmarks/search.py --out docs/results --longrope CLONE     # of microsoft/LongRoPE
-    python benchmarks/search.py --out docs/results --fitness key-tokens --max-spans 64
+    python benchmarks/search.py --out docs/results --fitness key-tokens --minutes 7
 
 With --longrope, LongRoPE's own search (evolution/algorithms/dim_mono.py of that clone, from its YaRN divisors and with
 its attention factor) reads the same passages for as many CPU seconds, and what it finds is measured on the same text.
@@ -62,7 +62,7 @@ def main() -> None:
     shown = ("stage", "label", "loss", "lost", "stopped")
     result: dict[str, Any] = {
         "command": "python benchmarks/search.py --out docs/results"
-        + ("" if standard else f" --fitness {arguments.fitness} --max-spans {spans}"),
+        + ("" if standard else f" --fitness {arguments.fitness} --max-spans {spans} --minutes {arguments.minutes:g}"),
         "report": {key: value for key, value in asdict(report).items() if key not in ("folder", "settings")},
         "best_fixed": report.best_fixed,
         "minutes": arguments.minutes,

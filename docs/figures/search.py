@@ -94,3 +94,24 @@ def search_longrope() -> str:
         f"{_interval(theirs['gain_of_chosen'])} nats lower, and LongRoPE's result loses {_interval(theirs['lost'])} at "
         "the context length"
     )
+
+
+@figure
+def search_keys() -> str:
+    """What a search by the loss of key tokens found: against the best fixed method over these, and over all tokens."""
+    result = read_result("search-key-tokens")
+    report = result["report"]
+    fixed = [name for name in report["key_losses"] if name not in ("as loaded", "chosen")]
+    best = min(fixed, key=lambda name: report["key_losses"][name][str(report["target_length"])])
+    found = int(report["keys_by"].partition(" ")[0])
+    return (
+        f"{report['trials']} candidates in {report['seconds'] / 60:.1f} minutes of a shared machine came to "
+        f"{_compared(report['key_gains'][best])} `{best}` per key token ({found} of them, in text that was not "
+        f"searched on; `{best}` is the best fixed method there), and to "
+        f"{_compared(report['gains'][result['best_fixed']])} `{result['best_fixed']}` over all tokens"
+    )
+
+
+def _compared(gain: Sequence[float]) -> str:
+    mean, low, high = gain if gain[0] > 0 else (-gain[0], -gain[2], -gain[1])
+    return f"{_interval((mean, low, high))} nats {'below' if gain[0] > 0 else 'above'}"
