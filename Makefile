@@ -154,6 +154,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --biases --out $(RESULTS)
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --folder build/bench/measures --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --device $(DEVICE) --folder build/bench/finetuning --out $(RESULTS)
 	$(RUN)/python benchmarks/encoders.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --out $(RESULTS)

@@ -334,7 +334,7 @@ class Retrieval:
         rank: mean rank of the right answer by likelihood, 1 is best; among equals, the middle.
         top1: share of trials in which it ranks first.
         chance: the value of `top1` by luck.
-        answers: of each trial, whether greedy decoding gives the right answer.
+        scores: of each trial.
     """
 
     method: dict[str, Any] | None
@@ -348,7 +348,7 @@ class Retrieval:
     rank: float
     top1: float
     chance: float
-    answers: tuple[bool, ...]
+    scores: tuple[TrialScore, ...]
 
     @classmethod
     def from_trials(
@@ -372,7 +372,7 @@ class Retrieval:
             rank=fmean(score.rank for score in scores),
             top1=fmean(score.rank == 1 for score in scores),
             chance=1 / (setting.distractors + 1),
-            answers=tuple(score.exact for score in scores),
+            scores=tuple(scores),
         )
 
     @property

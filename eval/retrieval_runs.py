@@ -93,16 +93,23 @@ class RetrievalRuns(RunKind):
         return heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Exact answers over all depths; an item is a trial, with its prompts of all depths."""
-        shares: dict[str, dict[int, list[tuple[bool, ...]]]] = {}
-        for r in sorted(run.results, key=lambda r: (r.length, r.depth)):
-            shares.setdefault(method_key(r.method), {}).setdefault(r.length, []).append(r.answers)
+        """Exact answers, or where there are none how often the right answer ranks first; an item is a trial.
+
+        A trial counts as the share of its prompts, one at each depth.
+        """
+        one = run.results[0]
+        exact = any(r.exact_match for r in run.results)
+        shares: dict[str, dict[int, list[list[float]]]] = {}
+        for r in run.results:
+            right = [float(score.exact if exact else score.rank == 1) for score in r.scores]
+            shares.setdefault(method_key(r.method), {}).setdefault(r.length, []).append(right)
         items = {
             key: {n: [(fmean(of_trial), 1.0) for of_trial in zip(*depths, strict=True)] for n, depths in row.items()}
             for key, row in shares.items()
         }
-        task = short(printable(run.results[0].task))
-        return [Measure(f"exact answers, {task}", "%", Evidence.RETRIEVAL, True, items)]
+        task = short(printable(one.task))
+        name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
+        return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, chance=chance)]
 
     def chart(self, run: Run[Retrieval]) -> str:
         caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."

@@ -122,6 +122,15 @@ def test_retrieval_is_over_all_depths(tmp_path: Path) -> None:
     assert len(measure.items[method_key(None)][256]) == 20  # trials, not trials x depths
 
 
+def test_ranks_count_where_nothing_is_answered_exactly(tmp_path: Path) -> None:
+    kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0)
+    scores = [TrialScore(False, 1.0 if i < 15 else 3.0) for i in range(20)]
+    run = Run(tmp_path, COMMON | {"kind": "passkey"}, [kind.result(None, setting, (64, 0.5), scores, Cost())])
+    (measure,) = kind.measures(run)
+    assert (measure.name, measure.chance) == ("right answers first, needle", 0.05)
+    assert measure.value(method_key(None), 64) == 0.75
+
+
 def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
     kind, setting = run_kind("perplexity"), Setting("matched", 5, 256, False, 0, "a file")
     results = [

@@ -1,0 +1,77 @@
+"""Whether loss, LongPPL and retrieval rank methods alike, at four and eight times the context length.
+
+    python benchmarks/measures.py --docstring-model build/bench/docstring-model --folder build/bench/measures
+        [--spans 32] [--trials 32] [--out benchmarks/results.jsonl]
+
+Three models: the bundled one; the one of `docstring_model.py`, which is trained on no questions, so that the rank of
+the right answer among 20 counts; and the reader of `needs.py`, which needs no method. Every method has the factor 8.
+Key tokens are found by each model itself with rerope. What is measured is kept in --folder, so that an interrupted run
+continues with the same command. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from needs import reader
+from record import benchmark_parser, record
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval import compare_runs, sweep
+from rope_ext_hf.eval.measuring import fit_methods
+from rope_ext_hf.eval.retrieval import plan_passkey
+from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.reference import path
+
+METHODS = ("linear", "ntk", "by-parts", "yarn", "llama3", "rerope", "self-extend", "dca", "stairs", "string")
+FACTOR, STEPS = 8, 150
+
+
+def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
+    """What the runs of one model say together."""
+    out = arguments.folder / folder.name
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
+    length = model.config.max_position_embeddings
+    lengths = [length, 4 * length, FACTOR * length]
+    evaluator = out / "evaluator"
+    if not evaluator.exists():
+        found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        rope.patch(found, "rerope", target_length=lengths[-1], temperature="llama4").save_pretrained(evaluator)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(evaluator)
+    losses = sweep(
+        model, data, lengths=lengths, methods=METHODS, factors=[FACTOR], max_spans=arguments.spans,
+        keys_by=evaluator, out=out, progress=True,
+    )  # fmt: skip
+    _, methods = fit_methods(model, lengths, METHODS, [FACTOR])
+    plan = plan_passkey(
+        model, lengths=lengths, depths=[0.5], task="key-value", trials=arguments.trials,
+        settings={"methods": methods},
+    )  # fmt: skip
+    comparison = compare_runs([losses.folder, measure(model, plan, out=out).folder])
+    comparison.write_page(out / "comparison.html")
+    print(comparison.conclusion(), flush=True)
+    return {"model": folder.name, "context_length": length} | comparison.to_dict()
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--docstring-model", type=Path, required=True, help="the folder of docstring_model.py")
+    parser.add_argument("--folder", type=Path, required=True, help="what is measured is kept here")
+    parser.add_argument("--spans", type=int, default=32, help="of text, per length")
+    parser.add_argument("--trials", type=int, default=32, help="questions per length")
+    arguments = parser.parse_args()
+    trained = arguments.folder / "reader"
+    if not trained.exists():
+        AutoTokenizer.from_pretrained(path()).save_pretrained(trained)
+        reader(STEPS, arguments.device).save_pretrained(trained)
+    models = {path(): "stdlib", arguments.docstring_model: f"{arguments.docstring_model}/held-out/*.txt"}
+    rows = [compared(Path(folder), data, arguments) for folder, data in (models | {trained: "stdlib"}).items()]
+    result = {"benchmark": "measures", "spans": arguments.spans, "trials": arguments.trials, "rows": rows}
+    record(result, arguments)
+
+
+if __name__ == "__main__":
+    main()
