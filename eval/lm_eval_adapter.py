@@ -15,7 +15,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +35,10 @@ from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 try:
+    from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): install this package with its extra [eval]") from error
 
@@ -47,11 +51,20 @@ _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an a
 """What `HFLM` warns of where it gets a model and not a name, as it is meant to here."""
 
 
+_LOADING = (
+    *("dtype", "device_map", "revision", "trust_remote_code", "token", "cache_dir"),
+    *("attn_implementation", "quantization_config", "max_memory"),
+)
+"""What `--model_args` may hold of `from_pretrained`."""
+
+
+@register_model("rope-ext")
 class RopeHFLM(HFLM):  # type: ignore[misc]
     """lm-eval's `HFLM` over a patched model, whose `max_length` is the extended length.
 
         RopeHFLM("meta-llama/Llama-3.2-1B", method="yarn", factor=8)
         RopeHFLM(patched_model, tokenizer=tokenizer, batch_size=4)
+        lm_eval run --model rope-ext --model_args pretrained=meta-llama/Llama-3.2-1B,method=yarn,factor=8 ...
 
     A length-dependent method has one set of frequencies per length, so each forward runs at a fixed one:
 
@@ -137,6 +150,26 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             )
         self.cut = 0
         self.pretrained = model.name_or_path  # lm-eval asks the Hub for the commit of this name
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
+        """What lm-eval makes of `--model_args`: arguments of this class, of `patch` and of `from_pretrained`.
+
+        Args:
+            arg_dict: by name.
+            additional_config: lm-eval's own options: device, batch_size, max_batch_size.
+        """
+        given = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
+        device, most = given.pop("device", None), given.pop("max_batch_size", None)
+        loading = {key: given.pop(key) for key in _LOADING if key in given}
+        if device is not None:
+            loading.setdefault("device_map", device)
+        return cls(**given, loading=loading, harness={} if most is None else {"max_batch_size": most})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> RopeHFLM:
+        """As `create_from_arg_obj`, from text: "pretrained=DIR,method=yarn,factor=8"."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def follows_the_input(self) -> bool:
@@ -268,18 +301,22 @@ def evaluate(
     batch_size: int | str = 1,
     max_length: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    apply_chat_template: bool | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Run tasks of lm-eval on a model, patched or not, at its extended length.
 
     Args:
-        tasks: names of tasks, groups or tags, with wildcards, or YAML files.
+        tasks: names of tasks, groups or tags, with wildcards, or YAML files. The suites of this package are
+            rope_ruler, rope_json_kv, rope_graphwalks and rope_babilong, which fetch nothing.
         include_path: a folder with task definitions of one's own.
         limit: this many documents per task, or this share of them if below 1.
         num_fewshot: worked examples in each prompt; default: as the task has it.
         batch_size, max_length: see `RopeHFLM`.
         metadata: for tasks that make their own data (RULER), over the default: `max_seq_lengths` is [max_length],
             tokenizer and model those given here. RULER loads that tokenizer with trust_remote_code=True.
+        apply_chat_template: default: where the tokenizer has one and all tasks are of suites of long inputs, which are
+            for models that follow instructions.
         **options: further arguments of `lm_eval.simple_evaluate`; log_samples is off unless given.
 
     Returns:
@@ -293,7 +330,8 @@ def evaluate(
         CorpusError: a task whose data cannot be reached, such as one on the Hugging Face Hub without a network.
     """
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+
+    from rope_ext_hf.eval.lm_eval_tasks import long_suite
 
     lm = RopeHFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
     names = {"tokenizer": lm.tokenizer.name_or_path or model.name_or_path, "pretrained": model.name_or_path}
@@ -304,16 +342,21 @@ def evaluate(
         raise MethodError(f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}")
     if include_path is not None and not Path(include_path).is_dir():
         raise MethodError(f"no such folder of tasks: {str(include_path)!r}")
-    manager = TaskManager(include_path=include_path, metadata=known)
-    results = simple_evaluate(
-        model=lm,
-        tasks=_built(manager, tasks),
-        task_manager=manager,
-        num_fewshot=num_fewshot,
-        batch_size=batch_size,
-        limit=limit,
-        **({"log_samples": False} | options),
-    )
+    with TemporaryDirectory() as own:
+        finder = _TaskFinder(own, include_path, known, lm.max_length)
+        if apply_chat_template is None:
+            of_long = all(name.startswith("rope_") or long_suite(name) for name in finder.names(tasks))
+            apply_chat_template = of_long and bool(getattr(lm.tokenizer, "chat_template", None))
+        results = simple_evaluate(
+            model=lm,
+            tasks=finder.build(tasks),
+            task_manager=finder.manager,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            **({"log_samples": False} | options),
+        )
     if results is None:
         return {}
     if lm.cut:
@@ -331,25 +374,68 @@ def evaluate(
     }
 
 
-def _built(manager: Any, tasks: Sequence[str]) -> list[Any]:
-    """lm-eval's task and group objects, with their data."""
-    if isinstance(tasks, str) or not tasks:
-        raise MethodError(f"tasks must be a list of at least one name, got {tasks!r}")
-    built: list[Any] = []
-    for given in tasks:
-        names = [given] if Path(given).is_file() else manager.match_tasks([given])
-        if not names:
-            near = difflib.get_close_matches(given, manager.all_tasks, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise MethodError(f"unknown task {given!r}.{hint} `lm-eval ls tasks` lists all; include_path adds your own")
-        for name in names:
+class _TaskFinder:
+    """The tasks of lm-eval, of this package, and of a folder.
+
+    Args:
+        own: a folder that this package's tasks are written into; they are read when they are built.
+        include_path: the user's folder.
+        metadata: for tasks that make their own data.
+        max_length: of the model, in tokens.
+    """
+
+    def __init__(
+        self, own: str | Path, include_path: str | Path | None, metadata: Mapping[str, Any], max_length: int
+    ) -> None:
+        from lm_eval.tasks import TaskManager
+
+        from rope_ext_hf.eval.lm_eval_tasks import write_tasks
+
+        self._paths = [write_tasks(own), *([] if include_path is None else [include_path])]
+        self._metadata, self._max_length = dict(metadata), max_length
+        self.manager = TaskManager(include_path=self._paths, metadata=self._metadata)
+
+    @cached_property
+    def _babilong(self) -> Any:
+        """BABILong's tasks name their length by thousands of tokens."""
+        from lm_eval.tasks import TaskManager
+
+        from rope_ext_hf.eval.lm_eval_tasks import babilong_length
+
+        lengths = {"max_seq_lengths": babilong_length(self._max_length)}
+        return TaskManager(include_path=self._paths, metadata=self._metadata | lengths)
+
+    def names(self, tasks: Sequence[str]) -> list[str]:
+        """Names of tasks and groups, and paths of YAML files.
+
+        Raises:
+            MethodError: none, or an unknown one; the message has the nearest.
+        """
+        if isinstance(tasks, str) or not tasks:
+            raise MethodError(f"tasks must be a list of at least one name, got {tasks!r}")
+        found: list[str] = []
+        for given in tasks:
+            names = [given] if Path(given).is_file() else self.manager.match_tasks([given])
+            if not names:
+                near = difflib.get_close_matches(given, self.manager.all_tasks, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise MethodError(
+                    f"unknown task {given!r}.{hint} `lm-eval ls tasks` lists all; include_path adds your own"
+                )
+            found += names
+        return found
+
+    def build(self, tasks: Sequence[str]) -> list[Any]:
+        """Task and group objects, with their data."""
+        built: list[Any] = []
+        for name in self.names(tasks):
             with _task_errors(name):
-                loaded = manager.load([name])
+                loaded = (self._babilong if name.startswith("babilong") else self.manager).load([name])
                 group = loaded.get("groups", {}).get(name)
                 built += [group] if group is not None else loaded["tasks"].values()
-    with _task_errors(", ".join(tasks)):
-        manager.load(built)  # refuses a task that comes twice, alone and in a group
-    return built
+        with _task_errors(", ".join(tasks)):
+            self.manager.load(built)  # refuses a task that comes twice, alone and in a group
+        return built
 
 
 @contextmanager

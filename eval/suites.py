@@ -22,7 +22,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Sample", "Suite", "count_tokens", "largest_fitting", "register_suite", "suite", "too_short"]
+__all__ = ["Sample", "Suite", "count_tokens", "largest_fitting", "list_suites", "register_suite", "suite", "too_short"]
 
 S = TypeVar("S", bound="type[Suite]")
 
@@ -140,7 +140,7 @@ def register_suite(cls: S) -> S:
     return cls
 
 
-def _suites() -> dict[str, Suite]:
+def list_suites() -> dict[str, Suite]:
     """Every suite by its name."""
     for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if file.name.endswith("_suite"):
@@ -154,7 +154,7 @@ def suite(name: str) -> Suite:
     Raises:
         MethodError: there is none; the message has the nearest name.
     """
-    known = _suites()
+    known = list_suites()
     if name not in known:
         raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")
     return known[name]

@@ -35,7 +35,7 @@ from rope_ext_hf.eval.task_runs import TaskMeasurement, TaskPrompt, TaskResult, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["plan_tasks", "tasks"]
+__all__ = ["plan_tasks", "tasks", "template_tokens"]
 
 RANKED = 20
 """Answers that the right one is ranked among, itself counted."""
@@ -201,6 +201,18 @@ def _candidates(sample: Sample, made: Sequence[Sample]) -> tuple[str, ...]:
     return sample.references[0], *[text for _, text in zip(range(RANKED - 1), wrong, strict=False)]
 
 
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the chat template around a user's message; 0 without one."""
+    return count_tokens(tokenizer, _as_message(tokenizer, "")) if getattr(tokenizer, "chat_template", None) else 0
+
+
+def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    message: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return str(message)
+
+
 class _Encoder:
     """Samples as token ids, with the tokenizer's chat template or without it.
 
@@ -213,20 +225,14 @@ class _Encoder:
         self.tokenizer, self.chat = tokenizer, chat
         prefix = prefix_token(tokenizer, None)
         self.first = [] if chat or prefix is None else [prefix]
-        self.reserved = count_tokens(tokenizer, self._chat("")) if chat else 0
-
-    def _chat(self, text: str) -> str:
-        message: Any = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return str(message)
+        self.reserved = template_tokens(tokenizer) if chat else 0
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return self.first + ids
 
     def __call__(self, sample: Sample, candidates: Sequence[str], extra: int) -> TaskPrompt:
-        text = (self._chat(sample.prompt) if self.chat else sample.prompt) + sample.prefix
+        text = (_as_message(self.tokenizer, sample.prompt) if self.chat else sample.prompt) + sample.prefix
         ids = self._ids(text)
         gap = "" if not text or text[-1].isspace() else " "
         answers = [self._ids(f"{text}{gap}{answer}") for answer in candidates]

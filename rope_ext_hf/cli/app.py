@@ -36,6 +36,7 @@ _COMMANDS = {
         evaluation.tasks,
         evaluation.report,
         lm_eval.lm_eval,
+        lm_eval.lm_eval_tasks,
     ),
     "Training": (training.search, training.finetune),
     "Checkpoints": (checkpoints.convert, checkpoints.detect),

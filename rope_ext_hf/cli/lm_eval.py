@@ -7,13 +7,30 @@ from typing import Annotated
 
 import typer
 
-from rope_ext_hf.cli.console import make_folder, print_text, quiet_transformers
+from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.layer_options import LayerOptions
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, parse_length
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import atomic_file, json_text
 
-__all__ = ["lm_eval"]
+__all__ = ["lm_eval", "lm_eval_tasks"]
+
+
+_TEMPLATE = {"auto": None, "always": True, "never": False}
+
+
+def lm_eval_tasks(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the files are written.")],
+) -> None:
+    """Write the suites of this package as tasks of lm-evaluation-harness, for `--include_path` of `lm_eval`.
+
+    Example: `rope-ext lm-eval-tasks rope-tasks`
+    """
+    try:
+        from rope_ext_hf.eval.lm_eval_tasks import write_tasks
+    except ImportError as error:
+        raise MethodError(f"lm-eval is needed here ({error}): install the extra [eval] of this package") from error
+    print_text(str(write_tasks(folder)))
 
 
 def lm_eval(
@@ -32,6 +49,9 @@ def lm_eval(
     max_length: Annotated[
         str | None, typer.Option(metavar="TOKENS", help="Longest input, e.g. 16k. Default: the extended length.")
     ] = None,
+    chat_template: Annotated[
+        str, typer.Option(help="auto: the tokenizer's, for suites of long inputs; always; never.")
+    ] = "auto",
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the results into this JSON file.")
     ] = None,
@@ -39,33 +59,41 @@ def lm_eval(
 ) -> None:
     """Run tasks of lm-evaluation-harness on the model, with a method or as loaded, up to its extended length.
 
-    RULER's essay needles and LongBench fetch their data from the Hub; niah_single_1 makes its own.
+    The suites of this package, rope_ruler, rope_json_kv, rope_graphwalks and rope_babilong, fetch nothing; lm-eval's
+    own (ruler, longbench2, babilong and others) do, which is said first.
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
     methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
+    if chat_template not in _TEMPLATE:
+        raise MethodError(f"--chat-template must be {', '.join(_TEMPLATE)}, got {short(chat_template)!r}")
     length = parse_length(max_length) if max_length else None
     try:
         from lm_eval.utils import make_table
 
         from rope_ext_hf.eval.lm_eval_adapter import evaluate
+        from rope_ext_hf.eval.lm_eval_tasks import long_suite
     except ImportError as error:
         raise MethodError(f"lm-eval is needed here ({error}): install the extra [eval] of this package") from error
     quiet_transformers()
+    names = tasks.split(",")
+    for fetched in dict.fromkeys(filter(None, map(long_suite, names))):
+        print_note("fetches", fetched)
     loaded = load.model(model)
     tokenizer = load.tokenizer(model)
     methods.apply(loaded)
     results = evaluate(
         loaded,
         tokenizer,
-        tasks=tasks.split(","),
+        tasks=names,
         include_path=include_path,
         limit=int(limit) if limit is not None and limit >= 1 else limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         max_length=length,
+        apply_chat_template=_TEMPLATE[chat_template],
     )
     text = json_text(results)
     if out is not None:

@@ -1,0 +1,54 @@
+"""Whether loss, LongPPL and retrieval rank methods alike, by benchmarks/measures.py."""
+
+from __future__ import annotations
+
+from .registry import Row, figure, last_line, markdown_table, stamp
+
+MODELS = {
+    "reference": "bundled",
+    "docstring-model": "docstrings, 128 tokens",
+    "docstring": "docstrings, 128 tokens",
+    "reader": "reads beyond its length",
+}
+
+
+def _model(row: Row) -> str:
+    return MODELS[row["model"]]
+
+
+@figure
+def measures_agreement() -> str:
+    """Kendall's tau of each pair of measures, by model and length."""
+    line = last_line("measures")
+    table = [
+        [
+            _model(row),
+            f"{found['length']:,} ({found['length'] // row['context_length']}x)",
+            f"{found['one']} and {found['other']}",
+            f"{found['tau']:.2f} [{found['low']:.2f}, {found['high']:.2f}]",
+        ]
+        for row in line["rows"]
+        for found in row["agreements"]
+    ]
+    return markdown_table(
+        ("model", "tokens", "measures", "Kendall's tau"), table, stamp(line, "benchmarks/measures.py")
+    )
+
+
+@figure
+def measures_ranking() -> str:
+    """Every method's value of every measure at eight times the context length, by model."""
+    line, tables = last_line("measures"), []
+    for row in line["rows"]:
+        longest = max(value["length"] for measure in row["measures"] for value in measure["values"])
+        cells: dict[str, list[str]] = {}
+        for measure in row["measures"]:
+            scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)
+            for v in measure["values"]:
+                if v["length"] == longest:
+                    low, value, high = (f"{scale * v[key]:.{digits}f}" for key in ("low", "value", "high"))
+                    cells.setdefault(v["method"], []).append(f"{value} [{low}, {high}]")
+        heads = [f"{m['name']}, {'%' if m['unit'] == '%' else 'nats'}" for m in row["measures"]]
+        table = [[f"`{name}`", *values] for name, values in cells.items()]
+        tables.append(markdown_table((f"{_model(row)}, {longest:,} tokens", *heads), table))
+    return "\n\n".join(tables)

@@ -1,0 +1,153 @@
+"""The task suites of this package as tasks of lm-evaluation-harness: `rope_ruler`, `rope_ruler_vt`, `rope_graphwalks`.
+
+    lm_eval run --model rope-ext --model_args pretrained=DIR,method=yarn,factor=4 --tasks rope_ruler
+        --include_path "$(rope-ext lm-eval-tasks)" --metadata '{"max_seq_lengths": [16384]}'
+
+lm-eval finds tasks in folders of YAML files; `write_tasks` writes one that names every suite there is. The prompts are
+those of `rope-ext tasks`: made from a seed and a text, without a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+
+from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.suites import list_suites, suite
+from rope_ext_hf.eval.task_suites import template_tokens
+from rope_ext_hf.files import atomic_file
+from rope_ext_hf.hub import load_tokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+__all__ = ["SuiteTask", "babilong_length", "long_suite", "write_tasks"]
+
+LONG_SUITES = {
+    "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",
+    "niah": "essays, and punkt of nltk; niah_single_1 fetches nothing",
+    "longbench2": "recursal/longbench-v2",
+    "longbench": "the data sets of LongBench",
+    "babilong": "RMT-team/babilong-1k-samples",
+    "graphwalks": "openai/graphwalks",
+    "infinitebench": "the data sets of InfiniteBench",
+    "mrcr": "openai/mrcr",
+}
+"""lm-eval's own suites of long inputs, by how their tasks' names begin, and what they fetch from the network."""
+
+SAMPLES = 20
+"""Prompts per task, as `rope-ext tasks` asks."""
+_CLASS = f"!function {__name__}.SuiteTask"
+
+
+def write_tasks(folder: str | Path) -> Path:
+    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced.
+
+    Raises:
+        FileError: anything the disk refuses.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, of_name in list_suites().items():
+        prefix = f"rope_{name.replace('-', '_')}"
+        tasks = {f"{prefix}_{task}": task for task in of_name.tasks}
+        for title, task in tasks.items():
+            _write(folder, title, f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n")
+        mean = "aggregate_metric_list: [{metric: score, weight_by_size: false}]"
+        _write(folder, prefix, f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n")
+    return folder
+
+
+def long_suite(task: str) -> str | None:
+    """What a task of lm-eval's own long suites fetches; None for other tasks."""
+    return next((fetched for prefix, fetched in LONG_SUITES.items() if task.startswith(prefix)), None)
+
+
+def babilong_length(tokens: int) -> str:
+    """The longest of lm-eval's BABILong texts of at most so many tokens, such as "2k"; "0k" is facts alone."""
+    return f"{max((n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if n * 1024 <= tokens), default=0)}k"
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    with atomic_file(folder / f"{name}.yaml") as part:
+        part.write_text(text, encoding="utf-8")
+
+
+class SuiteTask(ConfigurableTask):  # type: ignore[misc]
+    """One task of a suite, at one length.
+
+    lm-eval hands over its `--metadata`, joined with `--model_args`: `max_seq_lengths`, a list of one length in tokens
+    of prompt and generation together; `tokenizer` or `pretrained`; and `samples`, `seed`, `haystack` as
+    `rope-ext tasks` takes them. Where the tokenizer has a chat template its tokens are taken from the length: give
+    `--apply_chat_template`, too.
+
+    Raises:
+        MethodError: no length or several, no tokenizer, or a length that is too short for the task.
+    """
+
+    def __init__(self, config: Mapping[str, Any], **_: Any) -> None:
+        settings = dict(config["metadata"])
+        self._suite = suite(settings["suite"])
+        super().__init__(
+            config={
+                "task": config["task"],
+                "custom_dataset": self._make,
+                "test_split": "test",
+                "output_type": "generate_until",
+                "doc_to_text": "prompt",
+                "doc_to_target": "references",
+                "gen_prefix": "{{prefix}}",
+                "target_delimiter": "",
+                "process_results": self._score,
+                "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+                "generation_kwargs": {"do_sample": False, "until": []},
+                "metadata": settings | {"version": 1},
+            }
+        )
+
+    def _make(self, **settings: Any) -> dict[str, Dataset]:
+        lengths, source = settings.get("max_seq_lengths"), settings.get("tokenizer") or settings.get("pretrained")
+        if not isinstance(lengths, list) or len(lengths) != 1:
+            raise MethodError(
+                "the tasks rope_... are for one length: give max_seq_lengths as a list of it, such as "
+                f"""--metadata '{{"max_seq_lengths": [16384]}}', got {short(repr(lengths))}; """
+                "`rope-ext tasks` measures several lengths at once"
+            )
+        if not isinstance(source, str) or not source:
+            raise MethodError("which tokenizer counts the tokens is not known: give tokenizer in --metadata")
+        tokenizer = load_tokenizer(source)
+        samples = self._suite.samples(
+            settings["suite_task"],
+            tokenizer,
+            length=int(lengths[0]),
+            count=int(settings.get("samples", SAMPLES)),
+            seed=int(settings.get("seed", self._suite.seed)),
+            haystack="\n\n".join(document.text for document in load(settings.get("haystack", "stdlib"))),
+            reserved=template_tokens(tokenizer),
+        )
+        rows = [
+            {
+                "prompt": sample.prompt,
+                "prefix": sample.prefix,
+                "references": list(sample.references),
+                "others": list(sample.others),
+                "budget": sample.budget,
+            }
+            for sample in samples
+        ]
+        return {"test": Dataset.from_list(rows)}
+
+    def _score(self, doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
+        return {"score": self._suite.score(results[0], doc["references"], doc["others"])}
+
+    def construct_requests(self, doc: Mapping[str, Any], ctx: Any, **options: Any) -> Instance:
+        """The request of one prompt, whose budget is its own: lm-eval's is one for all prompts of a task."""
+        request: Instance = super().construct_requests(doc, ctx, **options)
+        context, generation = request.arguments
+        request.arguments = (context, generation | {"max_gen_toks": doc["budget"]})
+        return request
