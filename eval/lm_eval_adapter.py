@@ -39,6 +39,8 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import simple_parse_args_string
+
+    from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): install this package with its extra [eval]") from error
 
@@ -331,8 +333,6 @@ def evaluate(
     """
     from lm_eval import simple_evaluate
 
-    from rope_ext_hf.eval.lm_eval_tasks import long_suite
-
     lm = RopeHFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
     names = {"tokenizer": lm.tokenizer.name_or_path or model.name_or_path, "pretrained": model.name_or_path}
     known: dict[str, Any] = {"max_seq_lengths": [lm.max_length]} | {key: name for key, name in names.items() if name}
@@ -389,8 +389,6 @@ class _TaskFinder:
     ) -> None:
         from lm_eval.tasks import TaskManager
 
-        from rope_ext_hf.eval.lm_eval_tasks import write_tasks
-
         self._paths = [write_tasks(own), *([] if include_path is None else [include_path])]
         self._metadata, self._max_length = dict(metadata), max_length
         self.manager = TaskManager(include_path=self._paths, metadata=self._metadata)
@@ -399,8 +397,6 @@ class _TaskFinder:
     def _babilong(self) -> Any:
         """BABILong's tasks name their length by thousands of tokens."""
         from lm_eval.tasks import TaskManager
-
-        from rope_ext_hf.eval.lm_eval_tasks import babilong_length
 
         lengths = {"max_seq_lengths": babilong_length(self._max_length)}
         return TaskManager(include_path=self._paths, metadata=self._metadata | lengths)
