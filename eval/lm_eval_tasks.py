@@ -26,7 +26,7 @@ from rope_ext_hf.hub import load_tokenizer
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-__all__ = ["SuiteTask", "babilong_length", "long_suite", "write_tasks"]
+__all__ = ["babilong_length", "long_suite", "write_tasks"]
 
 LONG_SUITES = {
     "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",
