@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "character_spans",
     "check_ranges",
     "find_key_tokens",
+    "is_file",
     "key_setting",
     "keys_of_document",
     "merged",
@@ -200,6 +202,11 @@ class KeyRanges:
         documents = [{"name": n, "sha256": d, "ranges": r} for d, (n, r) in self.documents.items()]
         with atomic_file(file) as part:
             write_json(part, {"evaluator": self.evaluator, "setting": asdict(self.setting), "documents": documents})
+
+
+def is_file(source: str | Path) -> bool:
+    """Whether key tokens come from a file of this name, and not from a model."""
+    return os.path.isfile(source)  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
 
 
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:

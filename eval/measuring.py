@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.key_token_runs import keys_of_run, mark_keys, plan_keys
-from rope_ext_hf.eval.key_tokens import read_keys
+from rope_ext_hf.eval.key_tokens import is_file, read_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import Tokens, prepare
 from rope_ext_hf.eval.protocols import check_lengths
@@ -231,7 +231,7 @@ def _with_keys(
         if window is not None:
             raise MethodError("key_window is the short context of what keys_by names; give keys_by, too")
         return plan
-    if Path(keys_by).is_file():
+    if is_file(keys_by):
         return mark_keys(plan, read_keys(keys_by, window))
     evaluator, tokenizer = load_model(keys_by, device=str(model.device), dtype=model.dtype), load_tokenizer(keys_by)
     reading: dict[str, Any] = {"chunk": plan.chunk, "offload_cache": plan.offload_cache}

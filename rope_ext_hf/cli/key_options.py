@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
@@ -74,12 +73,12 @@ class KeyOptions:
             first: whether this process is the one that prints and writes.
         """
         from rope_ext_hf.eval.key_token_runs import KEYS_FILE, keys_of_run, mark_keys, plan_keys
-        from rope_ext_hf.eval.key_tokens import read_keys
+        from rope_ext_hf.eval.key_tokens import is_file, read_keys
 
         window, source = self.window, self.keys_by
         if source is None:
             return plan
-        if Path(source).is_file():
+        if is_file(source):
             return mark_keys(plan, read_keys(source, window))
         empty, tokenizer, read = load.empty_model(source), load.tokenizer(source), plan.measurement.plan
         of_keys = plan_keys(empty, read, tokenizer=tokenizer, data=plan.data, window=window, **load.reading)

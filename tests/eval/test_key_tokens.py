@@ -146,6 +146,7 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
         (["--key-window", "16"], "give --keys-by, too"),
         (["--keys-by", keys, "--key-window", "16"], "were found with windows of 32 tokens"),
         (["--keys-by", "reference", "--key-window", "256"], "between 1 and 255 tokens"),
+        (["--keys-by", "x" * 5000], "is neither a folder"),
     ):
         refused = CliRunner().invoke(app, [*command, *arguments])
         assert refused.exit_code
