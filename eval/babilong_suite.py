@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.suites import Sample, Suite, count_tokens, largest_fitting, register_suite, too_short
+from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,33 +55,17 @@ class BabiLong(Suite):
     name = "babilong"
     tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
-    def samples(
-        self,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        haystack: str,
-        reserved: int = 0,
-    ) -> list[Sample]:
-        sentences = [text for part in re.split(r"(?<=[.!?])\s+|\n+", haystack) if len(text := part.strip()) >= 10]
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        parts = (part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", wanted.haystack))
+        sentences = [part for part in parts if len(part) >= 10]
         if not sentences:
             raise MethodError("the haystack of babilong has no sentence of ten characters; give another text")
-        room, made = length - reserved, []
-        for index in range(count):
 
-            def sample(noise: int, index: int = index) -> Sample:
-                rng = random.Random(f"{task} {seed} {index}")
-                return _sample(task, tokenizer, rng, sentences, noise)
+        def sample(index: int, noise: int) -> Sample:
+            rng = random.Random(f"{task} {wanted.seed} {index}")
+            return _sample(task, wanted.tokenizer, rng, sentences, noise)
 
-            each = max(1, sample(40).length - sample(0).length) / 40
-            noise = largest_fitting(0, int(2 * room / each) + 1, lambda n: sample(n).length <= room)
-            if noise is None:
-                raise too_short(task, length)
-            made.append(sample(noise))
-        return made
+        return fill(task, wanted, sample, 0, 40)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:

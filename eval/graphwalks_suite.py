@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rope_ext_hf.eval.suites import Sample, Suite, count_tokens, largest_fitting, register_suite, too_short
+from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,30 +85,11 @@ class GraphWalks(Suite):
     name = "graphwalks"
     tasks = ("bfs", "parents")
 
-    def samples(
-        self,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        haystack: str,
-        reserved: int = 0,
-    ) -> list[Sample]:
-        room = length - reserved
-        made = []
-        for index in range(count):
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        def sample(index: int, nodes: int) -> Sample:
+            return _sample(task, wanted.tokenizer, random.Random(f"{task} {wanted.seed} {index}"), nodes)
 
-            def sample(nodes: int, index: int = index) -> Sample:
-                return _sample(task, tokenizer, random.Random(f"{task} {seed} {index}"), nodes)
-
-            each = max(1, sample(4 * SMALLEST).length - sample(2 * SMALLEST).length) / (2 * SMALLEST)
-            nodes = largest_fitting(SMALLEST, max(SMALLEST, int(2 * room / each)), lambda n: sample(n).length <= room)
-            if nodes is None:
-                raise too_short(task, length)
-            made.append(sample(nodes))
-        return made
+        return fill(task, wanted, sample, SMALLEST, 2 * SMALLEST)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:

@@ -12,7 +12,7 @@ import random
 import uuid
 from typing import TYPE_CHECKING
 
-from rope_ext_hf.eval.suites import Sample, Suite, count_tokens, largest_fitting, register_suite, too_short
+from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,31 +30,11 @@ class JsonKv(Suite):
     name = "json-kv"
     tasks = ("kv",)
 
-    def samples(
-        self,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        haystack: str,
-        reserved: int = 0,
-    ) -> list[Sample]:
-        room = length - reserved
-        made = []
-        for index in range(count):
-            smallest = EXAMPLES + 1
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        def sample(index: int, keys: int) -> Sample:
+            return _sample(wanted.tokenizer, random.Random(f"{wanted.seed} {index}"), keys)
 
-            def sample(keys: int, index: int = index) -> Sample:
-                return _sample(tokenizer, random.Random(f"{seed} {index}"), keys)
-
-            each = max(1, sample(2 * smallest).length - sample(smallest).length) / smallest
-            keys = largest_fitting(smallest, max(smallest, int(2 * room / each)), lambda n: sample(n).length <= room)
-            if keys is None:
-                raise too_short(task, length)
-            made.append(sample(keys))
-        return made
+        return fill(task, wanted, sample, EXAMPLES + 1, EXAMPLES + 1)
 
 
 def _sample(tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: int) -> Sample:

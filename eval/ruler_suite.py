@@ -37,7 +37,15 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from rope_ext_hf.errors import CorpusError, MethodError, RopeExtError
-from rope_ext_hf.eval.suites import Sample, Suite, count_tokens, largest_fitting, register_suite, too_short
+from rope_ext_hf.eval.suites import (
+    PromptSettings,
+    Sample,
+    Suite,
+    count_tokens,
+    largest_fitting,
+    register_suite,
+    too_short,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -349,22 +357,14 @@ class Ruler(Suite):
     tasks = tuple(_TASKS)
     seed = 42
 
-    def samples(
-        self,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        haystack: str,
-        reserved: int = 0,
-    ) -> list[Sample]:
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
         template, make, parameters = _TASKS[task]
-        if not haystack.split():
+        if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
-        generator = Generator(task, template, tokenizer, length, length - reserved, seed, haystack)
-        return make(generator, count, **parameters)
+        generator = Generator(
+            task, template, wanted.tokenizer, wanted.length, wanted.room, wanted.seed, wanted.haystack
+        )
+        return make(generator, wanted.count, **parameters)
 
 
 def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int]) -> str:

@@ -14,15 +14,27 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Sample", "Suite", "count_tokens", "largest_fitting", "list_suites", "register_suite", "suite", "too_short"]
+__all__ = [
+    "PromptSettings",
+    "Sample",
+    "Suite",
+    "count_tokens",
+    "fill",
+    "largest_fitting",
+    "list_suites",
+    "register_suite",
+    "suite",
+    "too_short",
+]
 
 S = TypeVar("S", bound="type[Suite]")
 
@@ -48,6 +60,32 @@ class Sample:
     others: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PromptSettings:
+    """What the prompts of a task are made with.
+
+    Attributes:
+        tokenizer: counts the tokens of prompts, without special tokens.
+        length: tokens of prompt and generation together, at most.
+        count: how many prompts.
+        seed: of names, values and places.
+        haystack: the text that facts are hidden in, of tasks that use one.
+        reserved: so many tokens of `length` are a chat template's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    count: int
+    seed: int
+    haystack: str
+    reserved: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of prompt and generation without the chat template."""
+        return self.length - self.reserved
+
+
 class Suite(ABC):
     """Tasks that are measured and averaged together.
 
@@ -61,33 +99,22 @@ class Suite(ABC):
     tasks: ClassVar[tuple[str, ...]]
     seed: ClassVar[int] = 0
 
-    @abstractmethod
-    def samples(
-        self,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        length: int,
-        count: int,
-        seed: int,
-        haystack: str,
-        reserved: int = 0,
-    ) -> list[Sample]:
+    def samples(self, task: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Sample]:
         """Make the prompts of one task.
 
         Args:
             task: one of `tasks`.
-            tokenizer: counts the tokens of prompts, without special tokens.
-            length: tokens of prompt and generation together, at most.
-            count: how many prompts.
-            seed: of names, values and places.
-            haystack: the text that facts are hidden in, of tasks that use one.
-            reserved: so many tokens of `length` are a chat template's.
+            tokenizer, **settings: fields of `PromptSettings`.
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.
             MethodError: the task does not fit into the length.
         """
+        return self.make(task, PromptSettings(tokenizer, **settings))
+
+    @abstractmethod
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        """What `samples` returns."""
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
@@ -115,6 +142,35 @@ def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | N
         else:
             high = middle - 1
     return best
+
+
+def fill(
+    task: str, wanted: PromptSettings, sample: Callable[[int, int], Sample], smallest: int, step: int
+) -> list[Sample]:
+    """Prompts that fill their length.
+
+    Args:
+        sample: the prompt of an index and a size; a larger size is a longer prompt.
+        smallest: the least size of a prompt.
+        step: by how much larger a prompt is that tells how long one more of its parts is.
+
+    Raises:
+        MethodError: the smallest prompt does not fit.
+    """
+    made = []
+    for index in range(wanted.count):
+        of_size = partial(sample, index)
+        each = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
+        most = max(smallest, int(2 * wanted.room / each) + 1)
+        size = largest_fitting(smallest, most, partial(_fits, of_size, wanted.room))
+        if size is None:
+            raise too_short(task, wanted.length)
+        made.append(of_size(size))
+    return made
+
+
+def _fits(sample: Callable[[int], Sample], room: int, size: int) -> bool:
+    return sample(size).length <= room
 
 
 def too_short(task: str, length: int) -> MethodError:

@@ -23,7 +23,7 @@ from rope_ext_hf.eval import suites, tasks
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.runner import Workers, measure
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.suites import Sample, Suite, count_tokens
+from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens
 from rope_ext_hf.eval.task_suites import plan_tasks
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.static import Yarn
@@ -38,21 +38,19 @@ class KeyValue(Suite):
     name = "key-value-for-tests"
     tasks = ("first", "second")
 
-    def samples(
-        self, task: str, tokenizer: Any, *, length: int, count: int, seed: int, haystack: str, reserved: int = 0
-    ) -> list[Sample]:
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
         made = []
-        for index in range(count):
-            rng = random.Random(f"{task} {seed} {index}")
+        for index in range(wanted.count):
+            rng = random.Random(f"{task} {wanted.seed} {index}")
             from rope_ext_hf.eval.retrieval_prompts import TASKS, ask
 
             drawn = ask(TASKS["key-value"], rng, keys=1, wording=index).about(0)
             (statement,) = drawn.statements
-            room = length - reserved - 12 - sum(map(len, (drawn.head, statement, drawn.question)))
+            room = wanted.room - 12 - sum(map(len, (drawn.head, statement, drawn.question)))
             start, place = rng.randrange(10_000), rng.randrange(room)
-            hay = haystack[start : start + room]
+            hay = wanted.haystack[start : start + room]
             prompt = drawn.head + hay[:place] + statement + hay[place:]
-            tokens = count_tokens(tokenizer, prompt + drawn.question) + 12
+            tokens = count_tokens(wanted.tokenizer, prompt + drawn.question) + 12
             made.append(Sample(prompt, drawn.question, (drawn.answer.strip(),), 12, tokens))
         return made
 
