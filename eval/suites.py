@@ -50,6 +50,7 @@ class Sample:
         budget: tokens to generate at most.
         length: tokens of prompt, prefix and budget together.
         others: wrong answers, such as those that stand in the prompt, against which the first reference is ranked.
+        closed: whether it is ranked against no other answers.
     """
 
     prompt: str
@@ -58,6 +59,7 @@ class Sample:
     budget: int
     length: int
     others: tuple[str, ...] = ()
+    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,13 @@ class Suite(ABC):
         name: on the command line and in results.
         tasks: their names, in the order in which they are shown.
         seed: the default seed of its prompts.
+        score_by: "generate" or "rank", what is done where nothing else is asked for.
     """
 
     name: ClassVar[str]
     tasks: ClassVar[tuple[str, ...]]
     seed: ClassVar[int] = 0
+    score_by: ClassVar[str] = "generate"
 
     def samples(self, task: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Sample]:
         """Make the prompts of one task.

@@ -51,7 +51,7 @@ def tasks(
     samples: int = 20,
     seed: int | None = None,
     haystack: str | Iterable[Document] = "stdlib",
-    score: str = "generate",
+    score: str | None = None,
     chat_template: str = "auto",
     extra_tokens: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -65,14 +65,15 @@ def tasks(
     Args:
         model: a causal language model, patched or not, in any dtype, on any device.
         lengths: tokens of prompt and generation together, at most.
-        suite: "ruler", "json-kv", "graphwalks", "babilong", or a suite of your own.
+        suite: "ruler", "json-kv", "graphwalks", "babilong", "short", or a suite of your own.
         tasks: which of the suite's; default: all.
         samples: prompts per task and length.
         seed: of the prompts; default: the suite's own, 42 for RULER.
         haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents: the text that facts are hidden in, of tasks
             that use one.
         score: "generate": greedy decoding, scored by the share of the right answers that it holds; "rank": whether the
-            first right answer has the highest likelihood per token, among up to 19 others.
+            first right answer has the highest likelihood per token, among up to 19 others. Default: "generate"; of the
+            suite "short" "rank".
         chat_template: "auto": applied where the tokenizer has one, its tokens counted in the length; "never".
         extra_tokens: tokens that may be generated beyond each task's own budget, for models that reason first; they are
             taken from the length.
@@ -120,7 +121,7 @@ def plan_tasks(
     samples: int = 20,
     seed: int | None = None,
     haystack: str | Iterable[Document] = "stdlib",
-    score: str = "generate",
+    score: str | None = None,
     chat_template: str = "auto",
     extra_tokens: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -133,6 +134,7 @@ def plan_tasks(
         others: as `tasks` takes them.
     """
     chosen = find_suite(suite)
+    score = chosen.score_by if score is None else score
     wanted = chosen.tasks if tasks is None else tuple(tasks)
     names = tuple(name for name in chosen.tasks if name in wanted)
     for name in wanted:
@@ -197,7 +199,11 @@ def plan_tasks(
 def _candidates(sample: Sample, made: Sequence[Sample]) -> tuple[str, ...]:
     """The first right answer, and wrong ones: those of its prompt first, then the right ones of other prompts."""
     elsewhere = chain.from_iterable(other.references for other in made)
-    wrong = (text for text in dict.fromkeys([*sample.others, *elsewhere]) if text not in sample.references)
+    wrong = (
+        text
+        for text in dict.fromkeys([*sample.others, *(() if sample.closed else elsewhere)])
+        if text not in sample.references
+    )
     return sample.references[0], *[text for _, text in zip(range(RANKED - 1), wrong, strict=False)]
 
 

@@ -274,7 +274,9 @@ def tasks(
     methods: MethodOptions,
     load: EvalOptions,
     shared: ProcessOptions,
-    suite: Annotated[str, typer.Option(help="ruler, json-kv, graphwalks or babilong.")] = "ruler",
+    suite: Annotated[
+        str, typer.Option(help="ruler, json-kv, graphwalks, babilong, or short, a guard for short inputs.")
+    ] = "ruler",
     chosen: Annotated[
         str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of the suite, by commas. Default: all.")
     ] = None,
@@ -283,9 +285,12 @@ def tasks(
         str, typer.Option(help="The text that facts are hidden in, named as in --data of ppl; some tasks use none.")
     ] = "stdlib",
     score: Annotated[
-        str,
-        typer.Option(help="generate: the share of right answers generated; rank: the right one among 19 others."),
-    ] = "generate",
+        str | None,
+        typer.Option(
+            help="generate: the share of right answers generated; rank: the right one among 19 others. Default: "
+            "generate; of short rank."
+        ),
+    ] = None,
     chat_template: Annotated[
         str, typer.Option(help="auto: the tokenizer's chat template, where it has one; never.")
     ] = "auto",
