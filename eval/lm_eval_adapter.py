@@ -453,3 +453,9 @@ def _task_errors(name: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+if __name__ == "__main__":  # lm-eval's own command line, for releases that read no entry points
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
