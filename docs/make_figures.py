@@ -21,6 +21,7 @@ from .figures import (  # noqa: F401, each registers its figures
     cost,
     interface,
     measurements,
+    measures,
     models,
     real_models,
     recipes,

@@ -101,19 +101,19 @@ class Comparison:
 
     @cached_property
     def measures(self) -> list[Measure]:
-        """Those of all runs, the one closest to use first; those that are nowhere better than luck last."""
+        """Those of all runs, the one closest to use first; those that decide nothing last."""
         every = [(m, run) for run in self.runs for m in run.kind.measures(run) if any(m.items.values())]
         names = [measure.name for measure, _ in every]
         told = [
             replace(m, name=f"{m.name}, {printable(run.settings['data'])}") if names.count(m.name) > 1 else m
             for m, run in every
         ]
-        return sorted(told, key=lambda measure: (not measure.informative, measure.evidence))
+        return sorted(told, key=lambda measure: (bool(measure.flaw), measure.evidence))
 
     @cached_property
     def informative(self) -> list[Measure]:
-        """Those in which some method is better than luck at some length."""
-        return [measure for measure in self.measures if measure.informative]
+        """Those that can decide something."""
+        return [measure for measure in self.measures if not measure.flaw]
 
     @property
     def _loaded(self) -> str:
@@ -190,9 +190,8 @@ class Comparison:
             if found is not None and best not in same:
                 text += f" By the {measure.name} alone it would be {self._called(found)}."
         for measure in self.measures:
-            if not measure.informative:
-                luck = f" ({measure.chance:.1%})" if measure.chance else ""
-                text += f" The {measure.name} is better than luck{luck} with no method, and decides nothing."
+            if measure.flaw:
+                text += f" The {measure.name} {measure.flaw}, and decides nothing."
         return text
 
     def _price(self, key: str) -> str:
@@ -235,7 +234,7 @@ class Comparison:
     def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
         """Head and cells by method key, of each column that a measure has in the table."""
         far, keys = measure.longest, list(self.names)
-        equal = measure.best(far, keys)[1] if measure.informative else []
+        equal = measure.best(far, keys)[1] if not measure.flaw else []
         values = {
             key: measure.text(measure.value(key, far)) + ("*" if key in equal else " ") for key in measure.measured(far)
         }
@@ -296,6 +295,7 @@ class Comparison:
                 values.append({"method": self.names[key]} | value)
         reaches = {self.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
         about = {"name": measure.name, "unit": measure.unit, "higher_is_better": measure.higher_is_better}
+        about["flaw"] = measure.flaw
         return about | {"values": values, "effective_lengths": reaches}
 
     def write_page(self, path: str | Path) -> Path:

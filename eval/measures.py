@@ -55,6 +55,7 @@ class Measure:
         reaches: effective lengths by method key, where the kind of run has them.
         threshold: the value that they are measured by.
         chance: the value by luck, of shares.
+        least: documents or prompts that it takes to decide anything.
     """
 
     name: str
@@ -65,18 +66,25 @@ class Measure:
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
     threshold: float | None = None
     chance: float = 0.0
+    least: int = 1
 
     @cached_property
-    def informative(self) -> bool:
-        """Whether any method is better than luck at any length, in one-sided tests at 2.5% together; a loss always is.
+    def flaw(self) -> str:
+        """Why it can decide nothing, in words: too few items, or no method better than luck; empty where it can.
 
-        The level of one test is divided by their number (Bonferroni): among many, one is lucky.
+        Better than luck is one method at one length, in one-sided tests at 2.5% together: the level of one test is
+        divided by their number (Bonferroni), because among many one is lucky. A loss is never luck.
         """
-        if not self.higher_is_better:
-            return True
+        fewest = min(len(items) for row in self.items.values() for items in row.values())
+        if fewest < self.least:
+            return f"rests on {fewest} document{'s' * (fewest != 1)}"
         cells = [(key, length) for key, row in self.items.items() for length in row]
         level = 0.025 / len(cells)
-        return any(self.drawn([key], length)[:, 0].quantile(level).item() > self.chance for key, length in cells)
+        if not self.higher_is_better or any(
+            self.drawn([key], length)[:, 0].quantile(level).item() > self.chance for key, length in cells
+        ):
+            return ""
+        return f"is better than luck{f' ({self.chance:.1%})' if self.chance else ''} with no method"
 
     def lengths(self, key: str) -> list[int]:
         """The lengths at which a method was measured, ascending."""

@@ -39,6 +39,8 @@ from rope_ext_hf.pictures.svg_charts import line_chart
 
 __all__ = ["TOLERANCE", "PerplexityMeasurement", "loss_increase"]
 
+LEAST = 5
+"""Documents with key tokens that it takes to compare methods by them: an interval over fewer is no interval."""
 Increase = tuple[float, float, float]
 TOLERANCE = 0.05
 """By what share a loss may be higher and still count as that of short inputs."""
@@ -158,7 +160,11 @@ class PerplexityRuns(RunKind):
                 keys.setdefault(key, {})[length] = keyed
         unit = "nats per token"
         loss = Measure("loss", unit, Evidence.LOSS, False, every)
-        return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
+        return (
+            [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, least=LEAST), loss]
+            if keys
+            else [loss]
+        )
 
     def speed(self, run: Run[Result]) -> str:
         return throughput_text(run.results)

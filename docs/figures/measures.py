@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from .registry import Row, figure, last_line, markdown_table, stamp
 
-MODELS = {
-    "reference": "bundled",
-    "docstring-model": "docstrings, 128 tokens",
-    "docstring": "docstrings, 128 tokens",
-    "reader": "reads beyond its length",
-}
+MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "needs no method"}
 
 
 def _model(row: Row) -> str:
@@ -40,15 +35,16 @@ def measures_ranking() -> str:
     """Every method's value of every measure at eight times the context length, by model."""
     line, tables = last_line("measures"), []
     for row in line["rows"]:
-        longest = max(value["length"] for measure in row["measures"] for value in measure["values"])
+        measures = [measure for measure in row["measures"] if not measure["flaw"]]
+        longest = max(value["length"] for measure in measures for value in measure["values"])
         cells: dict[str, list[str]] = {}
-        for measure in row["measures"]:
+        for measure in measures:
             scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)
             for v in measure["values"]:
                 if v["length"] == longest:
                     low, value, high = (f"{scale * v[key]:.{digits}f}" for key in ("low", "value", "high"))
                     cells.setdefault(v["method"], []).append(f"{value} [{low}, {high}]")
-        heads = [f"{m['name']}, {'%' if m['unit'] == '%' else 'nats'}" for m in row["measures"]]
+        heads = [f"{m['name']}, {'%' if m['unit'] == '%' else 'nats'}" for m in measures]
         table = [[f"`{name}`", *values] for name, values in cells.items()]
         tables.append(markdown_table((f"{_model(row)}, {longest:,} tokens", *heads), table))
-    return "\n\n".join(tables)
+    return "".join(tables)

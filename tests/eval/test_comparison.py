@@ -134,7 +134,13 @@ def test_ranks_count_where_nothing_is_answered_exactly(tmp_path: Path) -> None:
 def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
     kind, setting = run_kind("perplexity"), Setting("matched", 5, 256, False, 0, "a file")
     results = [
-        kind.result(METHODS[name], setting, (256,), [DocumentLoss("a", loss * 10, 10, 12, 1, nats * 2, 2)], Cost())
+        kind.result(
+            METHODS[name],
+            setting,
+            (256,),
+            [DocumentLoss(d, loss * 10, 10, 12, 1, nats * 2, 2) for d in "abcde"],
+            Cost(),
+        )
         for name, loss, nats in (("as loaded", 1.0, 3.0), ("yarn", 1.1, 0.5))
     ]
     comparison = Comparison([Run(tmp_path, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)])

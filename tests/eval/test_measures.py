@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -57,10 +59,16 @@ def test_a_loss_that_is_not_finite_is_never_best() -> None:
 
 def test_luck_is_no_information() -> None:
     lucky = [1.0] * 3 + [0.0] * 17
-    assert not shares({str(n): {8: lucky} for n in range(10)}, chance=0.05).informative
-    assert shares({"as loaded": {8: [0.0] * 20}, "a": {8: [1.0] * 19 + [0.0]}}, chance=0.05).informative
-    assert not shares({"a": {8: [0.0] * 20}}).informative
-    assert losses().informative
+    nothing = shares({str(n): {8: lucky} for n in range(10)}, chance=0.05)
+    assert nothing.flaw == "is better than luck (5.0%) with no method"
+    assert shares({"as loaded": {8: [0.0] * 20}, "a": {8: [1.0] * 19 + [0.0]}}, chance=0.05).flaw == ""
+    assert shares({"a": {8: [0.0] * 20}}).flaw == "is better than luck with no method"
+    assert losses().flaw == ""
+
+
+def test_one_document_decides_nothing_where_several_are_needed() -> None:
+    assert replace(losses(), least=40).flaw == ""
+    assert replace(losses(), least=41).flaw == "rests on 40 documents"
 
 
 def test_ranks_are_compared_as_scipy_does() -> None:
