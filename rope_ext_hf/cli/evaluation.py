@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +39,7 @@ from rope_ext_hf.files import json_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.eval.runner import Workers
     from rope_ext_hf.eval.runs import Measurement, Run, RunPlan
 
@@ -47,6 +48,18 @@ __all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this package"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What every measurement is given: the model, the lengths, the methods, and where results are kept."""
+
+    model: Model
+    lengths: Lengths
+    methods: MethodOptions
+    load: EvalOptions
+    out: Out = _RESULTS
+    as_json: Json = False
 
 
 def demo(
@@ -109,35 +122,15 @@ def demo(
         print_text(f"\n{comparison.conclusion()}\n\nreport   {page}\npicture  {note}")
 
 
-def ppl(
-    model: Model,
-    lengths: Lengths,
-    methods: MethodOptions,
-    spans: SpanOptions,
-    keys: KeyOptions,
-    load: EvalOptions,
-    reader: ReaderOptions,
-    out: Out = _RESULTS,
-    as_json: Json = False,
-) -> Any:
+def ppl(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> Any:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    return _perplexity(model, lengths, methods, spans, keys, load, reader, out, as_json)
+    return _perplexity(given, spans, keys, reader)
 
 
-def sweep(
-    model: Model,
-    lengths: Lengths,
-    methods: MethodOptions,
-    spans: SpanOptions,
-    keys: KeyOptions,
-    load: EvalOptions,
-    reader: ReaderOptions,
-    out: Out = _RESULTS,
-    as_json: Json = False,
-) -> None:
+def sweep(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> None:
     """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
 
     Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
@@ -146,65 +139,48 @@ def sweep(
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    _perplexity(model, lengths, methods, spans, keys, load, reader, out, as_json, fit=True)
+    _perplexity(given, spans, keys, reader, fit=True)
 
 
 def _perplexity(
-    model: str,
-    lengths: str,
-    methods: MethodOptions,
-    spans: SpanOptions,
-    keys: KeyOptions,
-    load: EvalOptions,
-    reader: ReaderOptions,
-    out: Path,
-    as_json: bool,
-    *,
-    fit: bool = False,
+    given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions, *, fit: bool = False
 ) -> Run[Any]:
     """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
     from rope_ext_hf.eval.measuring import DEFAULT_METHODS, fit_methods, plan_perplexity
-    from rope_ext_hf.hub import foreign_errors
 
-    wanted = parse_lengths(lengths)
+    wanted, methods = parse_lengths(given.lengths), given.methods
     span_arguments = spans.arguments()
     methods.check(factor_alone=fit)
-    workers, load = reader.launched(load)
-    quiet_transformers()
-    empty = load.empty_model(model)
-    with foreign_errors(f"the model {short(model)!r} could not be measured"):
+
+    def planned(
+        empty: PreTrainedModel, load: EvalOptions, workers: Workers
+    ) -> tuple[RunPlan[PerplexityMeasurement], Workers]:
+        lengths = wanted
         if fit:
             names = methods.resolve(empty, max(wanted), wanted) if methods.names else DEFAULT_METHODS
-            wanted, chosen = fit_methods(empty, wanted, names, methods.factors or None, **methods.underneath)
+            lengths, chosen = fit_methods(empty, wanted, names, methods.factors or None, **methods.underneath)
         else:
             chosen = (None, *methods.resolve(empty, max(wanted)))
         settings = methods.underneath | load.reading | {"methods": chosen}
-        tokenizer = load.tokenizer(model)
+        tokenizer = load.tokenizer(given.model)
         plan = plan_perplexity(
-            empty, spans.data, lengths=wanted, tokenizer=tokenizer, settings=settings, **span_arguments
+            empty, spans.data, lengths=lengths, tokenizer=tokenizer, settings=settings, **span_arguments
         )
-        make_folder(out)
+        make_folder(given.out)
         evaluator = replace(load, revision=None)  # that one is of the measured model
 
         def find(empty: PreTrainedModel, source: str, of_keys: RunPlan[Any]) -> Run[Any]:
-            _preflight(empty, evaluator, of_keys, workers=workers)
-            return _measure(methods.context, evaluator.model(source), of_keys, out, workers)
+            _preflight(empty, evaluator, of_keys, workers)
+            return _measure(methods.context, evaluator.model(source), of_keys, given.out, workers)
 
         plan = keys.mark(plan, evaluator, find, first=workers.rank == 0)
-        plan, workers = reader.reading(plan, empty, load, workers)
-        _preflight(empty, load, plan, spans.most_spans, workers)
-        run = _measure(methods.context, load.model(model), plan, out, workers)
-    if workers.rank == 0:
-        _print_run(run, as_json)
-    _stop_if_not_finite(run)
-    return run
+        return reader.reading(plan, empty, load, workers)
+
+    return _run(given, reader, planned, spans.most_spans)
 
 
 def passkey(
-    model: Model,
-    lengths: Lengths,
-    methods: MethodOptions,
-    load: EvalOptions,
+    given: RunOptions,
     shared: ProcessOptions,
     depths: Annotated[
         str,
@@ -230,49 +206,30 @@ def passkey(
         str | None, typer.Option(help="Text to hide it in, named as in --data of ppl. Default: the task's own.")
     ] = None,
     seed: Annotated[int, typer.Option(help="For names, values and the text around them.")] = 0,
-    out: Out = _RESULTS,
-    as_json: Json = False,
 ) -> None:
     """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
     from rope_ext_hf.eval.retrieval import plan_passkey
-    from rope_ext_hf.hub import foreign_errors
 
-    wanted = parse_lengths(lengths)
-    wording = task or ("key-value" if model == "reference" else "passkey")
-    shares = parse_numbers("--depths", depths, "0,0.5,1")
-    workers, load = shared.launched(load)
-    quiet_transformers()
-    empty = load.empty_model(model)
-    with foreign_errors(f"the model {short(model)!r} could not be measured"):
-        chosen = (None, *methods.resolve(empty, max(wanted)))
-        plan = plan_passkey(
-            empty,
-            lengths=wanted,
-            depths=shares,
-            tokenizer=load.tokenizer(model),
-            trials=trials,
-            keys=keys,
-            seed=seed,
-            haystack=haystack,
-            task=wording,
-            distractors=distractors,
-            settings=methods.underneath | load.reading | {"methods": chosen},
-        )
-        make_folder(out)
-        _preflight(empty, load, plan, workers=workers)
-        run = _measure(methods.context, load.model(model), plan, out, workers)
-    if workers.rank == 0:
-        _print_run(run, as_json)
+    wanted = parse_lengths(given.lengths)
+    plan = partial(
+        plan_passkey,
+        lengths=wanted,
+        depths=parse_numbers("--depths", depths, "0,0.5,1"),
+        trials=trials,
+        keys=keys,
+        seed=seed,
+        haystack=haystack,
+        task=task or ("key-value" if given.model == "reference" else "passkey"),
+        distractors=distractors,
+    )
+    _run_prompts(given, shared, max(wanted), plan)
 
 
 def tasks(
-    model: Model,
-    lengths: Lengths,
-    methods: MethodOptions,
-    load: EvalOptions,
+    given: RunOptions,
     shared: ProcessOptions,
     suite: Annotated[
         str, typer.Option(help="ruler, json-kv, graphwalks, babilong, or short, a guard for short inputs.")
@@ -298,41 +255,27 @@ def tasks(
         int, typer.Option(min=0, help="Tokens to generate beyond each task's budget, for models that reason first.")
     ] = 0,
     seed: Annotated[int | None, typer.Option(help="Of the prompts. Default: the suite's own, 42 for ruler.")] = None,
-    out: Out = _RESULTS,
-    as_json: Json = False,
 ) -> None:
     """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
     from rope_ext_hf.eval.task_suites import plan_tasks
-    from rope_ext_hf.hub import foreign_errors
 
-    wanted = parse_lengths(lengths)
-    workers, load = shared.launched(load)
-    quiet_transformers()
-    empty = load.empty_model(model)
-    with foreign_errors(f"the model {short(model)!r} could not be measured"):
-        settings = methods.underneath | load.reading | {"methods": (None, *methods.resolve(empty, max(wanted)))}
-        plan = plan_tasks(
-            empty,
-            lengths=wanted,
-            suite=suite,
-            tasks=None if chosen is None else [name.strip() for name in chosen.split(",")],
-            samples=samples,
-            seed=seed,
-            haystack=haystack,
-            score=score,
-            chat_template=chat_template,
-            extra_tokens=extra_tokens,
-            tokenizer=load.tokenizer(model),
-            settings=settings,
-        )
-        make_folder(out)
-        _preflight(empty, load, plan, workers=workers)
-        run = _measure(methods.context, load.model(model), plan, out, workers)
-    if workers.rank == 0:
-        _print_run(run, as_json)
+    wanted = parse_lengths(given.lengths)
+    plan = partial(
+        plan_tasks,
+        lengths=wanted,
+        suite=suite,
+        tasks=None if chosen is None else [name.strip() for name in chosen.split(",")],
+        samples=samples,
+        seed=seed,
+        haystack=haystack,
+        score=score,
+        chat_template=chat_template,
+        extra_tokens=extra_tokens,
+    )
+    _run_prompts(given, shared, max(wanted), plan)
 
 
 def report(
@@ -375,12 +318,46 @@ def report(
     print_text(f"{comparison.conclusion()}\nreport   {page}")
 
 
+def _run_prompts(given: RunOptions, shared: ProcessOptions, longest: int, plan: Callable[..., RunPlan[Any]]) -> None:
+    """Measure what is planned from the model, its tokenizer and settings of the methods for the longest length."""
+
+    def planned(empty: PreTrainedModel, load: EvalOptions, workers: Workers) -> tuple[RunPlan[Any], Workers]:
+        chosen = (None, *given.methods.resolve(empty, longest))
+        settings = given.methods.underneath | load.reading | {"methods": chosen}
+        return plan(empty, tokenizer=load.tokenizer(given.model), settings=settings), workers
+
+    _run(given, shared, planned)
+
+
+def _run(
+    given: RunOptions,
+    shared: ProcessOptions,
+    planned: Callable[[PreTrainedModel, EvalOptions, Workers], tuple[RunPlan[Any], Workers]],
+    most_spans: int | None = None,
+) -> Run[Any]:
+    """Plan a measurement from the model on the meta device, measure it, and print it from the first process."""
+    from rope_ext_hf.hub import foreign_errors
+
+    workers, load = shared.launched(given.load)
+    quiet_transformers()
+    empty = load.empty_model(given.model)
+    with foreign_errors(f"the model {short(given.model)!r} could not be measured"):
+        plan, workers = planned(empty, load, workers)
+        make_folder(given.out)
+        _preflight(empty, load, plan, workers, most_spans)
+        run = _measure(given.methods.context, load.model(given.model), plan, given.out, workers)
+    if workers.rank == 0:
+        _print_run(run, given.as_json)
+    _stop_if_not_finite(run)
+    return run
+
+
 def _preflight(
     empty: PreTrainedModel,
     load: EvalOptions,
     plan: RunPlan[Any],
+    workers: Workers,
     most_spans: int | None = None,
-    workers: Workers | None = None,
 ) -> None:
     """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
 
@@ -388,8 +365,8 @@ def _preflight(
         empty: the model on the meta device.
         load: how the model will be loaded.
         plan: what is measured.
-        most_spans: how many spans per length were asked for, None for all.
         workers: the processes that share it; the first one prints.
+        most_spans: how many spans per length were asked for, None for all.
     """
     from rope_ext_hf.eval.preflight import check_memory, measure_flops
     from rope_ext_hf.hub import find_device, find_dtype
@@ -397,7 +374,6 @@ def _preflight(
     device, given = find_device(load.device), find_dtype(load.dtype)
     dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
     passes, repeats = plan.measurement.passes, len(plan.methods)
-    count = workers.count if workers else 1
     needed = check_memory(
         empty,
         max(passes),
@@ -405,19 +381,18 @@ def _preflight(
         device,
         spread=load.device_map is not None,
         offload_cache=load.offload_cache,
-        together=count if workers and workers.together else 1,
+        together=workers.count if workers.together else 1,
     )
-    seconds = repeats * _work(empty, plan.measurement, passes) / measure_flops(device, dtype)
-    if workers is None or workers.rank == 0:
+    work = repeats * _work(empty, plan.measurement, passes) / workers.count
+    seconds = work / measure_flops(device, dtype)
+    if workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
         too_short = getattr(plan.measurement.setting, "left_out", 0)
         are = "document is" if too_short == 1 else "documents are"
         without = f"; {too_short} {are} too short and left out" if too_short else ""
         bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
-        print_note(
-            "reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds / count)}{without}{bounded}"
-        )
+        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds)}{without}{bounded}")
 
 
 def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:

@@ -373,24 +373,15 @@ class PatchOptions(MethodOptions):
 
 
 def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command in which every parameter that is a dataclass stands as its fields, one option each.
+    """A command in which every parameter that is a dataclass stands as its fields, one option each; so do theirs.
 
     The options of a dataclass with a PANEL stand together under that title in the help.
     """
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: group for name, group in hints.items() if dataclasses.is_dataclass(group)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += _options_of(groups[name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    parameters = _options_of(command)
 
     @wraps(command)
     def run(**values: Any) -> Any:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
-        return command(**values)
+        return _call(command, values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -398,15 +389,26 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options_of(group: Any) -> list[inspect.Parameter]:
+    """The options of a command or a dataclass, in the order of its parameters."""
     types = get_type_hints(group, include_extras=True)
-    parameters = []
-    for field in dataclasses.fields(group):
-        for option in getattr(types[field.name], "__metadata__", ()):
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(group).parameters.items():
+        if dataclasses.is_dataclass(types[name]):
+            parameters += _options_of(types[name])
+            continue
+        for option in getattr(types[name], "__metadata__", ()) if hasattr(group, "PANEL") else ():
             option.rich_help_panel = group.PANEL
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=types[field.name]))
+        parameters.append(parameter.replace(annotation=types[name], kind=inspect.Parameter.KEYWORD_ONLY))
     return parameters
+
+
+def _call(group: Any, values: dict[str, Any]) -> Any:
+    """Call a command, or make a dataclass, with its options from the values."""
+    types = get_type_hints(group)
+    given: dict[str, Any] = {}
+    for name in inspect.signature(group).parameters:
+        given[name] = _call(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
+    return group(**given)
 
 
 def split_list(values: Sequence[str]) -> list[str]:
