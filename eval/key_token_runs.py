@@ -7,7 +7,6 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,29 +131,16 @@ class KeyTokenMeasurement(Measurement):
         setting: KeySetting,
         length: int,
     ) -> None:
-        self.documents, self.prefix, self.thresholds, self.length = documents, prefix, setting, length
-
-    @cached_property
-    def items(self) -> Sequence[str]:
-        return [document.name for document, _ in self.documents]
-
-    @property
-    def setting(self) -> KeySetting:
-        return self.thresholds
+        self.documents, self.prefix, self.setting, self.length = documents, prefix, setting, length
+        self.items = [document.name for document, _ in documents]
+        self.passes = [size for _, passes in documents for each in passes for size in self._sizes(*each)]
+        self.scored = 2 * sum(stop - first for _, passes in documents for _, stop, first in passes)
 
     def _sizes(self, start: int, stop: int, first: int) -> list[int]:
         """Tokens of the long context, and of the windows."""
-        window, stride = self.thresholds.window, self.thresholds.stride
+        window, stride = self.setting.window, self.setting.stride
         windows = max(0, -(-(stop - max(first, start + window)) // stride))
         return [stop - start, *[min(window + stride, stop - start)] * windows]
-
-    @property
-    def passes(self) -> Sequence[int]:
-        return [size for _, passes in self.documents for each in passes for size in self._sizes(*each)]
-
-    @property
-    def scored(self) -> int:
-        return 2 * sum(stop - first for _, passes in self.documents for _, stop, first in passes)
 
     def cells(self, item: int) -> Sequence[Cell]:
         return [(self.length,)]
@@ -173,7 +159,7 @@ class KeyTokenMeasurement(Measurement):
         compared, found = set[int](), set[int]()
         scorer.take_cost()
         for each in passes:
-            of_pass = keys_of_document(scorer, document.ids, [each], self.prefix, self.thresholds, self.length)
+            of_pass = keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
             compared |= of_pass[0]
             found |= of_pass[1]
             progress(sum(self._sizes(*each)))

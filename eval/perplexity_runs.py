@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -189,6 +188,9 @@ class PerplexityMeasurement(Measurement):
 
     def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
         self.plan, self.keys, self.keys_from = plan, keys, keys_from
+        self.items = [document.name for document, _ in plan.documents]
+        self.setting = replace(plan.setting, keys=keys_from)
+        self.passes, self.scored = plan.passes, plan.scored
         if keys is not None and not any(
             mask[span.score_from : span.score_to].any()
             for mask, (_, spans) in zip(keys, plan.documents, strict=True)
@@ -198,22 +200,6 @@ class PerplexityMeasurement(Measurement):
                 f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "
                 "longer lengths, or another evaluator, one that reads the longest length well"
             )
-
-    @cached_property
-    def items(self) -> Sequence[str]:
-        return [document.name for document, _ in self.plan.documents]
-
-    @property
-    def setting(self) -> Setting:
-        return replace(self.plan.setting, keys=self.keys_from)
-
-    @property
-    def passes(self) -> Sequence[int]:
-        return self.plan.passes
-
-    @property
-    def scored(self) -> int:
-        return self.plan.scored
 
     def cells(self, item: int) -> Sequence[Cell]:
         return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]

@@ -197,37 +197,21 @@ class RetrievalMeasurement(Measurement):
         depths: Sequence[float],
         shared: bool,
     ) -> None:
-        self._setting, self.haystack, self.shared = setting, haystack, shared
+        self.setting, self.haystack, self.shared = setting, haystack, shared
         self.trials = dict(zip(depths, trials, strict=True))
-        self.lengths = sorted(set(lengths))
-        self._cells = [(length, depth) for length in self.lengths for depth in depths]
-
-    @property
-    def items(self) -> Sequence[str]:
-        return [f"trial {index}" for index in range(len(next(iter(self.trials.values()))))]
-
-    @property
-    def setting(self) -> RetrievalSetting:
-        return self._setting
-
-    @property
-    def passes(self) -> Sequence[int]:
-        return [
-            length if index == 0 or not self.shared else trial.tail
-            for length in self.lengths
-            for index, trials in enumerate(self.trials.values())
-            for trial in trials
+        ordered = sorted(set(lengths))
+        self._cells = [(length, depth) for length in ordered for depth in depths]
+        self.items = [f"trial {index}" for index in range(len(trials[0]))]
+        self.passes = [
+            length if index == 0 or not shared else trial.tail
+            for length in ordered
+            for index, of_depth in enumerate(trials)
+            for trial in of_depth
         ]
-
-    @property
-    def scored(self) -> int:
-        return sum(trial.answers.numel() for depth in self.trials.values() for trial in depth) * len(self.lengths)
-
-    @property
-    def after_each_pass(self) -> int:
-        """Every answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights."""
-        answers = next(iter(self.trials.values()))[0].answers
-        return len(answers) * max(16, answers.shape[1])
+        self.scored = sum(trial.answers.numel() for of_depth in trials for trial in of_depth) * len(ordered)
+        # Every answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights.
+        answers = trials[0][0].answers
+        self.after_each_pass = len(answers) * max(16, answers.shape[1])
 
     def cells(self, item: int) -> Sequence[Cell]:
         return self._cells

@@ -252,34 +252,19 @@ class Measurement(ABC):
 
     Attributes:
         kind: the name of its `RunKind`.
+        items: names of the documents or trials.
+        setting: how the items are read, as results record it: a `RunKind.setting`.
+        passes: tokens of each pass through the model, with one method.
+        scored: tokens that go through the model's head, with one method.
+        after_each_pass: tokens that are read from the cache of each pass, which estimates of time count in.
     """
 
     kind: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def items(self) -> Sequence[str]:
-        """Names of the documents or trials."""
-
-    @property
-    @abstractmethod
-    def setting(self) -> Any:
-        """How the items are read, as results record it: a `RunKind.setting`."""
-
-    @property
-    @abstractmethod
-    def passes(self) -> Sequence[int]:
-        """Tokens of each pass through the model, with one method."""
-
-    @property
-    @abstractmethod
-    def scored(self) -> int:
-        """Tokens that go through the model's head, with one method."""
-
-    @property
-    def after_each_pass(self) -> int:
-        """Tokens that are read from the cache of each pass, which estimates of time count in."""
-        return 0
+    items: Sequence[str]
+    setting: Any
+    passes: Sequence[int]
+    scored: int
+    after_each_pass: int = 0
 
     @abstractmethod
     def cells(self, item: int) -> Sequence[Cell]:

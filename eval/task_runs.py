@@ -278,32 +278,13 @@ class TaskMeasurement(Measurement):
         decode: Callable[[Tensor], str],
         stop: Collection[int],
     ) -> None:
-        self._setting, self.prompts = setting, dict(sorted(prompts.items()))
+        self.setting, self.prompts = setting, dict(sorted(prompts.items()))
         self.score, self.decode, self.stop = score, decode, stop
-
-    @property
-    def items(self) -> Sequence[str]:
-        return [f"sample {index}" for index in range(len(next(iter(self.prompts.values()))))]
-
-    @property
-    def setting(self) -> TaskSetting:
-        return self._setting
-
-    @property
-    def passes(self) -> Sequence[int]:
-        return [prompt.tokens for prompts in self.prompts.values() for prompt in prompts]
-
-    @property
-    def scored(self) -> int:
-        return sum(self._answer_tokens(prompt) for prompts in self.prompts.values() for prompt in prompts)
-
-    @property
-    def after_each_pass(self) -> int:
-        every = [self._answer_tokens(prompt) for prompts in self.prompts.values() for prompt in prompts]
-        return math.ceil(fmean(every))
-
-    def _answer_tokens(self, prompt: TaskPrompt) -> int:
-        return sum(map(len, prompt.candidates)) or prompt.budget
+        every = [prompt for of_cell in self.prompts.values() for prompt in of_cell]
+        self.items = [f"sample {index}" for index in range(len(every) // len(self.prompts))]
+        self.passes = [prompt.tokens for prompt in every]
+        answers = [sum(map(len, prompt.candidates)) or prompt.budget for prompt in every]
+        self.scored, self.after_each_pass = sum(answers), math.ceil(fmean(answers))
 
     def cells(self, item: int) -> Sequence[Cell]:
         return list(self.prompts)

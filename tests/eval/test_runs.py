@@ -104,22 +104,10 @@ class GuessMeasurement(Measurement):
 
     def __init__(self, texts: Sequence[Tensor], lengths: Sequence[int]) -> None:
         self.texts, self.lengths = texts, lengths
-
-    @property
-    def items(self) -> Sequence[str]:
-        return [f"text {index}" for index in range(len(self.texts))]
-
-    @property
-    def setting(self) -> GuessSetting:
-        return GuessSetting(8)
-
-    @property
-    def passes(self) -> Sequence[int]:
-        return [*self.lengths] * len(self.texts)
-
-    @property
-    def scored(self) -> int:
-        return 8 * len(self.passes)
+        self.items = [f"text {index}" for index in range(len(texts))]
+        self.setting = GuessSetting(8)
+        self.passes = [*lengths] * len(texts)
+        self.scored = 8 * len(self.passes)
 
     def cells(self, item: int) -> Sequence[Cell]:
         return [(length,) for length in self.lengths]
