@@ -33,8 +33,8 @@ from rope_ext_hf.patches.slots import present_specs
 
 __all__ = ["Basis", "find_basis", "model_key"]
 
-_COMPUTING = ("attention", "eval", "methods", "patches", "rotary")
-"""The folders of this package that make numbers."""
+_COMPUTING = ("attention", "engines", "eval", "methods", "patches", "rotary", "serving")
+"""The folders of this package that make numbers, here or by an engine that they configure."""
 _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPUTING)}))(\.|$)")
 """Modules of packages whose versions a run's settings hold, and of those folders."""
 
