@@ -77,7 +77,8 @@ def test_as_loaded_it_answers_at_its_trained_length_and_nothing_beyond() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [pytest.param(4, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize(
-    "method", ["rerope", "self-extend", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("leaky-rerope", "dca"))]
+    "method",
+    ["rerope", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("self-extend", "leaky-rerope", "dca"))],
 )
 def test_remapping_methods_find_it_again(method: str, scale: int) -> None:
     model = rope.patch(load(), method, target_length=scale * TRAINED)

@@ -62,7 +62,7 @@ def key_value(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", ["generate", "rank"])
+@pytest.mark.parametrize("score", ["generate", pytest.param("rank", marks=pytest.mark.thorough)])
 def test_the_bundled_model_answers_at_its_own_length_and_not_far_beyond(key_value: str, score: str) -> None:
     model = load_model("reference", dtype="float32")
     found = tasks(model, suite=key_value, lengths=[200, 1600], samples=10, score=score)

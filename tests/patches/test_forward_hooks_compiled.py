@@ -64,7 +64,10 @@ def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "which",
-    [pytest.param(which, marks=[pytest.mark.thorough] * (which in ("sticky", "dca", "rerope"))) for which in METHODS],
+    [
+        pytest.param(which, marks=[pytest.mark.thorough] * (which in ("sticky", "even", "dca", "rerope")))
+        for which in METHODS
+    ],
 )
 def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: str, kind: str, prefill: str) -> None:
     """CUDA graphs write over their outputs at the next step; an operator that they cannot hold says so."""

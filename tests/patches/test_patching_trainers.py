@@ -145,7 +145,7 @@ def test_sft_trainer(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, tokens(LONG)), logits(trainer.model.eval(), tokens(LONG)))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes(tmp_path: Path) -> None:
     """Accelerate, FSDP2 and tensor parallelism under torchrun; the script asserts that there are two."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

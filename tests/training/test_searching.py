@@ -208,6 +208,7 @@ def test_answers_of_a_retrieval_task_may_count_instead(small: Path, tmp_path: Pa
     assert report.settings["fitness"] == "key-value"
 
 
+@pytest.mark.thorough
 def test_key_tokens_may_count_instead(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": "stdlib", "target_length": 512, "passages": 6, "max_spans": 8, "trials": 2}
     report = search("reference", tmp_path / "run", **options, fitness="key-tokens", dtype="float32", device="cpu")
