@@ -24,7 +24,7 @@ from torch import Tensor
 from rope_ext_hf.engines.vllm import VLLM
 from rope_ext_hf.errors import MethodError, ServingError, one_line, short
 from rope_ext_hf.eval.results import Cost, label
-from rope_ext_hf.eval.runs import Measurement, RunPlan
+from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.engines.base import ServingConfig
+    from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+    from rope_ext_hf.eval.plan import EvalPlan
 
 __all__ = ["scored_by_engine"]
 
@@ -175,7 +177,7 @@ class VLLMScorer:
         chunk: int | None,
         offload_cache: bool,
         longest: int,
-        measurement: Measurement,
+        measurement: PerplexityMeasurement,
         configs: Configs,
         source: Mapping[str, Any],
     ) -> None:
@@ -184,7 +186,7 @@ class VLLMScorer:
         self.model, self.longest, self.configs, self.source = model, longest, configs, source
         self.device, self.loaded = model.device, present_specs(model)
         self.chunk, self.head_bytes = chunk or STEP, 1
-        self.spans = _first_spans(measurement)
+        self.spans = _first_spans(measurement.plan)
         self.running: Any = None
         self.engine: Any = None
         self.cost = Cost()
@@ -273,26 +275,11 @@ class VLLMScorer:
             raise ServingError(f"vLLM did not start with {json.dumps(config.overrides)}: {one_line(error)}") from error
 
 
-class _Recorder:
-    """Takes the place of a scorer to see which spans a measurement reads."""
-
-    def __init__(self) -> None:
-        self.spans: dict[int, Tensor] = {}
-
-    def losses(self, ids: Tensor, first: int, *, length: int) -> Tensor:
-        self.spans.setdefault(length, ids)
-        return torch.zeros(len(ids) - first)
-
-    def take_cost(self) -> Cost:
-        return Cost()
-
-
-def _first_spans(measurement: Measurement) -> list[tuple[Tensor, int]]:
-    """The first span of each length that a measurement reads, with the length, shortest first."""
-    recorder: Any = _Recorder()
-    for item in range(len(measurement.items)):
-        if len(recorder.spans) == len(measurement.layout.counts):
-            break
-        for _ in measurement.measure(recorder, item, measurement.cells(item), lambda tokens: None):
-            pass
-    return [(ids, length) for length, ids in sorted(recorder.spans.items())]
+def _first_spans(plan: EvalPlan) -> list[tuple[Tensor, int]]:
+    """The first span of each length that a plan reads, with the length, shortest first."""
+    spans: dict[int, Tensor] = {}
+    for document, of_document in plan.documents:
+        for span in of_document:
+            if span.context not in spans:
+                spans[span.context], _ = plan.input_ids(document, span.start, span.stop)
+    return [(ids, length) for length, ids in sorted(spans.items())]

@@ -113,7 +113,7 @@ def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine],
     assert losses is not None
     scorer = TokenScorer(load_model("reference", dtype="float32"))
     plan = plan_perplexity(scorer.model, "stdlib", lengths=[64, 512], max_spans=2)
-    [ids] = [ids for ids, length in _first_spans(plan.measurement) if length == 64]
+    [ids] = [ids for ids, length in _first_spans(plan.measurement.plan) if length == 64]
     assert float(losses[1]) == pytest.approx(float(scorer.losses(ids, 1).mean()), abs=1e-4)
     assert abs(float(losses[1]) - float(losses[2])) > 1e-3
 
