@@ -336,7 +336,7 @@ class Comparison:
             ImportError: matplotlib is not installed.
         """
         measures = self.informative or self.measures
-        styles = line_styles(list(self.names.values()))
+        styles = line_styles(list(dict.fromkeys(name for measure in measures for name in self._points(measure))))
         with picture(path, 6.2 * len(measures), 5.2) as figure:
             for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
                 draw_curves(axes, self._points(measure), styles, self._context)
@@ -346,12 +346,12 @@ class Comparison:
         return figure
 
     def _points(self, measure: Measure) -> dict[str, list[tuple[int, float]]]:
-        """Finite values by label, shares in percent."""
+        """Finite values by label, shares in percent; labels are short where that tells the measure's methods apart."""
         scale = 100 if measure.unit == "%" else 1
-        rows = {
-            name: [(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key, name in self.names.items()
-        }
-        return {name: [(n, value) for n, value in row if math.isfinite(value)] for name, row in rows.items()}
+        keys = [key for key in self.names if key in measure.items]
+        rows = [[(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys]
+        finite = [[(n, value) for n, value in row if math.isfinite(value)] for row in rows]
+        return dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
 
     def _chart(self, measure: Measure) -> str:
         threshold = None if measure.threshold is None else measure.threshold * (100 if measure.unit == "%" else 1)
