@@ -305,18 +305,6 @@ class TrialScore(NamedTuple):
         """As a journal holds it."""
         return list(self)
 
-    @classmethod
-    def from_record(cls, value: Any) -> TrialScore:
-        """Read what a journal holds.
-
-        Raises:
-            ValueError: anything but [true or false, a rank of at least 1].
-        """
-        match value:
-            case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
-                return cls(exact, float(rank))
-        raise ValueError(f"expected [exact, rank], got {short(repr(value))}")
-
 
 @dataclass(frozen=True)
 class Retrieval:

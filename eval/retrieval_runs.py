@@ -47,7 +47,10 @@ class RetrievalRuns(RunKind):
     )
 
     def parse(self, item: str, value: Any) -> TrialScore:
-        return TrialScore.from_record(value)
+        match value:
+            case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
+                return TrialScore(exact, float(rank))
+        raise ValueError(f"expected [exact, rank], got {short(repr(value))}")
 
     def result(
         self,

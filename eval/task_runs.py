@@ -68,18 +68,6 @@ class TaskScore(NamedTuple):
         """As a journal holds it."""
         return list(self)
 
-    @classmethod
-    def from_record(cls, value: Any) -> TaskScore:
-        """Read what a journal holds.
-
-        Raises:
-            ValueError: anything but [a score from 0 to 1, text].
-        """
-        match value:
-            case [int() | float() as score, str(answer)] if 0 <= score <= 1 and not isinstance(score, bool):
-                return cls(float(score), answer)
-        raise ValueError(f"expected [score, answer], got {short(repr(value))}")
-
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -120,7 +108,10 @@ class TaskRuns(RunKind):
     )
 
     def parse(self, item: str, value: Any) -> TaskScore:
-        return TaskScore.from_record(value)
+        match value:
+            case [int() | float() as score, str(answer)] if 0 <= score <= 1 and not isinstance(score, bool):
+                return TaskScore(float(score), answer)
+        raise ValueError(f"expected [score, answer], got {short(repr(value))}")
 
     def result(
         self, method: dict[str, Any] | None, setting: TaskSetting, cell: Cell, values: Sequence[TaskScore], cost: Cost
