@@ -125,11 +125,15 @@ ONE_TRIAL = ["--trials", "1", "--depths", "0.5", "--haystack", "stdlib?max_docum
 QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
+QUICK_PAGES = ("README.md", "docs/getting-started.md", "docs/serving.md")
+"""Pages whose commands and code `make test` runs; `make test-all` runs those of all."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.thorough] * (page == "docs/evaluation.md"))
+        pytest.param(page, marks=[pytest.mark.thorough] * (page not in QUICK_PAGES))
         for page in PAGES
         if blocks(page, "python")
     ],
@@ -142,13 +146,10 @@ def runnable(page: str) -> list[list[str]]:
     return [words[1:] for words in commands(page) if words[0] == "rope-ext" and "MODEL" not in words]
 
 
-THOROUGH = ("docs/evaluation.md", "docs/rope.md")  # two minutes of measuring
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.thorough] * (page in THOROUGH)) for page in PAGES if runnable(page)],
+    [pytest.param(page, marks=[pytest.mark.thorough] * (page not in QUICK_PAGES)) for page in PAGES if runnable(page)],
 )
 def test_commands_run(page: str, tmp_path: Path) -> None:
     """Every `rope-ext` line, with few spans so that it is quick."""

@@ -17,7 +17,11 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=[pytest.mark.thorough] * path.stem.startswith("finetune_with_")) for path in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     assert run_forked(run_script, example, folder=tmp_path, environment={"TMPDIR": str(tmp_path)})
 
