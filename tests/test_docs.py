@@ -125,7 +125,7 @@ ONE_TRIAL = ["--trials", "1", "--depths", "0.5", "--haystack", "stdlib?max_docum
 QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
-QUICK_PAGES = ("README.md", "docs/getting-started.md", "docs/serving.md")
+QUICK_PAGES = ("README.md", "docs/getting-started.md")
 """Pages whose commands and code `make test` runs; `make test-all` runs those of all."""
 
 

@@ -16,10 +16,14 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
+QUICK = ("patch_and_generate", "own_family", "rotary_in_own_model")
+"""Those that `make test` runs."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, marks=[pytest.mark.thorough] * path.stem.startswith("finetune_with_")) for path in EXAMPLES],
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem not in QUICK)) for path in EXAMPLES],
     ids=lambda path: path.stem,
 )
 def test_example_runs(example: Path, tmp_path: Path) -> None:

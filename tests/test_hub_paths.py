@@ -326,6 +326,7 @@ def test_names_that_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
 # --- without a network ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_offline_a_config_is_enough_where_no_more_is_read(hub: Hub, tmp_path: Path) -> None:
     hub.server.add("models", "some/config", content(hub.folders["sharded"]))
     online = hub.run("describe", "some/config")

@@ -427,7 +427,7 @@ def test_other_profiles_compile_nothing_anew() -> None:
     assert counted == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
 def test_other_profiles_compile_no_decode_step_anew() -> None:
     model = copy.deepcopy(model_at("llama", None))

@@ -124,6 +124,7 @@ def test_each_length_is_compared(engine: type[Engine], tmp_path: Path) -> None:
     assert "vLLM does not compute as loaded as transformers does: the first span of 512 tokens has" in error
 
 
+@pytest.mark.thorough
 def test_remapping_methods_run_on_the_backend_of_the_plug_in(engine: type[Engine], tmp_path: Path) -> None:
     _, error = run(*COMMAND, "--method", "rerope", "--engine", "vllm", "--out", str(tmp_path))
     assert "vLLM did not start with" in error  # transformers has no such rope type

@@ -198,6 +198,7 @@ def test_factors_are_static_and_compared_like_any_method(reader: Reader) -> None
     assert resolve_method("linear", rotary, target_length=LONG) == Linear(factor=4.0)
 
 
+@pytest.mark.thorough
 def test_key_tokens_alone_count_in_their_passages() -> None:
     """Their loss is the mean over the key tokens of all passages, which the model finds under the best method."""
     model, tokenizer = (
