@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import FileError, multiple_text, printable
-from rope_ext_hf.eval.measures import Measure, interval, kendall_tau
-from rope_ext_hf.eval.results import labels, method_key, short_labels
+from rope_ext_hf.eval.measures import Measure, kendall_tau
+from rope_ext_hf.eval.results import interval, labels, method_key, short_labels
 from rope_ext_hf.eval.run_commands import read_commands
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.runs import Run
@@ -137,17 +137,22 @@ class Comparison:
                 best, among = found, equal
         return best, among
 
-    def cost(self, key: str) -> tuple[float, float | None] | None:
-        """A method's seconds per token and its GPU memory as shares of those of the model as loaded.
-
-        At the longest length at which both were timed; None where none was.
-        """
-        timed: dict[tuple[str, int], Any] = {
+    @cached_property
+    def _timed(self) -> dict[tuple[str, int], Any]:
+        """The results that were timed, by method key and length."""
+        return {
             (method_key(r.method), r.length): r
             for run in self.runs
             for r in run.results
             if getattr(r, "tokens_per_second", None)
         }
+
+    def cost(self, key: str) -> tuple[float, float | None] | None:
+        """A method's seconds per token and its GPU memory as shares of those of the model as loaded.
+
+        At the longest length at which both were timed; None where none was.
+        """
+        timed = self._timed
         both = [n for other, n in timed if other == key and (self._loaded, n) in timed]
         if not both:
             return None

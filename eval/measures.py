@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.eval.results import resample
+from rope_ext_hf.eval.results import interval, resample
 
-__all__ = ["EffectiveLength", "Evidence", "Measure", "interval", "kendall_tau"]
+__all__ = ["EffectiveLength", "Evidence", "Measure", "kendall_tau"]
 
 
 class EffectiveLength(NamedTuple):
@@ -154,12 +154,6 @@ class Measure:
 
 def _finite(value: float) -> float:
     return value if value == value else float("-inf")
-
-
-def interval(drawn: Tensor) -> tuple[float, float]:
-    """The 95% interval of drawn values, (draws,)."""
-    low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
 
 
 def kendall_tau(one: Tensor, other: Tensor) -> Tensor:

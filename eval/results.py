@@ -29,6 +29,7 @@ __all__ = [
     "TrialScore",
     "bootstrap",
     "difference",
+    "interval",
     "label",
     "labels",
     "method_key",
@@ -140,7 +141,12 @@ def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 
 
 def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
     drawn = resample(torch.tensor([nats, tokens], dtype=torch.float64), draws, seed)
-    low, high = torch.quantile(drawn[0] / drawn[1], torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return interval(drawn[0] / drawn[1])
+
+
+def interval(drawn: Tensor) -> tuple[float, float]:
+    """The 95% interval of drawn values, (draws,)."""
+    low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy.stats import bootstrap, kendalltau
 
-from rope_ext_hf.eval.measures import Evidence, Measure, interval, kendall_tau
+from rope_ext_hf.eval.measures import Evidence, Measure, kendall_tau
+from rope_ext_hf.eval.results import interval
 
 GENERATOR = np.random.default_rng(0)
 LOSSES = {name: GENERATOR.uniform(1, 2, 40) for name in ("a", "b", "c")}
