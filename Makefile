@@ -16,7 +16,7 @@ test: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
 test-fast: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow" --durations=10 --durations-min=1
 
 # Some minutes: patched folders read by transformers 4 and mlx-lm, each in an environment of its own below build/. The
 # result goes to docs/results/other-engines.json.

@@ -188,6 +188,7 @@ def test_a_method_with_memory_in_a_model() -> None:
     assert difference(step, logits(linear, long)[:, -1:]) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens_", "past"), [(150, 0), (1, 149), (40, 110)])
 def test_a_remapping_method_is_its_definition(tokens_: int, past: int) -> None:
     method = Thirds(window=33, max_distance=64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -183,6 +184,15 @@ def check(offences: Iterable[str]) -> None:
 
 def test_every_module_stands_in_a_room_and_every_room_exists() -> None:
     assert {module.room for module in modules().values()} - {""} == LEVELS.keys()
+
+
+def test_contributing_has_these_floors() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lowest, *others = (tuple(floor.split(", ")) for floor in " ".join(text.split("```")[3].split()).split(" < "))
+    assert lowest == tuple(room for rooms in FLOORS[:4] for room in rooms if room != "reference")  # data, no code
+    assert tuple(others) == FLOORS[4:-1]
+    for room in {room for rooms in others for room in rooms} - {"hub"}:
+        assert re.search(rf"^\| `(rope_ext_hf/)?{room}/`", text, re.M), f"{room}/ is missing in the table of folders"
 
 
 def test_arrows_point_downward() -> None:

@@ -85,6 +85,7 @@ def test_an_entry_replaces_the_scaling_that_a_patch_keeps() -> None:
     assert description.extended_length == 2 * 4096
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_dynamic_entry_depends_on_earlier_inputs_and_on_the_batch() -> None:
     import rope_ext_hf as rope
@@ -156,6 +157,7 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
     run_forked(run_commands, [[*words, *QUICK.get(words[0], [])] for words in runnable(page)], folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_options_and_targets_exist(page: str) -> None:
     """Also those of commands that are not run: `make` lines, and `rope-ext` lines about MODEL."""
@@ -207,6 +209,7 @@ def messages_in(files: Iterable[Path]) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_every_message_of_troubleshooting_is_one_that_is_written() -> None:
     import peft.config
     import transformers.generation.stopping_criteria

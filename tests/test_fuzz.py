@@ -91,6 +91,7 @@ def _print() -> None:
     raise SystemExit(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("app", "expected"),
     [

@@ -68,6 +68,7 @@ def found(model: Any, length: int, **options: Any) -> int:
     return right(made[:, ids.shape[1] :], answers)
 
 
+@pytest.mark.slow
 def test_as_loaded_it_answers_at_its_trained_length_and_nothing_beyond() -> None:
     model = load()
     assert found(model, TRAINED) >= 6

@@ -257,7 +257,8 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
 }
 
 
-@pytest.mark.parametrize("triton", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("method", LAUNCHES)
 def test_launches_of_a_decoding_step(method: str, triton: bool) -> None:
     name, params = METHODS[method]
@@ -269,6 +270,7 @@ def test_launches_of_a_decoding_step(method: str, triton: bool) -> None:
     assert four[1:] == (0, 0, 0)  # neither waits nor copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic-ntk even", "dynamic-yarn", "self-extend", "dca"])
 def test_copies_of_a_span(device: SimulatedCuda, method: str | None, family: str) -> None:
@@ -402,6 +404,7 @@ def test_a_length_that_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     assert all(row["prefill"] == 1.0 for row in rows if row["tokens"] == 256)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_or_takes_too_long_keeps_its_results() -> None:
     import sys
 

@@ -78,6 +78,7 @@ EACH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 @pytest.mark.parametrize(
     "more",
@@ -90,6 +91,7 @@ def test_what_families_do_to_scores(method: RemappingMethod, more: dict[str, Any
     assert_close(*attend_and_definition(method, 1, 150, pads=pads, **more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_both_ways_give_the_same(method: RemappingMethod) -> None:
     by_kernel, expected = attend_and_definition(method, 100, 200)
@@ -224,6 +226,7 @@ def test_what_the_kernels_of_cuda_take(
     assert kernels.has_kernel(query, query) == kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
 @pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "stairs", "string", "dca"])
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
@@ -265,6 +268,7 @@ def test_half_precision(method: RemappingMethod) -> None:
     assert_close(*attend_and_definition(method, 1, 200, pads=(0, 5), dtype=torch.bfloat16), atol=0.05)
 
 
+@pytest.mark.slow
 @given(
     queries=st.tuples(st.integers(0, 12), st.integers(1, 8)),
     keys=st.tuples(st.integers(0, 16), st.integers(1, 12)),

@@ -211,6 +211,7 @@ def test_the_switch_of_a_text_config_is_set_where_it_stands(tmp_path: Path) -> N
     assert "rope_interleave" not in after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("legacy", [False, True])
 def test_torch_files_become_safetensors(parts: int, legacy: bool, tmp_path: Path) -> None:
@@ -414,6 +415,7 @@ def test_packed_weights_are_refused_with_the_reason(
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*lora_B.bias.*invalid shape|.*invalid shape.*lora_B.bias:UserWarning")  # lora_bias
 @pytest.mark.parametrize("as_bin", [False, True])

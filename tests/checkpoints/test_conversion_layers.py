@@ -181,6 +181,7 @@ def test_keys_that_are_values_are_refused() -> None:
         rope.convert(tiny("deepseek_v4"), "half", source_pairing="interleaved")
 
 
+@pytest.mark.slow
 def test_every_family_of_layers_that_differ_is_tested_here() -> None:
     tested = {text_type(made(name)) for name in MODELS}
     known = {name for name, each in families().items() if each.renamed}

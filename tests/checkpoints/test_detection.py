@@ -201,6 +201,7 @@ def test_a_quarter_of_the_layers_may_say_otherwise(monkeypatch: pytest.MonkeyPat
     assert (divided.pairing, divided.reason) == (None, "2 of 4 layers contradict the others")
 
 
+@pytest.mark.slow
 def test_packed_damaged_and_missing_weights_do_not_tell(tmp_path: Path) -> None:
     name = ATTENTION.format(2, "q_proj")
 

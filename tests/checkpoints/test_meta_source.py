@@ -263,6 +263,7 @@ IDS = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual
 # --- equal logits -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_from_meta_the_same_logits(name: str, count: int, tmp_path: Path) -> None:
@@ -284,6 +285,7 @@ def test_from_meta_the_same_logits(name: str, count: int, tmp_path: Path) -> Non
     assert ("model.safetensors.index.json" in names) == (count == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("3.2, written out", "own factor")])
 def test_to_meta_the_same_logits(name: str, count: int, tmp_path: Path) -> None:

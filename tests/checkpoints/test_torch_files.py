@@ -109,6 +109,7 @@ def test_torch_files_without_checksums(tmp_path: Path) -> None:
     assert torch.equal(TorchFile(tmp_path / "file.bin").read("a"), torch.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_no_more_than_a_tensor_is_in_memory(legacy: bool, tmp_path: Path) -> None:
     size = 4_000_000

@@ -103,6 +103,7 @@ headers = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(header=headers, body=st.binary(max_size=64), padding=st.sampled_from([b"", b" ", b"\n", b"x"]))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_header(header: dict[str, Any], body: bytes, padding: bytes) -> None:

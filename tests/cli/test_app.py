@@ -85,6 +85,7 @@ def test_version() -> None:
     assert run("--version") == (0, f"rope-ext {__version__}\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands if c.callback])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     code, out, _ = run(command, "--help")
@@ -116,7 +117,7 @@ def example(command: str) -> list[str]:
     [
         pytest.param(
             c.name,
-            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
+            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain", "extend"})
             + [pytest.mark.thorough]
             * (c.name in ("sweep", "passkey", "tasks", "need", "lm-eval", "report", "explain", "demo")),
         )

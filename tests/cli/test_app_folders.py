@@ -95,6 +95,7 @@ def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.thorough if other else pytest.mark.slow]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "kind"),
     [pytest.param(command, kind, marks=cost(command, kind)) for command in COMMANDS for kind in KINDS],

@@ -106,6 +106,7 @@ def made(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
     return suite("babilong").samples(task, tokenizer, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", list(STORIES))
 def test_facts_stand_in_order_among_the_sentences(task: str, tokenizer: Any) -> None:
     samples = made(task, tokenizer)

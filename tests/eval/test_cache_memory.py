@@ -68,6 +68,7 @@ def check(model: Any, ids: Tensor) -> None:
         assert estimate - keys > states / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_type", TYPES)
 def test_the_estimate_is_what_the_scorer_holds(of_type: str) -> None:
     model = tiny(of_type)

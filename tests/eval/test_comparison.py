@@ -169,6 +169,7 @@ def test_the_page_and_the_json(tmp_path: Path) -> None:
     assert comparison._repr_html_().startswith("<p>At 256")
 
 
+@pytest.mark.slow
 def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path())
     loss = perplexity(model, "stdlib", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
@@ -184,6 +185,7 @@ def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
         compare_runs([loss, other])
 
 
+@pytest.mark.slow
 def test_a_run_without_results_is_refused(tmp_path: Path) -> None:
     folder = perplexity(
         AutoModelForCausalLM.from_pretrained(path()), "stdlib", lengths=[64], max_spans=1, out=tmp_path

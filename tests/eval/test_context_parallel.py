@@ -79,6 +79,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]
     return [torch.load(folder / f"losses.{rank}") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_one_forward(case: str, together: list[dict[str, Tensor]]) -> None:
     model = model_of(case)

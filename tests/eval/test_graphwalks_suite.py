@@ -36,6 +36,7 @@ def answer_of(sample: Sample) -> list[str]:
     return [node for node in answer.removeprefix("Final Answer: [").removesuffix("]").split(", ") if node]
 
 
+@pytest.mark.slow
 def test_nodes_at_a_depth_are_those_of_networkx(tokenizer: Any) -> None:
     depths = set()
     for sample in made("bfs", tokenizer, count=20):
@@ -58,6 +59,7 @@ def test_parents_are_those_of_networkx(tokenizer: Any) -> None:
     assert any(answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["bfs", "parents"])
 def test_prompts_fill_the_length_and_follow_from_the_seed(task: str, tokenizer: Any) -> None:
     samples = made(task, tokenizer)

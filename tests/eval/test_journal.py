@@ -288,6 +288,7 @@ def test_a_disk_that_is_really_full_is_one_error_wherever_it_fills(small_disk: P
     assert len(stops) > 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_a_command_is_called_that(small_disk: Path) -> None:
     (small_disk / "fill").write_bytes(b"x" * 14 * 4096)
     command = ["ppl", "reference", "--lengths", "128,256", "--max-spans", "2", "--data", "stdlib?max_documents=2"]

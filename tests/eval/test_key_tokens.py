@@ -47,6 +47,7 @@ def naive_longppl(model: Any, evaluator: Any, ids: Tensor) -> tuple[float, int]:
     return float(sum(of_all[token - 1] for token in keys)), len(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bos", [None, 5])
 @pytest.mark.parametrize(("count", "window", "stride"), [(120, 16, 4), (97, 24, 8), (65, 48, 16), (40, 40, 8)])
 def test_key_tokens_are_those_of_the_papers_code(count: int, window: int, stride: int, bos: int | None) -> None:
@@ -61,6 +62,7 @@ def test_key_tokens_are_those_of_the_papers_code(count: int, window: int, stride
     assert bool(expected) == (window < count)
 
 
+@pytest.mark.slow
 def test_no_tensor_grows_with_length_times_vocabulary() -> None:
     model = build("llama", vocab_size=4096)
     ids = torch.randint(6, 90, (512,))
@@ -84,6 +86,7 @@ def measured(model: Any, keys_by: Any, out: Path, **options: Any) -> Any:
     return sweep(model, given.pop("corpus", corpus()), lengths=[LENGTH], keys_by=keys_by, out=out, **given)
 
 
+@pytest.mark.slow
 def test_longppl_is_that_of_the_papers_code(model: Any, tmp_path: Path) -> None:
     run = measured(model, reference(), tmp_path)
     ids = [
@@ -101,6 +104,7 @@ def test_longppl_is_that_of_the_papers_code(model: Any, tmp_path: Path) -> None:
         assert result.longppl_low <= result.longppl <= result.longppl_high
 
 
+@pytest.mark.slow
 def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any, tmp_path: Path) -> None:
     run = measured(model, reference(), tmp_path)
     (found,) = tmp_path.glob("*-keys-*")
@@ -126,6 +130,7 @@ def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any,
     assert measured(model, None, tmp_path).results[0].key_tokens is None
 
 
+@pytest.mark.slow
 def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -153,6 +158,7 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
         assert said in re.sub(r"\s+", " ", refused.output)
 
 
+@pytest.mark.slow
 def test_without_a_key_token_the_message_says_so(tmp_path: Path) -> None:
     for_noise = build("llama", vocab_size=259, max_position_embeddings=LENGTH)
     for_noise.save_pretrained(tmp_path / "noise")
@@ -194,6 +200,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> None:
     """Tokens of two characters count where both characters are keys of an evaluator that reads single ones."""
     options: dict[str, Any] = {"lengths": [LENGTH // 2], "protocol": "truncate", "tokenizer": pairs(), "methods": []}
@@ -247,6 +254,7 @@ def test_keys_of_another_text_are_refused() -> None:
     assert not KeyRanges("x", KeySetting(2, 1), {"0": ("another", ((0, 1),))}).mask(tokens).any()
 
 
+@pytest.mark.slow
 def test_an_evaluator_beyond_its_length_is_warned_of(model: Any, tmp_path: Path) -> None:
     long = [Document("long", TEXT[:512])]
     with pytest.warns(UserWarning, match="is for 256 tokens and reads 512"):
@@ -278,6 +286,7 @@ def test_ranges_are_merged_where_they_touch() -> None:
     assert merged([(4, 5), (0, 2), (2, 3), (7, 7), (4, 5), (5, 8)]) == ((0, 3), (4, 8))
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_read(model: Any, tmp_path: Path) -> None:
     run = measured(model, None, tmp_path)
     settings = json.loads((run.folder / "run.json").read_text())

@@ -339,6 +339,7 @@ def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
     assert [len(s["filtered_resps"][0]) <= 16 for s in found["samples"]["local_generate"]] == [True] * 3
 
 
+@pytest.mark.slow
 def test_fewer_documents_and_examples(tasks: Path, tokenizer: Any) -> None:
     found = evaluate(load("yarn"), tokenizer, tasks=["local_choice"], include_path=tasks, limit=2)
     assert found["n-samples"]["local_choice"] == {"original": 3, "effective": 2}

@@ -13,7 +13,7 @@ import pytest
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks.ruler import common_utils, prepare_niah
+from lm_eval.tasks.ruler import common_utils
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
@@ -81,6 +81,7 @@ def test_suites_stand_beside_the_tasks_of_lm_eval(tmp_path: Path) -> None:
     assert finder.names(["rope_ruler", "niah_single_1"]) == ["rope_ruler", "niah_single_1"]
 
 
+@pytest.mark.slow
 def test_arguments_as_text() -> None:
     lm = RopeHFLM.create_from_arg_string(f"pretrained={path()},method=yarn,factor=4,dtype=float32", {"device": "cpu"})
     assert lm.max_length == 1024
@@ -117,8 +118,11 @@ def test_slip_the_share_of_aliases_counts_instead_of_any() -> None:
     assert common_utils.string_match_part(["It is Paris."], [["Paris", "the French capital"]]) == 0.5
 
 
+@pytest.mark.slow
 def test_slip_essays_are_not_repeated(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """RULER repeats the essays until the length is filled."""
+    from lm_eval.tasks.ruler import prepare_niah  # it pairs all adjectives with all nouns, some seconds
+
     monkeypatch.setattr(prepare_niah, "cached_sent_tokenize", lambda text: text.split(". "))  # nltk's needs data
     random.seed(0)
     essay = "The sun was low and the road was long. " * 60

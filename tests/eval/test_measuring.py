@@ -50,6 +50,7 @@ def test_every_protocol_equals_a_naive_computation(protocol: str) -> None:
         assert result.low <= result.loss <= result.high
 
 
+@pytest.mark.slow
 def test_blocks_equal_lm_eval() -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

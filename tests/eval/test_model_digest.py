@@ -92,11 +92,13 @@ def check_tensors(model: Any) -> int:
     return len(tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 def test_every_field_of_the_config_counts(name: str) -> None:
     assert check_fields(build(name)) > 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 def test_every_bit_of_every_parameter_and_buffer_counts(name: str) -> None:
     """DeepSeek's e_score_correction_bias and the inverse frequencies, which are not saved, among them."""
@@ -116,6 +118,7 @@ def test_every_field_and_tensor_of_every_family_counts(name: str) -> None:
     assert model_digest(model) == plain
 
 
+@pytest.mark.slow
 def test_every_setting_of_every_module_counts() -> None:
     model = build("llama")
     plain, skipped, internal = model_digest(model), [], set(vars(nn.Module()))
@@ -133,6 +136,7 @@ def test_every_setting_of_every_module_counts() -> None:
     assert set(skipped) <= {"name_or_path", "_is_hf_initialized"}
 
 
+@pytest.mark.slow
 def test_it_is_the_same_for_the_same_model(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "one")
     build("llama").save_pretrained(tmp_path / "elsewhere" / "two")
@@ -260,6 +264,7 @@ def test_the_place_of_every_element_counts_in_every_dtype(dtype: torch.dtype, co
         assert digest(tensor.roll(1)) != plain
 
 
+@pytest.mark.slow
 def test_swapped_signs_count() -> None:
     """Words that differ in their highest bit alone: a plain sum of multiples would be the same."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

@@ -86,6 +86,7 @@ def test_speed_is_measured() -> None:
     assert 1e7 < measure_flops(CPU, torch.float32, seconds=0.01) < 1e16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speed", [1e8, 1e11])
 def test_a_slow_device_is_not_measured_for_long(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that matrix products alone move on: float16 on a CPU may run at 1e8 operations per second."""

@@ -70,6 +70,7 @@ def test_truncate_is_yarns_loop_with_truncate(model: Any, adds_bos: bool) -> Non
         assert result.tokens == len(TEXTS) * (result.length - 1)
 
 
+@pytest.mark.slow
 def test_sliding_is_yarns_loop_where_its_spans_are_whole(model: Any) -> None:
     """eval/perplexity.py without --truncate, less its first span, which is scored whole, and its shorter last one."""
     stride = 8
@@ -89,6 +90,7 @@ def test_sliding_is_yarns_loop_where_its_spans_are_whole(model: Any) -> None:
         assert result.loss == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_sliding_without_bos_is_the_loop_of_hugging_faces_page(model: Any) -> None:
     """transformers' page on perplexity: no BOS; again less the first span and the shorter last one."""
     stride = 8
@@ -105,6 +107,7 @@ def test_sliding_without_bos_is_the_loop_of_hugging_faces_page(model: Any) -> No
         assert result.loss == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_stream_is_the_loop_of_longlora_and_chunkllama(model: Any) -> None:
     """eval.py and ppl/test_ppl.py: no BOS before a span; with them, the last span or two of a text are left out."""
     stride = 8
@@ -126,6 +129,7 @@ def test_stream_is_the_loop_of_longlora_and_chunkllama(model: Any) -> None:
         assert not result.setting.bos
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_blocks_are_the_rolling_windows_of_lm_eval(model: Any, adds_bos: bool) -> None:
     """The library itself, which by default also scores a second BOS where the tokenizer adds one."""

@@ -150,6 +150,7 @@ def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
         assert "[/red] [bold]" in printed(run)  # as text, not as markup
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [709.5, 1e6, math.inf])
 def test_a_loss_beyond_what_a_float_holds_the_exp_of(tmp_path: Path, loss: float) -> None:
     run = a_run(tmp_path, [result(64, loss), result(128, 2.0)])
@@ -230,6 +231,7 @@ def conclusion(folder: Path, losses: dict[str, dict[int, float]], **settings: An
     return next(line for line in text.splitlines() if line.startswith("At "))
 
 
+@pytest.mark.slow
 def test_the_page_begins_with_a_conclusion(tmp_path: Path) -> None:
     """A loss of n nats is n * 10 / ln 2 / 12 bits per byte: 10 tokens are 12 bytes."""
     held = conclusion(tmp_path, {"": LOADED_RISES, "2": {64: 1.01, 128: 1.04, 256: 3.0}, "4": {256: 2.0, 64: 1.2}})
@@ -243,6 +245,7 @@ def test_the_page_begins_with_a_conclusion(tmp_path: Path) -> None:
     assert held.endswith("by +0.010 nats per token.")
 
 
+@pytest.mark.slow
 def test_a_conclusion_where_no_method_helps_or_nothing_is_finite(tmp_path: Path) -> None:
     held = conclusion(tmp_path, {"": {64: 1.0, 128: 1.02}, "2": {64: 1.5, 128: 1.6}})
     assert held == (

@@ -228,6 +228,7 @@ def test_a_model_without_a_file_of_its_class_has_a_digest(monkeypatch: pytest.Mo
     assert run_key._code_digest(model)
 
 
+@pytest.mark.slow
 def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "model-perplexity-0123456789"
     shutil.copytree(RECORDED, folder)
@@ -251,6 +252,7 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
     assert [r.loss for r in new.results] == pytest.approx([r.loss for r in before.results[:2]], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_of_before_that_holds_retrieval_is_read_finished_or_not(tmp_path: Path) -> None:
     shutil.copytree(RECORDED.with_name("passkey-0.1.0"), tmp_path / "run")
     finished = [

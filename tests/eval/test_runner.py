@@ -299,6 +299,7 @@ class TestOutOfMemory:
     def run(self, model: Any, out: Path, **changed: Any) -> Run[Result]:
         return measure(model, plan_sweep(model, ["yarn"], [4.0], **changed), out=out)
 
+    @pytest.mark.slow
     def test_it_goes_on_with_half_as_many_tokens_and_pins_what_fits(self, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="out of memory with [0-9,]+ tokens per pass; going on with") as warned:
             found = self.run(self.scarce(build("llama"), 40), tmp_path / "scarce")
@@ -308,6 +309,7 @@ class TestOutOfMemory:
         again = self.run(self.scarce(build("llama"), 40), tmp_path / "scarce")  # without a warning
         assert again == found
 
+    @pytest.mark.slow
     def test_a_retrieval_prompt_is_read_again(self, tmp_path: Path) -> None:
         options: dict[str, Any] = {"lengths": [256], "depths": [0, 1], "keys": 2, "trials": 2, "distractors": 3}
         options |= {"task": "key-value", "tokenizer": ByT5Tokenizer(extra_ids=0), "out": tmp_path}

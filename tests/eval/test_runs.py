@@ -253,6 +253,7 @@ def test_results_are_a_list() -> None:
     assert pickle.loads(pickle.dumps(results)) == results
 
 
+@pytest.mark.slow
 def test_progress_is_a_bar_of_tqdm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = build("llama")
     text = [Tokens("d", torch.arange(200) % 80 + 3, tuple(range(1, 201)))]

@@ -64,6 +64,7 @@ def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_type", IN_CHUNKS)
 def test_a_class_is_read_in_chunks(of_type: str) -> None:
     """Spans beyond every window, answers after a prompt, and prompts with a beginning in common."""
@@ -100,6 +101,7 @@ def test_every_class_is_measured_as_recorded(entry: Entry) -> None:
         assert (how == "in chunks") == ("because" not in row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "rerope"])
 @pytest.mark.parametrize("of_type", HYBRIDS)
 def test_patched_hybrids(of_type: str, method: str) -> None:
@@ -167,6 +169,7 @@ def deep(layers: int, width: int, scale: float) -> Any:
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "width", "scale"), [(32, 256, 0.02), (32, 256, 0.12), (80, 64, 0.06)])
 def test_rounding_in_deep_bfloat16_models_is_no_reason_to_read_them_whole(
     layers: int, width: int, scale: float
@@ -175,6 +178,7 @@ def test_rounding_in_deep_bfloat16_models_is_no_reason_to_read_them_whole(
     assert scorer.reading == "in chunks of 64 tokens"
 
 
+@pytest.mark.slow
 def test_logits_of_another_model_are_told_from_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 too: one layer of 32 that forgets what was before its chunk."""
     model = deep(32, 256, 0.06)

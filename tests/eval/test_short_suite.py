@@ -54,6 +54,7 @@ def test_questions_keep_their_own_choices(tokenizer: Any) -> None:
         suite("short").samples("arc_easy", tokenizer, length=256, count=4, seed=0, haystack="")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local")
 def test_what_a_method_loses_is_in_the_comparison(tokenizer: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path(), dtype="float32")

@@ -74,6 +74,7 @@ def test_the_bundled_model_answers_at_its_own_length_and_not_far_beyond(key_valu
     assert "The longest effective length is 200 [200 to 200] tokens, of the model as loaded" in text
 
 
+@pytest.mark.slow
 def test_a_run_from_python_has_every_file_and_goes_on(tmp_path: Path) -> None:
     model = load_model("reference", dtype="float32")
     read: list[int] = []

@@ -97,6 +97,7 @@ def test_bytes_are_those_of_the_tokenizers_decoder(name: str, text: str) -> None
     assert [document.bytes_between(i, i + 1) for i in range(len(ids))] == expected
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(TOKENIZERS)), st.text(max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_ends_ascend_to_the_length_of_any_text(name: str, text: str) -> None:

@@ -191,6 +191,7 @@ WITH_TEMPERATURE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "temperature"), WITH_TEMPERATURE)
 def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     llama: Any, name: str, temperature: str | None

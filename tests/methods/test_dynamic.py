@@ -141,6 +141,7 @@ def test_pow2_is_exact_at_every_power_of_two() -> None:
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("dim", DIMS)
 class TestAgainstTransformers:
+    @pytest.mark.slow
     def test_dynamic(self, dim: int, theta: float) -> None:
         for rotary, factor, native in native_grid(dim, theta):
             trained = rotary.trained_length

@@ -146,6 +146,7 @@ def test_target_length_is_accepted_where_there_is_no_factor(method: str, params:
     assert stated == unstated
 
 
+@pytest.mark.slow
 @law
 @given(trained=some_lengths, extra=st.integers(0, 1 << 20), data=st.data())
 def test_target_length_is_factor_times_trained_length(trained: int, extra: int, data: st.DataObject) -> None:

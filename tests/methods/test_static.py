@@ -225,6 +225,7 @@ class TestAgainstTransformers:
         for rotary, factor, native in native_grid(dim, theta):
             assert_native(rotary, frequencies("linear", rotary, factor=factor), native | {"rope_type": "linear"})
 
+    @pytest.mark.slow
     def test_yarn(self, dim: int, theta: float) -> None:
         for rotary, factor, native in native_grid(dim, theta):
             native |= {"rope_type": "yarn", "original_max_position_embeddings": rotary.trained_length}
@@ -237,6 +238,7 @@ class TestAgainstTransformers:
             ):
                 assert_native(rotary, frequencies("yarn", rotary, factor=factor, **params), native | params)
 
+    @pytest.mark.slow
     def test_llama3(self, dim: int, theta: float) -> None:
         for rotary, factor, native in native_grid(dim, theta):
             native |= {"rope_type": "llama3", "original_max_position_embeddings": rotary.trained_length}
@@ -278,6 +280,7 @@ def test_proportional_with_another_base(method: RopeMethod) -> None:
 # --- laws ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @law
 @given(dim=some_dims, theta=some_thetas, alpha=st.floats(1, 1024))
 def test_ntk_keeps_the_highest_and_divides_the_lowest_by_alpha(dim: int, theta: float, alpha: float) -> None:

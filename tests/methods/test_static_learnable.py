@@ -191,6 +191,7 @@ def test_over_a_scaling_it_begins_at_that_scaling() -> None:
     assert torch.equal(logits(model, ids), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_records_the_values_it_was_trained_with(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model

@@ -236,6 +236,7 @@ def test_each_axis_has_a_length_of_its_own() -> None:
     assert cos[1, 4].tolist() == pytest.approx(expected(3, 1) + expected(250, 8), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_it_survives_casts_and_moves_and_compiles() -> None:
     module = AxialRotaryEmbedding(
         "yarn", Rotary(32, 1e4, 64), sections=(8, 8), arrangement="interleaved", table="own", factor=4

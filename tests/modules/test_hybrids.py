@@ -267,6 +267,7 @@ BIASES: list[Callable[[], Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BIASES)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("past", [0, 9])
@@ -319,6 +320,7 @@ def test_rotation_and_scale_together_are_the_formula_of_xpos(pairing: Any) -> No
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     kind=st.sampled_from(["t5", "kerple", "xpos", "none"]),

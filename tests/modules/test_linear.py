@@ -103,6 +103,7 @@ exact = cases(dtypes=(torch.float64,))
 # --- definition and forms -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @kernels
 @given(case=cases(), causal=st.booleans())
 @settings(max_examples=40)
@@ -116,6 +117,7 @@ def test_every_form_is_the_definition(kernel: Any, case: Case, causal: bool) -> 
         torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
 
 
+@pytest.mark.slow
 @kernels
 @given(case=exact, causal=st.booleans())
 @settings(max_examples=20)
@@ -131,6 +133,7 @@ def test_gradients_of_every_form_are_those_of_the_definition(kernel: Any, case: 
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @kernels
 @given(case=exact, data=st.data())
 @settings(max_examples=25)
@@ -271,6 +274,7 @@ def test_half_precision_is_summed_in_float32(kernel: Any, dtype: torch.dtype) ->
     assert torch.equal(out, wide.to(dtype))
 
 
+@pytest.mark.slow
 @kernels
 def test_work_grows_with_the_length_and_a_step_does_not(kernel: Any) -> None:
     def flops(form: Any, length: int, state: LinearAttentionState | None = None) -> int:
@@ -314,6 +318,7 @@ def test_memory_grows_with_the_length(kernel: Any) -> None:
     assert largest("parallel", 512) == 512**2
 
 
+@pytest.mark.slow
 def test_it_compiles_in_one_graph(fresh_compiler: None) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 70, 8) for _ in range(3))

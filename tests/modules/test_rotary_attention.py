@@ -80,6 +80,7 @@ def theirs(family: str, method: str, bias: bool, heads: int, kv_heads: int) -> t
     return attention, getattr(module, f"{prefix}RotaryEmbedding")(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @given(
     method=st.sampled_from(sorted(METHODS)),
@@ -123,6 +124,7 @@ def test_equal_to_transformers(
 # --- pieces and padding ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EVERY)
 @given(data=st.data(), length=st.integers(1, 40), qk_norm=st.booleans())
 @settings(max_examples=12)

@@ -146,6 +146,7 @@ class TestNTKAwareRoPE:
         cos, sin = cos_sin(torch.arange(reach), ntk(Rotary(head_dim, 5e5, length), k))
         assert worst((module.C, module.S), (half(cos), half(sin))) <= BOUND
 
+    @pytest.mark.slow
     def test_long_tables_are_as_exact(self) -> None:
         module = NTKAwareRoPE(4, 1 << 20)
         cos, sin = cos_sin(torch.arange(1 << 20), plain(Rotary(4, 1e4, 1 << 20)))

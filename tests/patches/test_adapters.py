@@ -78,6 +78,7 @@ def change(folder: Path, **values: Any) -> None:
 # --- saved and loaded again -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["patched first", "adapter first"])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_keeps_the_patch(method: str, order: str, base: Path, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_an_adapter_of_an_unpatched_model_loads_as_it_is(base: Path, tmp_path: P
     assert not rope.describe(loaded).patched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_patch_of_a_saved_base_model_is_applied_once(method: str, base: Path, tmp_path: Path) -> None:
     rope.patch(plain(base), method, **METHODS[method]).save_pretrained(tmp_path / "patched")
@@ -222,6 +224,7 @@ def test_training_goes_on_after_loading(base: Path, tmp_path: Path) -> None:
     assert settings_of(tmp_path / "again")[ADAPTER_KEY] == settings_of(tmp_path / "adapter")[ADAPTER_KEY]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_trainer(base: Path, tmp_path: Path) -> None:
     model = adapted(rope.patch(plain(base), "dynamic-yarn"))
     row = tokens(LONG)[0]
@@ -367,6 +370,7 @@ def test_detecting_says_that_adapters_have_no_weights_to_look_at(bundled: Path) 
     assert "no readable query and key weights: they are packed, or of an adapter" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*holds interleaved weights:UserWarning")
 def test_a_converted_adapter_keeps_its_record(bundled: Path, tmp_path: Path) -> None:
     rope.convert_checkpoint(bundled, tmp_path / "there", to="interleaved")
@@ -437,6 +441,7 @@ def that_is_no_json(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

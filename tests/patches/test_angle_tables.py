@@ -100,6 +100,7 @@ def test_a_patched_model_is_one_with_the_table_of_transformers_frequencies(case:
     assert again.config.max_position_embeddings == TRAINED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", CLASSES)
 def test_every_class_patched_and_unpatched(cls: str, tmp_path: Path) -> None:
     stock, ids = build(cls), tokens(2 * TRAINED)

@@ -119,6 +119,7 @@ def test_logits_are_those_of_the_definition(name: str, method: str) -> None:
     assert (plain - expected).abs().max() > 100 * ATOL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["none", "log-n", "llama4"])
 @pytest.mark.parametrize("method", ["rerope", "stairs"])
 def test_layers_without_rope_get_the_temperature_alone(method: str, temperature: str) -> None:
@@ -150,6 +151,7 @@ def test_chunks_and_single_steps_are_one_shot(name: str, method: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=ATOL, rtol=0)
 
 
+@pytest.mark.slow
 @each_family
 @each_method
 @pytest.mark.parametrize("positions", [True, False], ids=["positions given", "mask alone"])
@@ -310,6 +312,7 @@ def test_no_tensor_is_as_large_as_length_squared(method: str) -> None:
     assert largest.elements < 4096 * 4096 / 8
 
 
+@pytest.mark.slow
 @each_method
 def test_gradients_are_those_of_the_definition(method: str) -> None:
     model, ids = build("llama").train(), tokens(2 * TRAINED)
@@ -337,6 +340,7 @@ def test_gradients_of_upper_layers_alone(method: str) -> None:
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=ATOL, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_method

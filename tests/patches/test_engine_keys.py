@@ -89,6 +89,7 @@ def attention_factor(name: str, which: str) -> float:
     return rope.frequencies(case.method, rotary, **case.params).attention_factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
 def test_vllm_and_sglang_read_the_attention_factor(name: str, which: str, saved: Lookup) -> None:
     folder, expected = saved("static", name, which).folder, attention_factor(name, which)

@@ -92,6 +92,7 @@ def test_frequencies_underneath_are_those_of_transformers(name: str) -> None:
         assert attention_factor == pytest.approx(stock_factor, rel=1e-6)
 
 
+@pytest.mark.slow
 @every_config
 def test_factor_1_changes_nothing(name: str) -> None:
     model, ids = build(name), tokens()
@@ -106,6 +107,7 @@ def test_factor_1_changes_nothing(name: str) -> None:
     assert torch.equal(logits(model, ids), plain)
 
 
+@pytest.mark.slow
 @every_config
 def test_factor_2_doubles_the_context_length(name: str) -> None:
     model, length = build(name), published(name)["expected"]["context_length"]
@@ -160,6 +162,7 @@ def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tm
     assert torch.equal(logits(loaded, ids), reloaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "kimi-k2", "kimi-k2-0905"])
 @pytest.mark.parametrize(
     ("method", "over"), [("yarn", "own"), ("ntk", "own"), ("yarn", "original"), ("ntk", "original")]
@@ -217,6 +220,7 @@ def test_the_long_list_of_phimoe_is_used_by_a_patch_alone() -> None:
     assert float((logits(patched, ids) - plain).abs().max()) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rerope", "leaky-rerope", "self-extend", "dca"])
 def test_remapping_methods_count_from_the_context_length(method: str) -> None:
     for name in ("llama-3.1", "gemma-3-4b", "qwen2.5-7b-yarn"):

@@ -52,6 +52,7 @@ class TestGemma:
         expected = logits(with_form(model, ("full_attention",), **YARN), IDS)
         torch.testing.assert_close(logits(rope.patch(model, "yarn", factor=4), IDS), expected, atol=1e-4, rtol=0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("layers", ["sliding_attention", ["sliding_attention"], 0, [0]])
     def test_other_layers_by_type_and_by_index(self, layers: Any, tmp_path: Path) -> None:
         model = build("gemma3")

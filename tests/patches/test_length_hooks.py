@@ -419,6 +419,7 @@ def test_a_mask_may_come_and_go(rule: str) -> None:
                 torch.testing.assert_close(actual, logits(model, ids[:, :end])[:, -1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @every_rule
 @pytest.mark.parametrize("positions", ["from a thousand", "in leaps"])
 def test_positions_of_ones_own(rule: str, positions: str) -> None:

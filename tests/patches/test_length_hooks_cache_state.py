@@ -158,6 +158,7 @@ def test_copies_follow_their_own_rows(way: str, which: str) -> None:
             agree(continued(model, cache, ids, mask, False), alone(model, ids, mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["paper", "even", "self-extend"])
 def test_a_cache_is_freed_with_its_last_reference(which: str) -> None:
     model, (ids, mask) = model_under(which, num_hidden_layers=1), padded()

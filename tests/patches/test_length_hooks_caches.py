@@ -65,6 +65,7 @@ def test_a_padded_batch_generates_what_each_row_does_alone(rule: str) -> None:
         assert torch.equal(together[i, max(lengths) :], alone[0, row.shape[1] :])
 
 
+@pytest.mark.slow
 @each_kind_of_rule
 def test_a_cropped_cache_goes_on(rule: str) -> None:
     """What assisted decoding does: several tokens at once, some of them taken back, over every step of the rules."""
@@ -120,6 +121,7 @@ def test_assisted_decoding(rule: str, way: str) -> None:
     torch.testing.assert_close(actual, logits(model, out.sequences)[:, -1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @pytest.mark.parametrize("rule", ["even", "hf", "longrope"])
 def test_assisted_decoding_with_windows(rule: str) -> None:

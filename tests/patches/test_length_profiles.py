@@ -99,6 +99,7 @@ def assert_rows_equal(model: Any, static: Any, lengths: Sequence[int], wanted: S
 # --- which profile -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EXPERTS])
 def test_every_row_of_a_mixed_batch(name: str) -> None:
     assert_rows_equal(model_at(name, None), lambda factor: model_at(name, factor), LENGTHS, WANTED)
@@ -111,6 +112,7 @@ def test_rows_alone_of_models_with_experts(name: str, length: int, factor: int) 
     assert_rows_equal(model_at(name, None), lambda each: model_at(name, each), [length], [factor])
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=5), side=st.sampled_from(["left", "right"]))
 @settings(max_examples=25, deadline=None)
 def test_whole_sequences_go_by_their_own_length(lengths: list[int], side: str) -> None:
@@ -133,6 +135,7 @@ def test_generation_goes_by_prompt_and_new_tokens(lengths: list[int], chunk: int
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -176,6 +179,7 @@ def test_images_count_by_their_positions() -> None:
             assert torch.equal(*(each.generate(**inputs, **OPTIONS) for each in (model, static)))
 
 
+@pytest.mark.slow
 def test_each_half_of_an_encoder_and_decoder_counts_for_itself() -> None:
     half: dict[str, Any] = {
         "vocab_size": 97,
@@ -203,6 +207,7 @@ def test_each_half_of_an_encoder_and_decoder_counts_for_itself() -> None:
     assert torch.equal(encoded, static)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["own", "original"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_static_method_over_a_trained_scaling(method: str, over: str) -> None:
@@ -259,6 +264,7 @@ def test_several_inputs_in_a_row_have_their_own() -> None:
     torch.testing.assert_close(found[:, 30:], logits(model_at("llama", 2), parts[1]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_half_precision_before_and_after_the_patch() -> None:
     def cast(model: Any) -> Any:
         return model.to(torch.bfloat16)
@@ -452,6 +458,7 @@ def test_other_profiles_compile_no_decode_step_anew() -> None:
     assert counted == counted[:1] * 3
 
 
+@pytest.mark.slow
 def test_copies_pickles_and_saved_folders(tmp_path: Path) -> None:
     model = model_at("llama", None)
     model.save_pretrained(tmp_path / "saved")
@@ -494,6 +501,7 @@ def test_an_adapter_generates_with_profiles() -> None:
         assert torch.equal(*(generated(each, tokens(length))[1] for each in (model, static)))
 
 
+@pytest.mark.slow
 def test_layers_on_disk(tmp_path: Path) -> None:
     build("gemma3").save_pretrained(tmp_path / "loaded")
     places = ["model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]

@@ -109,6 +109,7 @@ def test_a_model_inside_another(tmp_path: Path) -> None:
 # --- loaded plainly and gone on with ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [c for c in STATIC if c[0] in ("llama", "phi3", "gemma3", "mixtral")])
 def test_patching_a_plain_reload_starts_from_the_original(name: str, which: str, saved: Lookup) -> None:
     reloaded = load_plainly(saved("static", name, which).folder)

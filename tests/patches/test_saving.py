@@ -172,6 +172,7 @@ def test_config_lengths(name: str, which: str, read: Lookup) -> None:
     assert "rope_ext_hf" in config
 
 
+@pytest.mark.slow
 @every_family
 def test_rope_types_in_the_saved_config(name: str, saved: Lookup) -> None:
     expected = {

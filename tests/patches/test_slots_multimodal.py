@@ -169,6 +169,7 @@ def test_each_pair_keeps_the_axis_of_its_family(model_type: str) -> None:
     assert slot.axis_of_pair == {None: FAMILIES[model_type][-1]}
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("content", INPUTS)
 def test_a_patch_equals_the_same_weights_loaded_natively(model_type: str, content: str) -> None:
@@ -230,6 +231,7 @@ def test_generating_from_an_image_equals_whole_forwards(model_type: str) -> None
         assert made[0, at] == whole[0, -1].argmax()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in ("qwen2_vl", "qwen3_vl", "qwen4_exp")])
 def test_an_image_from_the_image_processor_is_read_as_natively(model_type: str) -> None:
     """The processors themselves need torchvision; this is the part of them that reads images."""
@@ -254,6 +256,7 @@ def test_an_image_from_the_image_processor_is_read_as_natively(model_type: str) 
     assert torch.equal(*made)
 
 
+@pytest.mark.slow
 @every_family
 def test_a_saved_model_loads_plainly(model_type: str, tmp_path: Path) -> None:
     model = rope.patch(build(model_type), "yarn", factor=4)

@@ -313,6 +313,7 @@ class TestLife:
         for left, right in zip(got, module(torch.zeros(1), AT * 1000), strict=True):
             assert torch.equal(left, right)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("method", "params"), [("yarn", {"factor": 4}), *DEPENDENT])
     def test_export(self, method: str, params: dict[str, Any]) -> None:
         module = RotaryEmbedding(method, SMALL, **params)
@@ -396,6 +397,7 @@ class TestCompiled:
                 assert left.dtype == right.dtype
                 assert torch.equal(left, right)
 
+    @pytest.mark.slow
     def test_a_moved_module_is_compiled_with_its_own_table(self) -> None:
         torch._dynamo.reset()
         module = RotaryEmbedding("ntk", SMALL, factor=8)

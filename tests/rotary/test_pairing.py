@@ -118,6 +118,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @given(
     data=st.data(),
     pairs=st.integers(2, 8),
@@ -163,6 +164,7 @@ def at(position: int) -> Tensor:
     return position * FREQUENCIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @given(x=vectors, m=positions, n=positions)
 @settings(max_examples=50, deadline=None)

@@ -110,6 +110,7 @@ def test_far_beyond_its_length_a_frequency_method_needs_training(folder: Path) -
     assert not any(each.fits for each in advice.methods)
 
 
+@pytest.mark.slow
 @of_model("gpt-oss-20b", "DeepSeek-V3", "Qwen3-VL-8B", "Gemma-3-4B")
 def test_engines_are_those_whose_rules_compute_the_same(folder: Path) -> None:
     advice = rope.advise(folder, 2 * rope.advise(folder, 1).context_length)
@@ -321,6 +322,7 @@ def test_commands_parse(folder: Path, length: int, stated: int | None) -> None:
     assert any(line.startswith("vllm serve") for line in lines) or "vllm" not in advice.served
 
 
+@pytest.mark.slow
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = CliRunner().invoke
@@ -354,6 +356,7 @@ def served_by_vllm(text: str) -> tuple[list[str], dict[str, Any]]:
     return words, json.loads(words[words.index("--hf-overrides") + 1])
 
 
+@pytest.mark.slow
 @of_model("Qwen3-8B")
 def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> None:
     """The entry and the length are those of the model's card and of vLLM's example of context extension."""

@@ -50,6 +50,7 @@ def serve(engine: str, target: Target) -> tuple[ServingConfig | None, str]:
         return None, str(error)
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("over", ["own", "original"])
 def test_every_method_is_served_exactly_or_refused_by_name(family: str, over: str) -> None:

@@ -36,6 +36,7 @@ def tiny(file: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_bundled_model_gets_a_folder_for_eight_times_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ YARN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_server_of_each_kind(kind: str, folder: Path) -> None:
     with serving(kind, plain(**YARN)) as url:
@@ -96,6 +97,7 @@ def wrongly_paired() -> Any:
         return rope.convert(plain(**YARN), to="interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*(("vLLM 0.33.0", name) for name in MISTAKES), ("llama.cpp b1", "with no attention factor")],
@@ -121,6 +123,7 @@ def quantised(kind: Any = gguf.GGMLQuantizationType.Q8_0) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [lambda: plain(torch.bfloat16, **YARN), quantised], ids=["bfloat16", "Q8_0"])
 def test_a_server_of_another_dtype_is_right_too(model: Callable[[], Any], dtype: str, folder: Path) -> None:
@@ -143,6 +146,7 @@ def test_weights_of_few_bits() -> None:
     assert all(len(block.unique()) <= 15 for block in rounded)
 
 
+@pytest.mark.slow
 def test_coarser_weights_are_allowed_where_they_are_stated(folder: Path) -> None:
     model = quantised(gguf.GGMLQuantizationType.Q4_0)
     with serving("vLLM 0.33.0", model) as url:
@@ -153,6 +157,7 @@ def test_coarser_weights_are_allowed_where_they_are_stated(folder: Path) -> None
         rope.check_server("http://127.0.0.1:9", folder, weight_bits=1)
 
 
+@pytest.mark.slow
 def test_a_small_unknown_mistake_does_not_hide_where_the_dtype_is_stated(folder: Path) -> None:
     with serving("vLLM 0.33.0", plain(**YARN | {"factor": 3.7})) as url:
         unstated, stated = (rope.check_server(url, folder, lengths=[64, 200], weight_bits=bits) for bits in (8, 32))
@@ -160,6 +165,7 @@ def test_a_small_unknown_mistake_does_not_hide_where_the_dtype_is_stated(folder:
     assert (stated.runs, stated.closest) == (None, "as measured")
 
 
+@pytest.mark.slow
 def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
     torch.manual_seed(0)
     other = AutoModelForCausalLM.from_config(plain().config).eval()
@@ -169,6 +175,7 @@ def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
     assert f"the closest, {report.closest}, differs by more than rounding explains" in str(report)
 
 
+@pytest.mark.slow
 def test_what_answers_cannot_tell_apart_is_said(tmp_path: Path) -> None:
     """An attention factor of 1.0005 is below the rounding of bfloat16."""
     folder = tmp_path / "slight"
@@ -183,6 +190,7 @@ def test_what_answers_cannot_tell_apart_is_said(tmp_path: Path) -> None:
     assert "these answers do not tell that from the model" in str(report)
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_long_prompts_is_not_right(folder: Path) -> None:
     """The extended length was not handed to it: what it answers is right."""
     usual = KINDS["vLLM 0.33.0"][2]
@@ -213,6 +221,7 @@ def test_the_patch_is_as_before_after_all_mistakes_were_tried(folder: Path) -> N
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ServingError, match="begins with http"):
         rope.check_server("localhost:8000", folder)
@@ -231,6 +240,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         rope.check_server("none", folder, from_file=wrong)
 
 
+@pytest.mark.slow
 def test_answers_collected_elsewhere_and_the_command(folder: Path, tmp_path: Path) -> None:
     ids = [5 + i % 200 for i in range(300)]
     scores = logprobs(plain(**YARN), ids)
@@ -244,6 +254,7 @@ def test_answers_collected_elsewhere_and_the_command(folder: Path, tmp_path: Pat
     assert json.loads(wrong.stdout)["agrees"] is False
 
 
+@pytest.mark.slow
 def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path: Path) -> None:
     (bare := tmp_path / "bare").mkdir()
     for file in folder.iterdir():

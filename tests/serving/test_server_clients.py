@@ -68,6 +68,7 @@ def sent(value: Any) -> Reply:
 VLLM = {"/version": {"version": "1"}, "/v1/models": MODELS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 def test_sglang_is_known_by_its_present_and_its_former_path(path: str) -> None:
     """http_server.py of SGLang 0.5.23 has both; the second is deprecated."""
@@ -75,6 +76,7 @@ def test_sglang_is_known_by_its_present_and_its_former_path(path: str) -> None:
         assert connect(url, None, 5.0).program == "SGLang"
 
 
+@pytest.mark.slow
 def test_sglang_leaves_out_the_first_log_probability() -> None:
     """As logprob_result_processor.py of SGLang 0.5.23 does: None stands before those of the tokens that follow."""
 
@@ -91,6 +93,7 @@ def test_sglang_leaves_out_the_first_log_probability() -> None:
     assert answers == [Answer(at, IDS[at], -1.0) for at in range(1, len(IDS))]
 
 
+@pytest.mark.slow
 def test_llama_cpp_is_asked_for_the_tokens_alone_and_for_a_whole_character() -> None:
     asked: list[Any] = []
 
@@ -106,6 +109,7 @@ def test_llama_cpp_is_asked_for_the_tokens_alone_and_for_a_whole_character() -> 
     assert answers == [Answer(stop, 5, -0.5) for stop in range(3, 11)]
 
 
+@pytest.mark.slow
 def test_the_api_key_goes_to_the_address_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROPE_EXT_API_KEY", "secret")
     with (
@@ -141,6 +145,7 @@ def hang(handler: BaseHTTPRequestHandler, _: Any) -> None:
     time.sleep(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", [drip, hang])
 def test_an_answer_that_does_not_end_is_given_up(reply: Reply) -> None:
     with (
@@ -150,6 +155,7 @@ def test_an_answer_that_does_not_end_is_given_up(reply: Reply) -> None:
         connect(url, "served", 0.5).answers(IDS)
 
 
+@pytest.mark.slow
 def test_an_answer_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_clients, "MOST_BYTES", 1000)
     with (
@@ -159,6 +165,7 @@ def test_an_answer_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
         connect(url, "served", 5.0).answers(IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -178,6 +185,7 @@ def test_an_answer_of_another_form_is_one_clear_error(reply: Reply, message: str
         connect(url, "served", 5.0).finite_answers(IDS)
 
 
+@pytest.mark.slow
 def test_an_address_without_a_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ServingError, match="/version does not answer"):
         connect("http://127.0.0.1:9", None, 2.0)

@@ -99,6 +99,7 @@ def test_other_rope_types_go_to_sglang(engine: Any) -> None:
         assert get_rope(64, 64, 4096, 10000) == ("stock", 64, None)
 
 
+@pytest.mark.slow
 def test_tables_grow_and_stay_exact(engine: Any) -> None:
     given = settings(build("llama"), "by-parts")
     module = engine.get_rope(16, 16, 256, 10000, True, given, torch.float32)

@@ -115,6 +115,7 @@ def test_other_rope_types_go_to_vllm(engine: Any) -> None:
     assert engine.get_rope(64, 4096) == ("stock", 64, None)
 
 
+@pytest.mark.slow
 def test_a_table_is_exact_at_positions_of_a_million(engine: Any) -> None:
     given = settings(build("llama"), method="yarn", factor=4)
     module = engine.get_rope(16, 2**20, True, given, torch.float32)

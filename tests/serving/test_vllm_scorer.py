@@ -82,6 +82,7 @@ def losses(printed: dict[str, Any]) -> dict[tuple[str, int], float]:
     return {((r["method"] or {}).get("method", ""), r["length"]): r["loss"] for r in printed["results"]}
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_transformers_in_a_run_of_its_own(engine: type[Engine], tmp_path: Path) -> None:
     arguments = (*COMMAND, "--method", "yarn,linear", "--factor", "2", "--out", str(tmp_path))
     served, notes = run(*arguments, "--engine", "vllm")
@@ -102,6 +103,7 @@ def test_losses_are_those_of_transformers_in_a_run_of_its_own(engine: type[Engin
     assert len(engine.started) == 3  # a run that is complete starts none
 
 
+@pytest.mark.slow
 def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine], tmp_path: Path) -> None:
     engine.obeys = False  # as a server without its overrides: the loss as loaded, in place of YaRN's
     _, error = run(*COMMAND, "--method", "yarn", "--factor", "2", "--engine", "vllm", "--out", str(tmp_path))
@@ -118,6 +120,7 @@ def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine],
     assert abs(float(losses[1]) - float(losses[2])) > 1e-3
 
 
+@pytest.mark.slow
 def test_each_length_is_compared(engine: type[Engine], tmp_path: Path) -> None:
     engine.right_up_to = 300
     _, error = run(*COMMAND, "--engine", "vllm", "--out", str(tmp_path))
@@ -132,6 +135,7 @@ def test_remapping_methods_run_on_the_backend_of_the_plug_in(engine: type[Engine
     assert engine.started[-1]["overrides"]["rope_parameters"]["rope_type"] == "rope_ext_hf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -151,6 +155,7 @@ def test_what_vllm_cannot_run_is_refused_before_it_starts(
     assert not engine.started
 
 
+@pytest.mark.slow
 def test_a_model_as_loaded_that_vllm_cannot_run_is_left_out(engine: type[Engine], tmp_path: Path) -> None:
     folder = tmp_path / "dynamic"
     shutil.copytree(reference_folder(), folder)
@@ -164,6 +169,7 @@ def test_a_model_as_loaded_that_vllm_cannot_run_is_left_out(engine: type[Engine]
     assert "without  the model as loaded: as loaded has other frequencies for inputs of 64 tokens than for 512" in notes
 
 
+@pytest.mark.slow
 def test_other_engines_and_a_missing_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     error = run(*COMMAND, "--engine", "vllm", "--out", str(tmp_path))[1]

@@ -37,6 +37,7 @@ def pose_of_upstream(tokens_given: int, row: int, target: int) -> set[tuple[tupl
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "row", "target"), [(7, 5, 9), (4, 4, 6), (6, 2, 4)])
 def test_pose_draws_what_its_code_draws_and_uniformly(length: int, row: int, target: int) -> None:
     collator = PoSECollator(length=row, target_length=target)

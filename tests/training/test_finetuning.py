@@ -92,6 +92,7 @@ def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path)
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -27,6 +27,7 @@ def test_rows_are_windows_of_the_text_and_the_same_in_every_run() -> None:
     assert not torch.equal(rows[77]["long"], Rows(DOCUMENTS, 16, 4, end=2, seed=4)[77]["long"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [0.0, 1.0, 3.0])
 def test_the_first_step_follows_the_gradient_of_its_definition(guard: float, tmp_path: Path) -> None:
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
@@ -67,6 +68,7 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
     options: dict[str, Any] = {"learning_rate": 1e-3, "batch": 2, "save_every": 3, "device": "cpu"}
@@ -92,6 +94,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
     assert ran["losses"][0]["step"] == 10 if ran["losses"] else True
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_ends_the_training(tmp_path: Path) -> None:
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
     ran = train(build("llama"), None, rows, tmp_path, Budget(minutes=0.005), learning_rate=1e-3, batch=1, device="cpu")

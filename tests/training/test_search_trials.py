@@ -230,6 +230,7 @@ def test_key_tokens_alone_count_in_their_passages() -> None:
     assert "the model under rerope: gain above 2" in measurement.keys_from
 
 
+@pytest.mark.slow
 def test_too_few_key_tokens_are_refused() -> None:
     model, tokenizer = build("llama", vocab_size=259), load_tokenizer("reference")
     plan = prepare(model, stdlib_held_out()[:1], tokenizer=tokenizer, lengths=[LONG], max_spans=2)

@@ -90,6 +90,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert longer.trials == 22
 
 
+@pytest.mark.slow
 def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[Reader] = []
     read = Reader.read
@@ -151,6 +152,7 @@ def fake_read(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     monkeypatch.setattr(Reader, "read", read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("minutes", "max_spans", "expected"),
     [
@@ -168,6 +170,7 @@ def test_the_time_is_shared_between_searching_and_measuring(
     assert (report.trials, report.seconds, report.cpu_seconds) == (expected, 10 * expected, 5 * expected)
 
 
+@pytest.mark.slow
 def test_a_stage_ends_when_nothing_better_comes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_read(monkeypatch)
     report = search(small, tmp_path / "run", **QUICK, trials=1000)
@@ -187,6 +190,7 @@ def test_the_bound_is_held_or_the_nearest_is_named(
         search(small, tmp_path / "one list", **QUICK, trials=6, static=True)
 
 
+@pytest.mark.slow
 def test_static_candidates_are_saved_as_they_are(small: Path, tmp_path: Path) -> None:
     report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["yarn"], static=True, most_lost=9.0)
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
@@ -195,6 +199,7 @@ def test_static_candidates_are_saved_as_they_are(small: Path, tmp_path: Path) ->
     assert all(trial["method"]["method"] != "longrope" for trial in read_trials(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path) -> None:
     report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["rerope"], most_lost=9.0)
     assert report.method["method"] == "rerope"
@@ -203,6 +208,7 @@ def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path)
     assert rope.describe(rope.from_pretrained(tmp_path / "run" / "model")).extended_length == LONG
 
 
+@pytest.mark.slow
 def test_answers_of_a_retrieval_task_may_count_instead(small: Path, tmp_path: Path) -> None:
     report = search(small, tmp_path / "run", **QUICK, trials=1, fitness="key-value", most_lost=9.0)
     assert report.settings["fitness"] == "key-value"
@@ -250,6 +256,7 @@ def test_too_little_held_out_text_is_refused_before_the_search(small: Path, tmp_
     assert not (tmp_path / "run" / "trials.json").exists()
 
 
+@pytest.mark.slow
 def test_spans_begin_as_the_tokenizer_begins_texts(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +276,7 @@ def test_spans_begin_as_the_tokenizer_begins_texts(
     assert json.loads(settings.read_text())["setting"]["bos"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{"])
 def test_a_damaged_folder_is_refused(
     content: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +288,7 @@ def test_a_damaged_folder_is_refused(
         search(small, tmp_path / "run", **QUICK, trials=1)
 
 
+@pytest.mark.slow
 def test_a_folder_has_one_writer(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_read(monkeypatch)
     search(small, tmp_path / "run", **QUICK, trials=1)
