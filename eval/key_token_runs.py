@@ -207,9 +207,8 @@ def plan_keys(
             first = max(start, bisect_left(starts, places[first][0]))
             if stop - max(first, start + setting.window) > 0:
                 passes.add((start, stop, first))
-        if passes:
-            documents.append((read, sorted(passes)))
-    if not documents:
+        documents.append((read, sorted(passes)))  # without a pass it has no key tokens, which its entry says
+    if not any(passes for _, passes in documents):
         raise CorpusError(
             f"no scored token has more than {setting.window:,} tokens before it, so that no short context is shorter "
             "than the long one; give longer lengths or a smaller --key-window"
@@ -271,11 +270,18 @@ def keys_of_run(run: Run[KeyTokens], plan: RunPlan[KeyTokenMeasurement], *, writ
 
 
 def mark_keys(plan: RunPlan[PerplexityMeasurement], keys: KeyRanges) -> RunPlan[PerplexityMeasurement]:
-    """The same plan, with LongPPL measured over these key tokens.
+    """The same plan, with LongPPL measured over these key tokens; warns of documents that were not searched for any.
 
     Raises:
         CorpusError: none of them is scored, or a document is not the one that they were found in.
     """
     read = plan.measurement.plan
     masks = [keys.mask(document) for document, _ in read.documents]
+    unknown = [document.name for document, _ in read.documents if text_digest(document) not in keys.documents]
+    if 0 < len(unknown) < len(masks):  # of no document at all is an error of the measurement
+        warnings.warn(
+            f"{len(unknown):,} of {len(masks):,} documents were not searched for key tokens, {unknown[0]!r} for one: "
+            "LongPPL is that of the others; find keys in all of them with --keys-by MODEL",
+            stacklevel=2,
+        )
     return replace(plan, measurement=PerplexityMeasurement(read, masks, keys.described))

@@ -261,6 +261,26 @@ def test_an_evaluator_beyond_its_length_is_warned_of(model: Any, tmp_path: Path)
         sweep(model, long, lengths=[512], methods=[], protocol="truncate", keys_by=reference(), out=tmp_path)
 
 
+@pytest.mark.slow
+def test_documents_that_were_not_searched_are_warned_of(model: Any, tmp_path: Path) -> None:
+    """One that was searched and has no key tokens is none of them."""
+    known, short, new = (
+        Document(name, TEXT[at : at + count]) for name, at, count in (("a", 0, 256), ("b", 300, 40), ("c", 500, 256))
+    )
+    options: dict[str, Any] = {"methods": [], "lengths": [20, 200], "max_spans": 9, "out": tmp_path}
+
+    def keys(documents: list[Document], by: Any) -> Any:
+        return sweep(model, documents, protocol="stream", keys_by=by, **options)
+
+    found = keys([known, short], reference())
+    (folder,) = tmp_path.glob("*-keys-*")
+    saved = json.loads((folder / "keys.json").read_text())["documents"]
+    assert [(each["name"], bool(each["ranges"])) for each in saved] == [("a", True), ("b", False)]
+    assert keys([known, short], folder / "keys.json") == found
+    with pytest.warns(UserWarning, match="1 of 3 documents were not searched for key tokens, 'c' for one"):
+        assert keys([known, short, new], folder / "keys.json").results[-1].key_tokens == found.results[-1].key_tokens
+
+
 def test_the_interval_is_over_documents_that_have_keys() -> None:
     setting = Setting("matched", 5, 256, False, 0, "x")
     documents = [
