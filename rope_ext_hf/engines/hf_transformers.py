@@ -31,7 +31,25 @@ __all__ = [
     "yarn_magnitude_by_config",
 ]
 
-MLA_FAMILIES = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"})
+MLA_FAMILIES = frozenset(
+    {
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hy_v4",
+        "kimi_k2",
+        "longcat_flash",
+        "minicpm3",
+        "mistral4",
+        "mistral_large4_text",
+        "youtu",
+    }
+)
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
 
 

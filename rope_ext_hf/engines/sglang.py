@@ -31,9 +31,9 @@ from rope_ext_hf.engines.base import (
     text_settings,
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers, config_changes, yarn_by_config
+from rope_ext_hf.engines.hf_transformers import Transformers, config_changes, yarn_by_config
 from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, plugin_encoding, plugin_frequencies, plugin_note
-from rope_ext_hf.engines.vllm import INTERLEAVED_FAMILIES, deepseek_yarn
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
 from rope_ext_hf.errors import ServingError
 
 __all__ = ["SGLang"]
@@ -42,6 +42,8 @@ _WHOLE_THETA = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
 """Families whose model file hands on nothing but theta, cut to a whole number."""
 _THETA_ALONE = _WHOLE_THETA | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
 """Families whose model file hands on nothing of the rope settings but theta."""
+_DEEPSEEK_FAMILIES = DEEPSEEK_FAMILIES - {"axk1", "longcat_flash"}
+"""Those of vLLM but for one that SGLang has no model file for, and one whose file reads settings of its own."""
 
 
 @register_engine("sglang")
@@ -65,7 +67,7 @@ class SGLang(ConfigEngine):
             changed = {"max_position_embeddings": target.length}
             if target.config.get("original_max_position_embeddings") and encoding.name != "native":
                 changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
-            if settings["rope_type"] == "yarn" and target.model_type not in {"gemma3_text", *MLA_FAMILIES}:
+            if settings["rope_type"] == "yarn" and target.model_type not in {"gemma3_text", *_DEEPSEEK_FAMILIES}:
                 if "mrope_section" in settings:
                     settings = {k: v for k, v in settings.items() if k not in ("mscale", "mscale_all_dim")}
                 settings["attn_factor"] = target.attention_factor / _yarn_magnitude(settings)
@@ -114,11 +116,13 @@ class SGLang(ConfigEngine):
         for key in ("factor", "original_max_position_embeddings"):
             if kind in ("yarn", "llama3") and key not in settings:
                 notes.append(f"{key} is missing and replaced by {factor if key == 'factor' else original:g}.")
-        if model_type in MLA_FAMILIES and kind != "default":
+        if model_type in _DEEPSEEK_FAMILIES and kind != "default":
             inv_freq, magnitude = deepseek_yarn(settings, dim)
             magnitude *= needed(settings, "attn_factor", 1.0)
             softmax_scale = yarn_magnitude(factor, float(settings.get("mscale_all_dim") or 0)) ** 2
             return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+        if kind != "default":
+            _check_settings_reach(model_type)
         if mrope and kind not in ("default", "yarn"):
             raise ServingError(f"its class for {kind} knows no M-RoPE positions")
         if kind == "default":
@@ -157,7 +161,7 @@ class SGLangWithPlugin(SGLang):
     def encodings(self, target: Target) -> Iterator[Encoding]:
         parameters = target.config["rope_parameters"]
         own = parameters if target.layer_type is None else parameters[target.layer_type]
-        if target.model_type in MLA_FAMILIES:  # the softmax scale follows from these
+        if target.model_type in _DEEPSEEK_FAMILIES:  # the softmax scale follows from these
             kept = ("factor", "mscale_all_dim", "original_max_position_embeddings")
             yield plugin_encoding(target, {key: own[key] for key in kept if key in own})
         else:  # settings are merged key by key, and a factor multiplies the length
@@ -170,8 +174,9 @@ class SGLangWithPlugin(SGLang):
             return super().computes(config, length)
         if model_type in _THETA_ALONE:
             raise ServingError(f"its {model_type} model hands on theta alone, so that the plug-in gets no settings")
+        _check_settings_reach(model_type)
         factor, softmax_scale = needed(settings, "factor", 1.0), 1.0
-        if model_type in MLA_FAMILIES:
+        if model_type in _DEEPSEEK_FAMILIES:
             softmax_scale = yarn_magnitude(factor, float(settings.get("mscale_all_dim") or 0)) ** 2
         most = length_setting(text)
         derived = most if "original_max_position_embeddings" in settings else int(most * factor)
@@ -190,3 +195,8 @@ def _yarn_magnitude(settings: Mapping[str, Any]) -> float:
     if mscale is not None and all_dim is not None:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     return yarn_magnitude(factor)
+
+
+def _check_settings_reach(model_type: str) -> None:
+    if model_type == "longcat_flash":
+        raise NotCheckedError("its file for longcat_flash reads rope_scaling of a config class of its own")

@@ -35,9 +35,13 @@ from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, ya
 from rope_ext_hf.engines.plugin_type import plugin_encoding, plugin_frequencies, plugin_note, plugin_settings
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
+__all__ = ["DEEPSEEK_FAMILIES", "INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
 
-INTERLEAVED_FAMILIES = MLA_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
+DEEPSEEK_FAMILIES = frozenset(
+    {"axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"}
+)
+"""Families whose model file runs every rope type by the class for DeepSeek's yarn, and takes its softmax scale."""
+INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
@@ -85,7 +89,7 @@ class VLLM(ConfigEngine):
         yield from self.published(target)
         for encoding in super().encodings(target):
             settings = encoding.settings
-            if settings["rope_type"] == "yarn" and target.model_type not in MLA_FAMILIES:
+            if settings["rope_type"] == "yarn" and target.model_type not in DEEPSEEK_FAMILIES:
                 factor = settings["factor"]
                 settings = settings | {
                     "attention_factor": target.attention_factor,
@@ -130,7 +134,7 @@ class VLLM(ConfigEngine):
             derived = int(most * needed(settings, "factor", 1.0))
         magnitude, softmax_scale, table = 1.0, 1.0, derived
         notes: list[str] = []
-        if model_type in MLA_FAMILIES and kind != "default":
+        if model_type in DEEPSEEK_FAMILIES and kind != "default":
             inv_freq, magnitude = deepseek_yarn(settings, dim)
             if settings.get("attention_factor") != 1.0:
                 softmax_scale = yarn_magnitude(settings["factor"], float(settings.get("mscale_all_dim") or 0)) ** 2
@@ -189,7 +193,7 @@ class VLLMWithPlugin(VLLM):
         settings = dict(encoding.settings)
         if target.remapping and (target.model_type in {*MLA_FAMILIES, "gpt_oss"} or "mrope_section" in settings):
             raise ServingError(f"{target.method} in vLLM is for models without latent attention, sinks and M-RoPE")
-        if target.model_type in MLA_FAMILIES:
+        if target.model_type in DEEPSEEK_FAMILIES:
             # Its model takes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type leaves
             # the length as it is; without the plug-in vLLM stops at the missing original length.
             settings |= {
@@ -213,7 +217,7 @@ class VLLMWithPlugin(VLLM):
         if plugin_settings(settings) is None:
             return super().computes(config, length)
         softmax_scale = 1.0
-        if text.get("model_type") in MLA_FAMILIES:
+        if text.get("model_type") in DEEPSEEK_FAMILIES:
             softmax_scale = yarn_magnitude(settings["factor"], settings["mscale_all_dim"]) ** 2
         inv_freq, magnitude = plugin_frequencies(settings)
         return Computed(inv_freq, magnitude, length_setting(text), softmax_scale=softmax_scale)

@@ -20,7 +20,8 @@ import rope_ext_hf as rope
 from rope_ext_hf import reference
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.engines.base import Computed, Engine, ServingConfig, Target, find_engine, list_engines, register_engine
-from rope_ext_hf.engines.hf_transformers import Transformers
+from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.errors import (
     CheckpointError,
     FileError,
@@ -31,9 +32,10 @@ from rope_ext_hf.errors import (
     UnsupportedModelError,
 )
 from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.serving.audit import audit_config
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.target import Model, make_target, open_model
 from tests.support.every_model import tiny
 from tests.support.models import build
 from tests.support.serving_models import SERVED, published_config, served_model, targets
@@ -534,3 +536,37 @@ def test_a_folder_with_profiles_prints_its_instances_and_the_way_to_them(tmp_pat
     refused = run(app, ["gguf", "in.gguf", "out.gguf", "--model", folder])
     assert refused.exit_code == 2
     assert "one for each profile" in refused.output
+
+
+def test_the_families_with_a_softmax_scale_are_those_of_the_family_table() -> None:
+    of_remote_code = {"kimi_k2"}
+    assert MLA_FAMILIES - of_remote_code == {name for name, known in families().items() if known.softmax_mscale}
+    assert DEEPSEEK_FAMILIES < MLA_FAMILIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    # remote code, a config that states no length, and a part of another family
+    sorted(MLA_FAMILIES - {"kimi_k2", "bailing_hybrid", "mistral_large4_text"}),
+)
+def test_latent_attention_is_served_with_its_softmax_scale_or_refused(model_type: str) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    yarn = plain | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    models = [tiny(model_type, rope_parameters=each) for each in (plain, yarn | {"mscale": 1.0, "mscale_all_dim": 0.5})]
+    before, after = (
+        next(
+            float(part.scaling)
+            for part in model.modules()
+            if hasattr(part, "scaling") and hasattr(part, "kv_lora_rank")
+        )
+        for model in models
+    )
+    target = make_target(open_model(models[1]))
+    for engine, served in (("transformers", True), ("vllm", model_type in DEEPSEEK_FAMILIES)):
+        config, refusal = serve(engine, target)
+        assert (config is not None) is served, refusal
+        if config is not None and config.computed is not None:
+            assert config.computed.softmax_scale == pytest.approx(after / before, rel=1e-5)
+    config, refusal = serve("vllm", make_target(open_model(models[0]), "llama3", factor=4))
+    assert (config is None) is (model_type in DEEPSEEK_FAMILIES), refusal
