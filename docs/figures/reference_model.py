@@ -30,7 +30,7 @@ def reference_short() -> str:
 
     def share(name: str, length: int) -> str:
         shares = [cells.get((name, keys, length)) for keys in (1, 4)]
-        return " / ".join(f"{each['exact']:.0%}" for each in shares if each) or "–"
+        return "/".join(f"{each['exact']:.0%}" for each in shares if each) or "–"
 
     times = longest // trained
     other = factor_lines()["docstring-model"]
@@ -48,7 +48,7 @@ def reference_short() -> str:
         "",
         *(f"loss at {length:,}" for length in (trained, longest)),
         *(f"found at {length:,}" for length in asked),
-        *(f"second model: loss at {length:,}" for length in ends),
+        *(f"second model at {length:,}" for length in ends),
     ]
     return markdown_table(head, rows)
 
