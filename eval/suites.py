@@ -3,7 +3,7 @@
     ruler = suite("ruler")
     ruler.samples("vt", tokenizer, length=4096, count=20, seed=42, haystack=text)
 
-A suite is one file of this folder whose name ends in `_suite.py`, with a `Suite` under `register_suite`. Nothing
+A suite called json-kv is one file of this folder, json_kv_suite.py, with a `Suite` under `register_suite`. Nothing
 outside that file names it. A suite makes its prompts from its seed and a text: no file is downloaded.
 """
 
@@ -33,6 +33,7 @@ __all__ = [
     "list_suites",
     "register_suite",
     "suite",
+    "suite_names",
     "too_short",
 ]
 
@@ -200,11 +201,16 @@ def register_suite(cls: S) -> S:
     return cls
 
 
+def suite_names() -> list[str]:
+    """The names of all suites, by those of their files, without loading them."""
+    files = (file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(name.removesuffix("_suite").replace("_", "-") for name in files if name.endswith("_suite"))
+
+
 def list_suites() -> dict[str, Suite]:
     """Every suite by its name."""
-    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if file.name.endswith("_suite"):
-            importlib.import_module(f"{__package__}.{file.name}")
+    for name in suite_names():
+        importlib.import_module(f"{__package__}.{name.replace('-', '_')}_suite")
     return dict(sorted(_SUITES.items()))
 
 

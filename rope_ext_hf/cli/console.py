@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from rope_ext_hf.errors import CheckpointError, bounded, printable
+from rope_ext_hf.errors import CheckpointError, FileError, bounded, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +39,7 @@ _results: list[TextIO] = []
 @contextmanager
 def results_to(stream: TextIO | None = None) -> Iterator[None]:
     """Inside, results go to this stream, by default where they go already; what libraries print, to standard error."""
-    _results.append(stream or _results_stream())
+    _results.append(stream or (_results[-1] if _results else sys.stdout))
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -47,13 +47,25 @@ def results_to(stream: TextIO | None = None) -> Iterator[None]:
         _results.pop()
 
 
-def _results_stream() -> TextIO:
-    return _results[-1] if _results else sys.stdout
+@contextmanager
+def _results_stream() -> Iterator[TextIO]:
+    """Where results go; a full disk there is one error, and what was not written is given up."""
+    stream = _results[-1] if _results else sys.stdout
+    try:
+        yield stream
+        stream.flush()
+    except BrokenPipeError:  # the reader has seen enough, which typer ends quietly
+        raise
+    except OSError as error:
+        with open(os.devnull, "w") as nothing:  # noqa: PTH123
+            os.dup2(nothing.fileno(), stream.fileno())
+        raise FileError(f"the results could not be printed: {error.strerror or error}") from error
 
 
 def print_text(text: str) -> None:
     """Print results, control characters escaped."""
-    typer.echo(printable(text), file=_results_stream())
+    with _results_stream() as stream:
+        typer.echo(printable(text), file=stream)
 
 
 def print_note(name: str, text: str) -> None:
@@ -71,16 +83,17 @@ def print_table(table: Table) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=_results_stream())
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(file=_results_stream(), width=160)
-    title, caption = table.title, table.caption
-    table.title = table.caption = None
-    if title:
-        console.print(Text(printable(str(title)), style="bold"))
-    console.print(table)
-    if caption:
-        console.print(Text(printable(str(caption)), style="dim"))
+    with _results_stream() as stream:
+        console = Console(file=stream)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console = Console(file=stream, width=160)
+        title, caption = table.title, table.caption
+        table.title = table.caption = None
+        if title:
+            console.print(Text(printable(str(title)), style="bold"))
+        console.print(table)
+        if caption:
+            console.print(Text(printable(str(caption)), style="dim"))
 
 
 @contextmanager

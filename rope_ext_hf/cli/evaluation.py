@@ -34,6 +34,7 @@ from rope_ext_hf.cli.options import (
 )
 from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions
 from rope_ext_hf.errors import MethodError, duration, short
+from rope_ext_hf.eval.suites import suite_names
 from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def tasks(
     given: RunOptions,
     shared: ProcessOptions,
     suite: Annotated[
-        str, typer.Option(help="ruler, json-kv, graphwalks, babilong, or short, a guard for short inputs.")
+        str, typer.Option(help=f"{', '.join(suite_names())}; short is a guard for short inputs.")
     ] = "ruler",
     chosen: Annotated[
         str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of the suite, by commas. Default: all.")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 from rich.table import Table
 
 from rope_ext_hf.cli.console import print_table, print_text, results_to
+from rope_ext_hf.errors import FileError
 
 
 def test_prints_of_libraries_are_kept_out_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +36,15 @@ def test_standard_output_is_restored_after_an_error(capsys: pytest.CaptureFixtur
         raise ValueError("stopped")
     print("here")
     assert capsys.readouterr().out == "here\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_under_the_results_is_one_error() -> None:
+    table = Table("method")
+    for print_results in (partial(print_text, "a result"), partial(print_table, table)):
+        with (
+            Path("/dev/full").open("w") as full,
+            results_to(full),
+            pytest.raises(FileError, match="the results could not be printed: No space left"),
+        ):
+            print_results()

@@ -61,6 +61,10 @@ def key_value(monkeypatch: pytest.MonkeyPatch) -> str:
     return KeyValue.name
 
 
+def test_a_suite_is_known_by_the_name_of_its_file() -> None:
+    assert list(suites.list_suites()) == suites.suite_names() == [each.name for each in suites.list_suites().values()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("score", ["generate", pytest.param("rank", marks=pytest.mark.thorough)])
 def test_the_bundled_model_answers_at_its_own_length_and_not_far_beyond(key_value: str, score: str) -> None:
