@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,13 @@ hypothesis.settings.load_profile("tests")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     models = sys.modules.get("tests.support.models")  # it imports transformers, which some tests do without
     families = set() if models is None else {*models.FAMILIES, *models.ROTATING}
+    cases = Counter[str]()
     for item in items:
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            cases[test] += 1
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         family = params.get("name", params.get("model_type"))
         if not isinstance(family, str) or family not in families:

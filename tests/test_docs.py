@@ -279,7 +279,7 @@ def test_make_bench_runs_every_benchmark() -> None:
         assert re.search(rf"benchmarks/{name} --device", bench), name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
     """What `make tables` does, for the bundled model."""
     from docs.figures.real_models import section

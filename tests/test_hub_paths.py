@@ -91,6 +91,7 @@ def no_faults(hub: Hub) -> None:
 # --- the same as from a folder --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["plain", "sharded", "native", "restored", "legacy"])
 def test_a_model_by_hub_id_is_the_model_in_its_folder(name: str, hub: Hub) -> None:
     assert hub.client.call(logits, f"some/{name}") == logits(hub.folders[name])
@@ -255,6 +256,7 @@ FAILURES: dict[str, tuple[str, dict[str, Any], str]] = {
 WAITING = ("cut off", "silent", "a silent API")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "what",
     [pytest.param(name, marks=[THOROUGH] * (name in WAITING)) for name in FAILURES],

@@ -55,7 +55,6 @@ def test_plain_rope_reads_at_its_trained_length_and_fails_beyond() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_the_best_method_reads_on_at_four_times_the_trained_length() -> None:
     names = ("linear", "ntk", "by-parts", "yarn", "llama3")
     found = {name: bits_per_byte(name, 4.0, lengths=(1024,))[1024] for name in names}
@@ -71,7 +70,7 @@ def test_dynamic_scaling_costs_nothing_at_the_trained_length() -> None:
     assert dynamic[512] < bits_per_byte(None)[512] - 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_with_attention_level_methods_longer_context_helps() -> None:
     plain = bits_per_byte(None)[256]
     found = {

@@ -96,6 +96,7 @@ def test_scaled_frequencies_find_a_part_of_it(method: str) -> None:
     assert found(model, 4 * TRAINED) >= 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", but(["dca"], "dynamic-yarn", "self-extend", "dca"))
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_every_cache_finds_as_much(method: str, options: dict[str, Any]) -> None
     assert usual >= 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", but(["rerope", "leaky-rerope"], *REMAPPING))
 def test_prompts_of_unequal_length_in_one_batch(method: str) -> None:
@@ -128,6 +130,7 @@ def test_prompts_of_unequal_length_in_one_batch(method: str) -> None:
     assert right(made[COUNT:, 4 * TRAINED :], answers) >= 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic-cache", "static-cache"])
 @pytest.mark.parametrize("method", but(["rerope", "dynamic-yarn"], "dynamic-yarn", "rerope", "self-extend"))
@@ -150,6 +153,7 @@ def test_a_conversation_that_outgrows_the_trained_length(method: str, static: bo
     assert far >= 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", but(["rerope", "dca"], "dynamic-yarn", "rerope", "self-extend", "dca"))
 def test_a_saved_model_finds_as_much(method: str, tmp_path: Path) -> None:

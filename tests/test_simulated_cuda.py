@@ -168,6 +168,7 @@ def read_in_every_way(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor
     return {name: value.float().cpu() for name, value in found.items()}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @pytest.mark.parametrize(("family", "method"), CASES)
@@ -180,6 +181,7 @@ def test_values_are_those_of_the_cpu(family: str, method: str) -> None:
         assert float((found[way] - wanted).norm() / wanted.norm()) < 2e-3, way
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn", "rerope", "dca"])
 @pytest.mark.parametrize(
@@ -257,6 +259,7 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("method", LAUNCHES)
@@ -270,6 +273,7 @@ def test_launches_of_a_decoding_step(method: str, triton: bool) -> None:
     assert four[1:] == (0, 0, 0)  # neither waits nor copies
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic-ntk even", "dynamic-yarn", "self-extend", "dca"])
@@ -290,6 +294,7 @@ def test_copies_of_a_span(device: SimulatedCuda, method: str | None, family: str
 # --- what is built on models -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic-yarn", "self-extend", "dca"])
 @pytest.mark.parametrize("offload", [False, True])
@@ -309,6 +314,7 @@ def test_scores_are_those_of_the_cpu(method: str | None, offload: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk even", "dynamic-yarn", "self-extend", "dca"])
 @pytest.mark.parametrize("order", ["patched before", "patched after", "rotary module on the other device"])

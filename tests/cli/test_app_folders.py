@@ -95,6 +95,7 @@ def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.thorough if other else pytest.mark.slow]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "kind"),

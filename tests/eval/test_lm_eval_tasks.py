@@ -118,7 +118,7 @@ def test_slip_the_share_of_aliases_counts_instead_of_any() -> None:
     assert common_utils.string_match_part(["It is Paris."], [["Paris", "the French capital"]]) == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_slip_essays_are_not_repeated(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """RULER repeats the essays until the length is filled."""
     from lm_eval.tasks.ruler import prepare_niah  # it pairs all adjectives with all nouns, some seconds

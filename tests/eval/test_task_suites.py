@@ -65,7 +65,7 @@ def test_a_suite_is_known_by_the_name_of_its_file() -> None:
     assert list(suites.list_suites()) == suites.suite_names() == [each.name for each in suites.list_suites().values()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("score", ["generate", pytest.param("rank", marks=pytest.mark.thorough)])
 def test_the_bundled_model_answers_at_its_own_length_and_not_far_beyond(key_value: str, score: str) -> None:
     model = load_model("reference", dtype="float32")

@@ -151,6 +151,7 @@ def test_chunks_and_single_steps_are_one_shot(name: str, method: str) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=ATOL, rtol=0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @each_family
 @each_method

@@ -142,6 +142,7 @@ def test_a_mistake_is_named(name: str) -> None:
 STATIC = [("linear", 4.0), ("ntk", 4.0), ("yarn", 4.0), ("by-parts", 8.0), ("llama3", 4.0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3", "gpt_oss", "glm", "deepseek_v3", "gpt_neox"])
 def test_a_saved_folder_rotates_alike_however_it_is_loaded(family: str, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def graphs_of_stock(kind: str, method: str) -> int:
     return compiled(model, kind, COMPILED, fullgraph=method != "dynamic")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("rule", "kind"),

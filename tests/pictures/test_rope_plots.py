@@ -204,6 +204,7 @@ def test_divisors_are_drawn_at_the_length_that_is_given(monkeypatch: pytest.Monk
         assert {"PI", "two lists"} <= {text.get_text() for text in axes.texts}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_methods())
 def test_a_picture_of_every_method(name: str, texts: Callable[..., list[str]]) -> None:

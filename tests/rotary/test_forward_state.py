@@ -211,6 +211,7 @@ class _Logits(nn.Module):
         return result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_an_export_before_the_first_forward_leaves_the_model_as_it_was(method: str) -> None:

@@ -97,6 +97,7 @@ def wrongly_paired() -> Any:
         return rope.convert(plain(**YARN), to="interleaved")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
@@ -123,6 +124,7 @@ def quantised(kind: Any = gguf.GGMLQuantizationType.Q8_0) -> Any:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [lambda: plain(torch.bfloat16, **YARN), quantised], ids=["bfloat16", "Q8_0"])

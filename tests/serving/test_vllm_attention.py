@@ -119,6 +119,7 @@ MIXED = [(300, 300), (201, 1), (40, 3), (64, 64), (250, 90), (17, 1)]
 """Prompts, decoding steps, and prompts that go on after a cached part or an earlier chunk; up to five zones."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize(

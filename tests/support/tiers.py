@@ -1,6 +1,8 @@
 """What `make test` leaves to `make test-all`: families have much in common, and some tests take half a minute.
 
 - Tests marked `thorough`.
+- Of the cases of a test marked `sampled(n)`, all but every n-th. A number that divides no parameter's number of values
+  lets every value of every parameter run.
 - Of a cross product of families and methods: `make test` runs every case on a family of each structural kind, and every
   fifth case in turn on the others, so that every family meets several methods and every method most families.
 - Of all other tests over families, every third on families outside one of each kind.

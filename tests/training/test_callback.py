@@ -31,6 +31,7 @@ def trainer(model: Any, folder: Path, callback: RopeCallback, steps: int = 4) ->
     return Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_stops_the_training_before_it_begins(name: str, tmp_path: Path) -> None:
