@@ -50,6 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ROTATING} | VARIANTS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_logits_are_equal_under_the_other_rotation(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def patched_method(model: Any) -> RemappingMethod:
     return method
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @each_family
 @each_method

@@ -58,7 +58,7 @@ def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
     return [*buffers, *([] if rows is None else [rows.lengths, rows.positions])]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("prefill", ["eager", pytest.param("compiled", marks=pytest.mark.thorough)])

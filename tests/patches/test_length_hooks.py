@@ -39,6 +39,7 @@ from tests.support.tiers import spread
 # --- one layer: a cached step is the full recomputation -----------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), spread(FAMILIES, lambda _: RULES))
 def test_a_cached_step_equals_the_recomputation(name: str, rule: str) -> None:

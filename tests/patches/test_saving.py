@@ -107,6 +107,7 @@ def read(saved: Lookup, request: pytest.FixtureRequest, tmp_path_factory: pytest
 # --- static methods: plain transformers gets the same model -------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
 def test_plain_loading_reproduces_static_methods(name: str, which: str, read: Lookup) -> None:
