@@ -12,6 +12,9 @@ RESULTS := benchmarks/results.jsonl
 demo: .venv/ready
 	$(RUN)/rope-ext demo
 
+# Without the modules that pytest compiles, kept beside the tests, each run would compile 150 of them anew.
+test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 

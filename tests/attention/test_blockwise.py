@@ -262,6 +262,7 @@ def test_nothing_to_attend() -> None:
         assert attend(LocalAttention(), None, call, query, key, key, 1.0).shape == (rows, 4, tokens, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
 def test_half_precision(method: RemappingMethod) -> None:
     assert_close(*attend_and_definition(method, 100, 200, dtype=torch.bfloat16), atol=0.05)

@@ -98,6 +98,7 @@ def test_half_precision_and_torchs_own_files(tmp_path: Path) -> None:
     assert rope.detect_pairing(tmp_path / "bin").pairing == "half"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [

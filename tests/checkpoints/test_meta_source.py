@@ -632,6 +632,7 @@ def test_arguments(tmp_path: Path) -> None:
     assert not new.exists()
 
 
+@pytest.mark.slow
 def test_what_gets_lost_is_warned_of(tmp_path: Path) -> None:
     source = hf_llama(tmp_path / "hf", CASES["own factor"], max_position_embeddings=32768)
     with pytest.warns(UserWarning, match="Meta's") as caught:

@@ -34,6 +34,7 @@ def rows(quantization: dict[str, Any] | None = None, **overrides: Any) -> Rotary
 QUERIES, KEYS = RowLayout(1, (HeadBlock(8, 16, 16),)), RowLayout(1, (HeadBlock(2, 16, 16),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "model.", "model.language_model.", "base_model.model.model.", "model.mtp_"])
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),

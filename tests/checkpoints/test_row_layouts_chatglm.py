@@ -222,6 +222,7 @@ def source(tmp_path: Path) -> Path:
     return write(tmp_path / "source", random_tensors(config), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_equal_under_the_other_rotation(name: str, trust: bool, tmp_path: Path) -> None:

@@ -399,6 +399,7 @@ def test_a_compressed_file_expands_so_far_and_no_further(tmp_path: Path, monkeyp
         load(str(file), max_expansion=0)
 
 
+@pytest.mark.slow
 def test_a_small_file_of_300_megabytes_is_refused_before_it_is_held_in_memory(tmp_path: Path) -> None:
     file = tmp_path / "bomb.txt.gz"
     file.write_bytes(gz(b"x" * 2**20) * 300)  # members of a gzip file follow one another

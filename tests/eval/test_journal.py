@@ -261,6 +261,7 @@ def append_until_full(folder: Path, methods: list[dict[str, Any]]) -> None:
             assert len(read(folder)) == number
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full_is_one_error_wherever_it_fills(small_disk: Path) -> None:
     """Filled up to every few hundred bytes: what is on it is whole lines and at most half of one more."""
     folder = write(small_disk / "run", record(0))

@@ -66,6 +66,7 @@ def asked(results: list[Retrieval]) -> list[tuple[int, float]]:
     return [(result.length, result.depth) for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("keys", [1, 3])

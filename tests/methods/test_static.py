@@ -290,6 +290,7 @@ def test_ntk_keeps_the_highest_and_divides_the_lowest_by_alpha(dim: int, theta: 
     assert alpha_of(rotary, inv_freq) == pytest.approx(alpha, rel=1e-11)
 
 
+@pytest.mark.slow
 @law
 @given(
     dim=some_dims,

@@ -356,6 +356,7 @@ def test_scores_of_a_hybrid_depend_on_differences_of_positions_alone(
     torch.testing.assert_close(run(shift), run(0), atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     name=st.sampled_from(["alibi", "kerple", "kerple power"]),

@@ -156,6 +156,7 @@ def test_a_state_goes_on_where_it_ended(kernel: Any, case: Case, data: st.DataOb
     assert state.numerator.shape == (*case.query.shape[:2], features, case.value.shape[-1])
 
 
+@pytest.mark.slow
 @kernels
 @given(case=exact, data=st.data())
 @settings(max_examples=25)

@@ -143,6 +143,7 @@ def test_the_last_tokens_of_every_piece_are_those_of_one_pass(
         begin = end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EVERY)
 @given(length=st.integers(2, 30), cut=st.integers(1, 29), causal=st.booleans(), seed=st.integers(0, 2**31))
 @settings(max_examples=12)

@@ -224,6 +224,7 @@ def test_generate(name: str, method: str) -> None:
     assert torch.equal(beams[0], single[0])
 
 
+@pytest.mark.slow
 @each_method
 def test_a_cache_can_be_cropped_copied_and_gone_on_with(method: str) -> None:
     model, ids, other = rope.patch(build("llama"), method), tokens(170), tokens(170, seed=9)

@@ -170,6 +170,7 @@ def test_a_class_that_does_not_read_the_former_spelling_gets_none(tmp_path: Path
     assert float((logits(plain, tokens(200)) - logits(model, tokens(200))).abs().max()) <= 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox", "glm"])
 def test_plain_loading_and_saving_keeps_one_spelling(name: str, saved: Lookup, tmp_path: Path) -> None:
     it = saved("static", name, "yarn")

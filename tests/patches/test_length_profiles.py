@@ -168,6 +168,7 @@ def test_unknown_padding_of_a_part_of_the_prompt_is_refused() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_images_count_by_their_positions() -> None:
     for tokens_, factor in ((40, 1), (TRAINED, 1), (100, 2)):
         inputs = with_image(tokens_)

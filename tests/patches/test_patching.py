@@ -132,6 +132,7 @@ def test_angles_come_in_the_dtype_and_shape_of_the_stock_module(name: str, dtype
     assert difference(ours.float(), stock.float()) <= 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e7])
 def test_a_model_cast_before_the_patch_is_as_good_as_one_cast_after(theta: float, dtype: torch.dtype) -> None:
@@ -454,6 +455,7 @@ def test_models_without_rope_are_refused(model_type: str, act: Any) -> None:
     assert state(model) == before
 
 
+@pytest.mark.slow
 def test_angles_arranged_in_another_way_are_refused() -> None:
     """HunYuan-VL gives the two columns of a pair to different axes of its positions."""
     from transformers.models.hunyuan_vl.configuration_hunyuan_vl import HunYuanVLTextConfig

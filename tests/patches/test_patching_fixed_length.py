@@ -121,6 +121,7 @@ def test_generate_is_greedy_search_without_a_cache(name: str, method: str) -> No
     assert torch.equal(got.sequences, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dynamic-ntk", "yarn"])
 def test_generate_with_a_static_cache_and_with_beams(method: str) -> None:
     params: dict[str, Any] = {"factor": 4} if method == "yarn" else {}

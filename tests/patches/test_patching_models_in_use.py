@@ -78,6 +78,7 @@ def test_pickling_round_trip(name: str, method: str) -> None:
     assert torch.equal(logits(model, ids), out)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn", "rerope"])
 def test_a_forked_process_computes_the_same(method: str) -> None:
@@ -343,6 +344,7 @@ def offload(model: Any, how: str, folder: Path) -> Any:
 OFFLOADS = ["cpu", "cpu, buffers too", "disk", "map"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", OFFLOADS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_patch_after_dispatch(name: str, how: str, tmp_path: Path) -> None:

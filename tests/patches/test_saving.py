@@ -330,6 +330,7 @@ def test_a_trainer_saves_it_that_way(tmp_path: Path) -> None:
 # --- undone before saving, saved again ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["yarn", "dynamic"])
 @every_family
 def test_unpatching_before_saving_gives_the_plain_model(name: str, method: str, tmp_path: Path) -> None:
@@ -342,6 +343,7 @@ def test_unpatching_before_saving_gives_the_plain_model(name: str, method: str, 
     assert not rope.describe(rope.from_pretrained(tmp_path / "unpatched")).patched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["yarn", "linear", "factors"])
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3", "glm"])
 def test_saving_again_after_plain_loading(name: str, which: str, saved: Lookup, tmp_path: Path) -> None:
@@ -352,6 +354,7 @@ def test_saving_again_after_plain_loading(name: str, which: str, saved: Lookup, 
     assert torch.equal(logits(rope.from_pretrained(tmp_path), tokens(LONG)), logits(it.model, tokens(LONG)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["paper", "dynamic-yarn"])
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
 def test_saving_again_after_our_loading(name: str, which: str, saved: Lookup, tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ def test_a_video_is_read_as_natively(model_type: str) -> None:
         rope.patch(model, "dynamic-yarn")(**inputs)
 
 
+@pytest.mark.slow
 @every_family
 def test_generating_from_an_image_equals_whole_forwards(model_type: str) -> None:
     model, inputs = rope.patch(build(model_type), "ntk", factor=4), with_image()

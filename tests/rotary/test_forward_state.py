@@ -261,6 +261,7 @@ def test_a_length_fixed_in_inference_mode_does_not_stay_an_inference_tensor() ->
     assert not any(buffer.is_inference() for buffer in model.buffers())
 
 
+@pytest.mark.slow
 def test_tables_that_grow_in_inference_mode_or_an_export_do_not_break_later_calls() -> None:
     x = torch.ones(1, 40, 1, 16)
     expected = NTKAwareRoPE(16, 10, dynamic=True)(x)

@@ -138,6 +138,7 @@ def test_length_dependent_and_remapping_methods_are_refused_by_name() -> None:
         make_target(served_model("Mistral"), factor=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stairs", "rerope"])
 def test_remapping_is_served_as_an_experiment(name: str, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"target_length": 1024, "temperature": "log-n"}
@@ -275,6 +276,7 @@ def measured(name: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_the_rules_are_those_of_the_versions_that_were_compared() -> None:
     for engine in measured("engine-classes")["engines"]:
         assert engine["version"] == find_engine(engine["engine"]).version
