@@ -2,7 +2,8 @@
 
 Read: vllm/model_executor/layers/rotary_embedding/ (`__init__.py`, yarn_scaling_rope.py, mrope.py, llama3_rope.py,
 deepseek_scaling_rope.py, phi3_long_rope_scaled_rope.py), models/llama.py, qwen3.py, gemma3.py, gpt_oss.py,
-deepseek_v2.py, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/model.py.
+deepseek_v2.py, AXK1.py, glm4_moe_lite.py, longcat_flash.py and registry.py, what every file of models/ hands to
+get_rope, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/model.py.
 """
 
 from __future__ import annotations
@@ -43,6 +44,32 @@ DEEPSEEK_FAMILIES = frozenset(
 """Families whose model file runs every rope type by the class for DeepSeek's yarn, and takes its softmax scale."""
 INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
+_THETA_ALONE = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
+"""Families whose model file hands on nothing of the rope settings but theta; that of dbrx cut to a whole number."""
+_BY_TRANSFORMERS = frozenset(
+    {
+        "arcee",
+        "cwm",
+        "flex_olmo",
+        "glm",
+        "gpt_neox",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "jais2",
+        "mellum",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+    }
+)
+"""Families that its registry of models has the classes of transformers run."""
+_NOT_READ = frozenset({"deepseek_v4", "dots3_note_text"})
+"""Families whose model files choose a rope type for each layer by themselves."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
 _MROPE_TABLE = 4
@@ -148,6 +175,12 @@ class VLLM(ConfigEngine):
                 notes.append("gpt-oss: run as yarn, without attention_factor.")
             settings = {key: settings[key] for key in kept if key in settings} | {"rope_type": "yarn"}
             kind = "yarn"
+        if model_type in _THETA_ALONE:
+            notes = [] if kind == "default" else [f"{model_type}: the rope type {kind} is ignored."]
+            theta = int(theta) if model_type == "dbrx" else theta
+            return Computed(tuple(plain(theta, dim)), 1.0, derived, table, notes=tuple(notes))
+        if model_type in _NOT_READ and kind != "default":
+            raise NotCheckedError(f"how its file for {model_type} scales layers was not checked")
         if mrope and kind not in ("default", "yarn"):
             raise ServingError(f"its class for {kind} knows no M-RoPE positions")
         if kind == "default":
@@ -170,6 +203,11 @@ class VLLM(ConfigEngine):
         elif kind in ("longrope", "su"):
             if model_type in INTERLEAVED_FAMILIES:
                 raise ServingError("its longrope class takes half-paired rotation only")
+            if model_type in _BY_TRANSFORMERS and settings["long_factor"] != settings["short_factor"]:
+                raise ServingError(
+                    f"it runs {model_type} by the class of transformers, whose longrope takes the list of the longest "
+                    "input of a batch"
+                )
             original = needed(settings, "original_max_position_embeddings")
             served = length or int(text.get("original_max_position_embeddings") or derived)
             key = "long" if served > original else "short"
@@ -213,11 +251,15 @@ class VLLMWithPlugin(VLLM):
 
     def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
         text = text_settings(config)
-        settings = rope_settings(text)
+        settings, model_type = rope_settings(text), str(text.get("model_type"))
         if plugin_settings(settings) is None:
             return super().computes(config, length)
+        if model_type in _THETA_ALONE:
+            raise ServingError(f"its {model_type} model hands on theta alone, so that the plug-in gets no settings")
+        if model_type in _NOT_READ:
+            raise NotCheckedError(f"how its file for {model_type} scales layers was not checked")
         softmax_scale = 1.0
-        if text.get("model_type") in DEEPSEEK_FAMILIES:
+        if model_type in DEEPSEEK_FAMILIES:
             softmax_scale = yarn_magnitude(settings["factor"], settings["mscale_all_dim"]) ** 2
         inv_freq, magnitude = plugin_frequencies(settings)
         return Computed(inv_freq, magnitude, length_setting(text), softmax_scale=softmax_scale)

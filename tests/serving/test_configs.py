@@ -572,3 +572,30 @@ def test_latent_attention_is_served_with_its_softmax_scale_or_refused(model_type
             assert config.computed.softmax_scale == pytest.approx(after / before, rel=1e-5)
     config, refusal = serve("vllm", make_target(open_model(models[0]), "llama3", factor=4))
     assert (config is None) is (model_type in DEEPSEEK_FAMILIES), refusal
+
+
+@pytest.mark.parametrize("model_type", ["mimo_v2_flash", "minimax_m3_vl_text"])
+def test_a_file_of_vllm_that_hands_on_theta_alone_serves_theta_alone(model_type: str) -> None:
+    model = open_model(tiny(model_type.removesuffix("_text"), rope_parameters=None))
+    assert serve("vllm", make_target(model))[0] is not None
+    config, refusal = serve("vllm", make_target(model, "yarn", factor=4))
+    assert config is None, refusal
+    with pytest.raises(ServingError, match="hands on theta alone"):
+        find_engine("vllm").with_plugin().config_for(make_target(model, "yarn", factor=4))
+
+
+@pytest.mark.parametrize(("model_type", "runs_it"), [("llama", True), ("olmo2", False), ("starcoder2", False)])
+def test_two_lists_are_not_those_of_the_classes_of_transformers_in_vllm(model_type: str, runs_it: bool) -> None:
+    short, long = [1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0]
+    settings = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    config = {"model_type": model_type, "max_position_embeddings": 256, "head_dim": 8}
+
+    def computed(**lists: list[float]) -> Computed:
+        return find_engine("vllm").computes(config | {"rope_parameters": settings | lists}, 256)
+
+    same = computed(short_factor=long, long_factor=long)
+    if runs_it:
+        assert computed(short_factor=short, long_factor=long).inv_freq == same.inv_freq
+    else:
+        with pytest.raises(ServingError, match="takes the list of the longest input of a batch"):
+            computed(short_factor=short, long_factor=long)
