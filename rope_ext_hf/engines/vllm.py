@@ -49,14 +49,18 @@ _THETA_ALONE = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
 _BY_TRANSFORMERS = frozenset(
     {
         "arcee",
+        "bitnet",
         "cwm",
+        "diffllama",
         "flex_olmo",
         "glm",
         "gpt_neox",
+        "helium",
         "hunyuan_v1_dense",
         "hunyuan_v1_moe",
         "jais2",
         "mellum",
+        "nanochat",
         "olmo",
         "olmo2",
         "olmo3",
@@ -65,9 +69,10 @@ _BY_TRANSFORMERS = frozenset(
         "smollm3",
         "starcoder2",
         "vaultgemma",
+        "youtu",
     }
 )
-"""Families that its registry of models has the classes of transformers run."""
+"""Families that the classes of transformers run there, by its registry of models or for want of a model file."""
 _NOT_READ = frozenset({"deepseek_v4", "dots3_note_text"})
 """Families whose model files choose a rope type for each layer by themselves."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
