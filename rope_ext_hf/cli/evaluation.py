@@ -175,7 +175,7 @@ def _perplexity(
             return _measure(methods.context, evaluator.model(source), of_keys, given.out, workers)
 
         plan = keys.mark(plan, evaluator, find, first=workers.rank == 0)
-        return reader.reading(plan, empty, load, workers)
+        return reader.reading(plan, given.model, empty, load, workers)
 
     return _run(given, reader, planned, spans.most_spans)
 

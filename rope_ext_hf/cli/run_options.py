@@ -65,15 +65,16 @@ class ReaderOptions(ProcessOptions):
     ] = None
 
     def reading(
-        self, plan: RunPlan[Any], empty: PreTrainedModel, load: EvalOptions, workers: Workers
+        self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> tuple[RunPlan[Any], Workers]:
         """The plan with what reads its text, and its processes; prints what is left out.
 
         Args:
+            model: its name.
             empty: the model on the meta device.
         """
         from rope_ext_hf.eval.context_parallel import spread_over
-        from rope_ext_hf.hub import find_device
+        from rope_ext_hf.hub import find_device, is_adapter
         from rope_ext_hf.serving.vllm_scorer import scored_by_engine
 
         left_out = None
@@ -84,6 +85,11 @@ class ReaderOptions(ProcessOptions):
                 )
             plan, workers, left_out = spread_over(empty, plan, workers, find_device(load.device))
         elif self.engine is not None:
+            if is_adapter(model, revision=load.revision):
+                raise MethodError(
+                    f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
+                    "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
+                )
             alone = workers.count == 1 and load.device_map is None
             plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, **load.version)
         if left_out is not None and workers.rank == 0:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -152,6 +153,16 @@ def test_what_vllm_cannot_run_is_refused_before_it_starts(
     engine: type[Engine], tmp_path: Path, arguments: tuple[str, ...], error: str
 ) -> None:
     assert error in run(*COMMAND, *arguments, "--engine", "vllm", "--out", str(tmp_path))[1].replace("\n", " ")
+    assert not engine.started
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
+def test_an_adapter_is_refused_before_it_starts(engine: type[Engine], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(reference_folder())
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    asked = ("ppl", str(tmp_path / "adapter"), *COMMAND[2:], "--engine", "vllm", "--out", str(tmp_path / "runs"))
+    assert "is an adapter, and --engine reads whole models" in run(*asked)[1].replace("\n", " ")
     assert not engine.started
 
 
