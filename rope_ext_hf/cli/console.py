@@ -48,17 +48,19 @@ def results_to(stream: TextIO | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _results_stream() -> Iterator[TextIO]:
-    """Where results go; a full disk there is one error, and what was not written is given up."""
-    stream = _results[-1] if _results else sys.stdout
+def _results_stream() -> Iterator[TextIO | None]:
+    """Where results go, None: nowhere; a full disk there is one error, and what was not written is given up."""
+    stream: TextIO | None = _results[-1] if _results else sys.stdout  # None where it was closed before the start
     try:
         yield stream
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     except BrokenPipeError:  # the reader has seen enough, which typer ends quietly
         raise
     except OSError as error:
-        with open(os.devnull, "w") as nothing:  # noqa: PTH123
-            os.dup2(nothing.fileno(), stream.fileno())
+        if stream is not None:
+            with open(os.devnull, "w") as nothing:  # noqa: PTH123
+                os.dup2(nothing.fileno(), stream.fileno())
         raise FileError(f"the results could not be printed: {error.strerror or error}") from error
 
 

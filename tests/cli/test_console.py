@@ -48,3 +48,9 @@ def test_a_full_disk_under_the_results_is_one_error() -> None:
             pytest.raises(FileError, match="the results could not be printed: No space left"),
         ):
             print_results()
+
+
+def test_results_may_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    print_text("a result")
+    print_table(Table("method"))
