@@ -52,7 +52,7 @@ def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
     )  # fmt: skip
     comparison = compare_runs([losses.folder, measure(model, plan, out=out).folder])
     comparison.write_page(out / "comparison.html")
-    print(comparison.conclusion(), flush=True)
+    print(comparison.conclusion, flush=True)
     return {"model": folder.name, "context_length": length} | comparison.to_dict()
 
 

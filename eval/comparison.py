@@ -1,7 +1,7 @@
 """Several runs of one model on one page: which method, up to what length, at what cost.
 
     comparison = compare_runs(["results/llama-perplexity-1a2b", "results/llama-tasks-3c4d"])
-    print(comparison.conclusion())
+    print(comparison.conclusion)
     comparison.write_page("comparison.html")
 
 Runs of different kinds have no numbers in common; each kind says what its own are (`RunKind.measures`).
@@ -10,8 +10,8 @@ Runs of different kinds have no numbers in common; each kind says what its own a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -25,11 +25,13 @@ from rich.text import Text
 
 from rope_ext_hf.errors import FileError, multiple_text, printable
 from rope_ext_hf.eval.measures import Measure, kendall_tau
-from rope_ext_hf.eval.results import interval, labels, method_key, short_labels
+from rope_ext_hf.eval.results import short_labels
 from rope_ext_hf.eval.run_commands import read_commands
 from rope_ext_hf.eval.run_folder import read_run
-from rope_ext_hf.eval.runs import Run
-from rope_ext_hf.eval.tables import AS_LOADED, length_text
+from rope_ext_hf.eval.runs import Run, findings_of_runs
+from rope_ext_hf.eval.statistics import Estimate
+from rope_ext_hf.eval.tables import BEYOND
+from rope_ext_hf.eval.verdicts import Conclusion, Findings, conclude, time_ratio
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.pictures.drawing import picture, plot_text
 from rope_ext_hf.pictures.html_page import (
@@ -47,6 +49,8 @@ from rope_ext_hf.pictures.svg_charts import line_chart
 
 __all__ = ["Comparison", "compare_runs"]
 
+ENOUGH = 16
+"""Documents or prompts that an interval of Kendall's tau takes. It is a percentile bootstrap: tau is no mean."""
 _SAME = ("weights", "basis", "over", "context_length", "loaded")
 """Settings of which a difference makes methods of one name different ones."""
 
@@ -64,12 +68,12 @@ class Agreement(NamedTuple):
 
 
 def compare_runs(folders: Sequence[str | Path]) -> Comparison:
-    """Read runs of one model, of any kinds, finished or not.
+    """Read runs of one model, of any kinds, finished or not; their order does not matter.
 
     Raises:
         FileError: not the folder of a run, a damaged one, a run without results, or one of another model.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
     for run in runs:
         if not run.results:
             raise FileError(f"{str(run.folder)!r} has no result yet; the command that began it continues it")
@@ -93,77 +97,42 @@ class Comparison:
     runs: Sequence[Run[Any]]
 
     @cached_property
-    def names(self) -> dict[str, str]:
-        """The label of each method by its key; the model as loaded first."""
-        loaded = self.runs[0].settings["loaded"]
-        names = labels([loaded, *(result.method for run in self.runs for result in run.results)])
-        return dict(zip(names, short_labels(names.values()), strict=True))
+    def findings(self) -> Findings:
+        """What the runs found; those that read the same text alike count as one."""
+        return findings_of_runs(self.runs)
 
     @cached_property
+    def conclusion(self) -> Conclusion:
+        """Which method, up to what length, at what cost, in a few sentences."""
+        return conclude(self.findings)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The label of each method by its key; the model as loaded first."""
+        return self.findings.names
+
+    @property
     def measures(self) -> list[Measure]:
         """Those of all runs, the one closest to use first; those that decide nothing last."""
-        every = [(m, run) for run in self.runs for m in run.kind.measures(run) if any(m.items.values())]
-        names = [measure.name for measure, _ in every]
-        told = [
-            replace(m, name=f"{m.name}, {printable(run.settings['data'])}") if names.count(m.name) > 1 else m
-            for m, run in every
-        ]
-        return sorted(told, key=lambda measure: (bool(measure.flaw), measure.evidence))
-
-    @cached_property
-    def informative(self) -> list[Measure]:
-        """Those that can decide something."""
-        return [measure for measure in self.measures if not measure.flaw]
+        return self.findings.ordered
 
     @property
     def _loaded(self) -> str:
-        return method_key(self.runs[0].settings["loaded"])
+        return self.findings.loaded
 
     @property
     def _context(self) -> int:
-        return self.runs[0].context_length
+        return self.findings.context_length
 
-    @cached_property
-    def choice(self) -> tuple[str, list[str]]:
-        """The key of the best method, and those of the methods that no measure tells from it.
-
-        The measure closest to use decides, at its longest length; methods that its interval does not tell from the best
-        one are told apart by the next measure.
-        """
-        among, best = list(self.names), self._loaded
-        for measure in self.informative:
-            found, equal = measure.best(measure.longest, among)
-            if found is not None:
-                best, among = found, equal
-        return best, among
-
-    @cached_property
-    def _timed(self) -> dict[tuple[str, int], Any]:
-        """The results that were timed, by method key and length."""
-        return {
-            (method_key(r.method), r.length): r
-            for run in self.runs
-            for r in run.results
-            if getattr(r, "tokens_per_second", None)
-        }
-
-    def cost(self, key: str) -> tuple[float, float | None] | None:
-        """A method's seconds per token and its GPU memory as shares of those of the model as loaded.
-
-        At the longest length at which both were timed; None where none was.
-        """
-        timed = self._timed
-        both = [n for other, n in timed if other == key and (self._loaded, n) in timed]
-        if not both:
-            return None
-        mine, plain = timed[key, max(both)], timed[self._loaded, max(both)]
-        memory = mine.gpu_bytes / plain.gpu_bytes if mine.gpu_bytes and plain.gpu_bytes else None
-        return plain.tokens_per_second / mine.tokens_per_second, memory
+    def cost(self, key: str) -> Estimate | None:
+        """A method's seconds per token as a share of those of the model as loaded, timed in one run; None: in none."""
+        ratios = (time_ratio(times, key, self._loaded) for times in self.findings.times)
+        return next((ratio for ratio in ratios if ratio is not None), None)
 
     def agreements(self) -> list[Agreement]:
         """Each pair of measures at each length beyond the context length where both have three methods or more."""
         rows = []
-        for one, other in combinations(self.informative, 2):
+        for one, other in combinations(self.findings.informative, 2):
             lengths = {n for row in one.items.values() for n in row} & {n for row in other.items.values() for n in row}
             for length in sorted(n for n in lengths if n > self._context):
                 keys = [key for key in one.measured(length) if key in other.measured(length)]
@@ -173,47 +142,6 @@ class Comparison:
 
     # --- for people ---------------------------------------------------------------------------------------------------
 
-    def conclusion(self) -> str:
-        """Which method, up to what length, at what cost, in a few sentences."""
-        best, equal = self.choice
-        measures = self.informative
-        longest = max((measure.longest for measure in measures), default=0)
-        values = [self._value_text(m, best, longest) for m in measures if best in m.measured(m.longest)]
-        where = length_text(longest, self._context)
-        text = f"At {where}, {self._called(best)} reads best: {', '.join(values)}." if values else "No method is best."
-        if others := [self.names[key] for key in equal if key != best]:
-            text += f" These measures do not tell it from {', '.join(others)}."
-        for measure in measures:
-            if best in measure.reaches:
-                plain = measure.reaches.get(self._loaded)
-                text += f" Its effective length by the {measure.name} is {measure.reaches[best]} tokens"
-                text += f"; as loaded {plain}." if plain and best != self._loaded else "."
-        if best != self._loaded:
-            text += self._price(best)
-        for measure in measures:
-            found, same = measure.best(measure.longest, list(self.names))
-            if found is not None and best not in same:
-                text += f" By the {measure.name} alone it would be {self._called(found)}."
-        for measure in self.measures:
-            if measure.flaw:
-                text += f" The {measure.name} {measure.flaw}, and decides nothing."
-        return text
-
-    def _price(self, key: str) -> str:
-        """What a method costs at the context length, and in time and memory."""
-        text = ""
-        changes = [
-            f"the {measure.name} by {measure.change_text(change)}"
-            for measure in self.informative
-            if (change := self._change_at_context(measure, key)) is not None
-        ]
-        if changes:
-            text += f" At {length_text(self._context, self._context)} it changes {' and '.join(changes)}."
-        if (cost := self.cost(key)) is not None:
-            memory = f" and {cost[1]:.2f} times its GPU memory" if cost[1] else ""
-            text += f" It takes {cost[0]:.2f} times as long as the model as loaded{memory}."
-        return text
-
     def table(self, *, detailed: bool = False) -> Table:
         """One row per method: each measure at its longest length and its change at the context length.
 
@@ -221,14 +149,18 @@ class Comparison:
         """
         caption = (
             f"Below each measure the length; 1x: {self._context:,} tokens, where the change against the model as "
-            "loaded stands. * best of a column, and all that its 95% interval does not tell from it"
+            "loaded stands. * best of a column, and all that their 95% intervals do not tell from it"
         )
         view = Table(title=Text(f"{self._title}, by method"), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
         view.add_column("method", overflow="fold")
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
         costs = {key: self.cost(key) for key in self.names}
         if any(costs.values()):
-            cells = {key: f"{cost[0]:.2f}x" for key, cost in costs.items() if cost}
+            cells = {
+                key: f"{cost.value:.2f}x" + (_between(cost, "{:.2f}".format) if detailed else "")
+                for key, cost in costs.items()
+                if cost
+            }
             columns.append(("time per token\nas loaded: 1", cells))
         for head, _ in columns:
             view.add_column(head, justify="right", overflow="fold")
@@ -238,24 +170,26 @@ class Comparison:
 
     def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
         """Head and cells by method key, of each column that a measure has in the table."""
-        far, keys = measure.longest, list(self.names)
-        equal = measure.best(far, keys)[1] if not measure.flaw else []
-        values = {
-            key: measure.text(measure.value(key, far)) + ("*" if key in equal else " ") for key in measure.measured(far)
-        }
-        if detailed:
-            bounds = {key: interval(measure.drawn([key], far)[:, 0]) for key in values}
-            for key, pair in bounds.items():
-                values[key] += "\n" + " to ".join(map(measure.text, pair))
+        far, known = measure.longest, self.findings
+        equal = known.best(measure, far) if not measure.flaw else []
+        values = {}
+        for key in measure.measured(far):
+            over = BEYOND if far > known.extended.get(key, far) else ""
+            values[key] = f"{measure.text(measure.value(key, far))}{'*' if key in equal else ' '}{over}"
+            values[key] += _between(measure.estimate(key, far), measure.text) if detailed else ""
         head = f"{measure.name}\n{far:,} ({multiple_text(far, self._context)})"
         columns: list[tuple[str, Mapping[str, str]]] = [(head, values)]
-        changes = {key: self._change_at_context(measure, key) for key in keys}
-        shown = {
-            key: measure.signed(change[0]) + ("\n" + " to ".join(map(measure.signed, change[1:])) if detailed else "")
-            for key, change in changes.items()
-            if change is not None
+        changes = {
+            key: change
+            for key in self.names
+            if key != self._loaded
+            and (change := measure.change((key, self._context), (self._loaded, self._context))) is not None
         }
-        if shown:
+        if changes:
+            shown = {
+                key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
+                for key, change in changes.items()
+            }
             columns.append((f"{measure.name}\nchange at 1x", shown))
         if measure.reaches:
             columns.append(
@@ -277,15 +211,17 @@ class Comparison:
         for index, head in enumerate(("measures", "length", "methods", "tau")):
             view.add_column(head, justify="right" if index else "left", overflow="fold")
         for row in rows:
-            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f} [{row.low:.2f} to {row.high:.2f}]"
+            between = "" if math.isnan(row.low) else f" [{row.low:.2f} to {row.high:.2f}]"
+            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}{between}"
             view.add_row(Text(f"{row.one} and {row.other}"), f"{row.length:,}", str(row.methods), tau)
         return view
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the conclusion, every value with its interval, effective lengths, agreements, and the runs."""
         return {
-            "conclusion": self.conclusion(),
-            "best": self.names[self.choice[0]],
+            "conclusion": str(self.conclusion),
+            "best": None if self.conclusion.best is None else self.names[self.conclusion.best],
+            "not_told_from_it": [self.names[key] for key in self.conclusion.equal],
             "measures": [self._measure_dict(measure) for measure in self.measures],
             "agreements": [row._asdict() for row in self.agreements()],
             "runs": [str(run.path) for run in self.runs],
@@ -295,9 +231,10 @@ class Comparison:
         values = []
         for key in self.names:
             for length in measure.lengths(key):
-                low, high = interval(measure.drawn([key], length)[:, 0])
-                value = {"length": length, "value": measure.value(key, length), "low": low, "high": high}
-                values.append({"method": self.names[key]} | value)
+                extended = self.findings.extended.get(key)
+                beyond = {"extended_length": extended, "beyond": length > (extended or length)}
+                place = {"method": self.names[key], "length": length}
+                values.append(place | measure.estimate(key, length)._asdict() | beyond)
         reaches = {self.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
         about = {"name": measure.name, "unit": measure.unit, "higher_is_better": measure.higher_is_better}
         about["flaw"] = measure.flaw
@@ -312,7 +249,7 @@ class Comparison:
         agreement = self.agreement_table()
         page = html_page(
             self._title,
-            self.conclusion(),
+            str(self.conclusion),
             html_table(self.table(detailed=True)),
             side_by_side(map(self._chart, self.measures)),
             "" if agreement is None else html_table(agreement),
@@ -324,7 +261,7 @@ class Comparison:
         return Path(path)
 
     def _repr_html_(self) -> str:
-        return paragraph(self.conclusion()) + html_table(self.table(detailed=True))
+        return paragraph(str(self.conclusion)) + html_table(self.table(detailed=True))
 
     @property
     def _title(self) -> str:
@@ -340,14 +277,14 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        measures = self.informative or self.measures
+        measures = self.findings.informative or self.measures
         styles = line_styles(list(dict.fromkeys(name for measure in measures for name in self._points(measure))))
         with picture(path, 6.2 * len(measures), 5.2) as figure:
             for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
                 draw_curves(axes, self._points(measure), styles, self._context)
                 axes.set_ylabel(_axis_text(measure))
             figure.suptitle(plot_text(title or self._title), fontsize=13)
-            figure.supxlabel(fill(plot_text(self.conclusion(), 1000), 75 * len(measures)), fontsize=8.3)
+            figure.supxlabel(fill(plot_text(str(self.conclusion), 1000), 75 * len(measures)), fontsize=8.3)
         return figure
 
     def _points(self, measure: Measure) -> dict[str, list[tuple[int, float]]]:
@@ -362,21 +299,10 @@ class Comparison:
         threshold = None if measure.threshold is None else measure.threshold * (100 if measure.unit == "%" else 1)
         return line_chart(self._points(measure), self._context, f"{_axis_text(measure)}.", threshold=threshold)
 
-    def _called(self, key: str) -> str:
-        return AS_LOADED if key == self._loaded else self.names[key]
 
-    def _value_text(self, measure: Measure, key: str, longest: int) -> str:
-        """A method's value at the measure's longest length, which is named where it is not `longest`."""
-        length = measure.longest
-        text = f"{measure.name} {measure.text(measure.value(key, length))}{measure.behind}"
-        if key != self._loaded and self._loaded in measure.measured(length):
-            text += f" (as loaded {measure.text(measure.value(self._loaded, length))})"
-        return text if length == longest else f"{text} at {length_text(length, self._context)}"
-
-    def _change_at_context(self, measure: Measure, key: str) -> tuple[float, float, float] | None:
-        at = measure.measured(self._context)
-        known = key in at and self._loaded in at and key != self._loaded
-        return measure.change(key, self._loaded, self._context) if known else None
+def _between(given: Estimate, text: Callable[[float], str]) -> str:
+    """The interval on a line of its own; empty where there is none."""
+    return "" if given.low is None or given.high is None else f"\n{text(given.low)} to {text(given.high)}"
 
 
 def _axis_text(measure: Measure) -> str:
@@ -398,7 +324,9 @@ def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -
     ]
     taus = kendall_tau(*drawn)
     taus = taus[~taus.isnan()]
-    low, high = interval(taus) if len(taus) else (math.nan, math.nan)
+    enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= ENOUGH
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(taus, ends).tolist() if enough else (math.nan, math.nan)
     return Agreement(one.name, other.name, length, len(keys), kendall_tau(*values).item(), low, high)
 
 
@@ -407,7 +335,7 @@ def _run_section(run: Run[Any]) -> str:
     table = run.table(detailed=True)
     return collapsed(
         f"{run.kind.name}: {run.title}, {run.folder}",
-        paragraph(run.kind.conclusion(run)),
+        paragraph(str(run.conclusion)),
         "" if table is None else html_table(table),
         commands_section("To repeat or continue it", read_commands(run.folder)),
         as_json(run.settings),

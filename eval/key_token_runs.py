@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,7 +92,12 @@ class KeyTokenRuns(RunKind):
         raise ValueError(f"expected [compared, keys, ranges], got {short(repr(value))}")
 
     def result(
-        self, method: dict[str, Any] | None, setting: KeySetting, cell: Cell, values: Sequence[DocumentKeys], cost: Cost
+        self,
+        method: dict[str, Any] | None,
+        setting: KeySetting,
+        cell: Cell,
+        values: Sequence[DocumentKeys],
+        costs: Sequence[Cost],
     ) -> KeyTokens:
         compared, keys = (sum(numbers) for numbers in zip(*((v.compared, v.keys) for v in values), strict=True))
         return KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))
@@ -105,10 +110,6 @@ class KeyTokenRuns(RunKind):
         for result in run.results:
             view.add_row(Text(label(result.method)), Text(f"{result.keys:,} of {result.compared:,}"))
         return view
-
-    def conclusion(self, run: Run[KeyTokens]) -> str:
-        result = run.results[0]
-        return f"{result.keys:,} of {result.compared:,} tokens are key tokens: {result.setting}."
 
 
 class KeyTokenMeasurement(Measurement):
@@ -145,11 +146,11 @@ class KeyTokenMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return [(self.length,)]
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(repr(self.prefix).encode())
+    def cell_fingerprints(self) -> Mapping[Cell, str]:
+        digest = hashlib.sha256(repr((self.prefix, self.setting)).encode())
         for document, passes in self.documents:
             digest.update(document.ids.numpy().tobytes() + text_digest(document).encode() + repr(passes).encode())
-        return digest.hexdigest()
+        return {(self.length,): digest.hexdigest()}
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]

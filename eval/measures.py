@@ -1,13 +1,14 @@
-"""What runs of any kind say of a method at a context length: one number, with the items it was made of.
+"""What runs of any kind say of a method at a context length: one number, with the items that it is the mean of.
 
     for measure in run.kind.measures(run):
-        print(measure.name, measure.value(method_key(None), 4096))
+        print(measure.name, measure.estimate(method_key(None), 4096))
 
 Items of one length are the same documents or prompts for every method, so methods are compared item by item.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -17,9 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.eval.results import interval, resample
+from rope_ext_hf.eval.statistics import (
+    FEWEST,
+    Estimate,
+    estimate,
+    estimate_share,
+    estimate_share_change,
+    resample,
+)
 
 __all__ = ["EffectiveLength", "Evidence", "Measure", "kendall_tau"]
+
+Cell = tuple[str, int]
+"""The key of a method, and a context length."""
 
 
 class EffectiveLength(NamedTuple):
@@ -52,10 +63,12 @@ class Measure:
         evidence: how close it is to use.
         higher_is_better: false for losses.
         items: per document or prompt a sum and what it is divided by, by method key and length.
+        kind_of_item: in words, in the singular.
         reaches: effective lengths by method key, where the kind of run has them.
         threshold: the value that they are measured by.
         chance: the value by luck, of shares.
         least: documents or prompts that it takes to decide anything.
+        rise: the share by which a loss may be higher than as loaded at the context length and still be near it.
     """
 
     name: str
@@ -63,10 +76,17 @@ class Measure:
     evidence: Evidence
     higher_is_better: bool
     items: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]
+    kind_of_item: str = "document"
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
     threshold: float | None = None
     chance: float = 0.0
-    least: int = 1
+    least: int = FEWEST
+    rise: float | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether values are from 0 to 1."""
+        return self.unit == "%"
 
     @cached_property
     def flaw(self) -> str:
@@ -77,11 +97,11 @@ class Measure:
         """
         fewest = min(len(items) for row in self.items.values() for items in row.values())
         if fewest < self.least:
-            return f"rests on {fewest} document{'s' * (fewest != 1)}"
+            return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)}, of at least {self.least}"
         cells = [(key, length) for key, row in self.items.items() for length in row]
-        level = 0.025 / len(cells)
+        level = 1 - 0.025 / len(cells)
         if not self.higher_is_better or any(
-            self.drawn([key], length)[:, 0].quantile(level).item() > self.chance for key, length in cells
+            (self.estimate(*cell, level=level).low or 0) > self.chance for cell in cells
         ):
             return ""
         return f"is better than luck{f' ({self.chance:.1%})' if self.chance else ''} with no method"
@@ -99,10 +119,33 @@ class Measure:
         """The keys of the methods measured at a length."""
         return [key for key, row in self.items.items() if length in row]
 
-    def value(self, key: str, length: int) -> float:
+    def estimate(self, key: str, length: int, *, level: float = 0.975) -> Estimate:
         """The value of one method at one length."""
         sums, weights = zip(*self.items[key][length], strict=True)
-        return float(sum(sums) / sum(weights))
+        if self.shares:
+            return estimate_share([a / b for a, b in zip(sums, weights, strict=True)], level=level)
+        return estimate(sums, weights, level=level)
+
+    def value(self, key: str, length: int) -> float:
+        """The value of one method at one length, without its interval."""
+        return self.estimate(key, length).value
+
+    def change(self, one: Cell, other: Cell) -> Estimate | None:
+        """How much higher the value of one method and length is than that of another, paired by item.
+
+        None where either was not measured, or where their items do not weigh the same. Infinite where one of two losses
+        is finite.
+        """
+        mine, theirs = (self.items.get(key, {}).get(length) for key, length in (one, other))
+        if mine is None or theirs is None or [weight for _, weight in mine] != [weight for _, weight in theirs]:
+            return None
+        gaps = [a - b for (a, _), (b, _) in zip(mine, theirs, strict=True)]
+        if self.shares:
+            return estimate_share_change([gap / weight for gap, (_, weight) in zip(gaps, mine, strict=True)])
+        bad = [not all(math.isfinite(value) for value, _ in side) for side in (mine, theirs)]
+        if any(bad):
+            return Estimate(math.inf * (bad[0] - bad[1]) if bad[0] != bad[1] else math.nan, None, None, len(mine))
+        return estimate(gaps, [weight for _, weight in mine])
 
     def drawn(self, keys: Sequence[str], length: int, draws: int = 2000, seed: int = 0) -> Tensor:
         """(draws, methods): the values when items are drawn anew, with replacement, the same ones for all methods."""
@@ -110,50 +153,23 @@ class Measure:
         sums, weights = resample(table.permute(2, 0, 1).flatten(0, 1), draws, seed).chunk(2)  # (methods, draws) each
         return (sums / weights).T
 
-    def change(self, key: str, other: str, length: int) -> tuple[float, float, float]:
-        """How much higher the value of `key` is than that of `other`, with its 95% interval, paired by item."""
-        drawn = self.drawn([key, other], length)
-        low, high = interval(drawn[:, 0] - drawn[:, 1])
-        return self.value(key, length) - self.value(other, length), low, high
-
-    def best(self, length: int, among: Sequence[str]) -> tuple[str | None, list[str]]:
-        """The best method at a length, and all that its interval does not tell from it, the best one among them.
-
-        Values that are not finite come last.
-        """
-        keys = [key for key in among if key in self.measured(length)]
-        if not keys:
-            return None, []
-        sign = 1 if self.higher_is_better else -1
-        best = max(keys, key=lambda key: _finite(sign * self.value(key, length)))
-        equal = []
-        for key in keys:
-            _, low, high = self.change(best, key, length)
-            if key == best or low <= 0 <= high:
-                equal.append(key)
-        return best, equal
-
     @property
     def behind(self) -> str:
         """The unit as it stands behind a value of `text`."""
-        return "" if self.unit == "%" else f" {self.unit}"
+        return "" if self.shares else f" {self.unit}"
+
+    @property
+    def change_unit(self) -> str:
+        """The unit of a change: of shares percentage points."""
+        return "points" if self.shares else self.unit
 
     def text(self, value: float) -> str:
         """A value with as many digits as mean something."""
-        return f"{value:.1%}" if self.unit == "%" else f"{value:.3f}"
-
-    def change_text(self, change: tuple[float, float, float]) -> str:
-        """A change with its sign, its interval and its unit; of shares in percentage points."""
-        first, low, high = map(self.signed, change)
-        return f"{first} [{low} to {high}] {'points' if self.unit == '%' else self.unit}"
+        return f"{value:.1%}" if self.shares else f"{value:.3f}"
 
     def signed(self, change: float) -> str:
         """A change with its sign; of shares in percentage points."""
-        return f"{100 * change:+.1f}" if self.unit == "%" else f"{change:+.3f}"
-
-
-def _finite(value: float) -> float:
-    return value if value == value else float("-inf")
+        return f"{100 * change:+.1f}" if self.shares else f"{change:+.3f}"
 
 
 def kendall_tau(one: Tensor, other: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,13 @@ from rope_ext_hf.eval.results import (
 )
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_text, loaded_label
+from rope_ext_hf.eval.statistics import Estimate
+from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
 
 __all__ = ["TOLERANCE", "PerplexityMeasurement", "loss_increase"]
 
-LEAST = 5
-"""Documents with key tokens that it takes to compare methods by them: an interval over fewer is no interval."""
-Increase = tuple[float, float, float]
 TOLERANCE = 0.05
 """By what share a loss may be higher and still count as that of short inputs."""
 
@@ -62,9 +60,14 @@ class PerplexityRuns(RunKind):
         return DocumentLoss.from_record(item, value)
 
     def result(
-        self, method: dict[str, Any] | None, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], cost: Cost
+        self,
+        method: dict[str, Any] | None,
+        setting: Setting,
+        cell: Cell,
+        values: Sequence[DocumentLoss],
+        costs: Sequence[Cost],
     ) -> Result:
-        return Result.from_documents(method, setting, int(cell[0]), values, cost)
+        return Result.from_documents(method, setting, int(cell[0]), values, costs)
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
         increases = {method_key(r.method): loss_increase(run, r.method) for r in run.results}
@@ -72,7 +75,7 @@ class PerplexityRuns(RunKind):
             increase = increases[method_key(r.method)]
             yield [
                 *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
-                *(len(r.documents), increase[0] if increase else "", r.tokens_per_second, r.gpu_bytes),
+                *(len(r.documents), increase.value if increase else "", r.tokens_per_second, r.gpu_bytes),
                 *(r.longppl, r.longppl_low, r.longppl_high, r.key_tokens),
             ]
 
@@ -101,10 +104,10 @@ class PerplexityRuns(RunKind):
             view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
         for name, row in by_method(run.results).items():
             at = {result.length: result for result in row}
-            cells = [_perplexity_cell(at.get(length), best[length], detailed) for length in sorted(best)]
+            cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in sorted(best)]
             if increase := increases[name]:
-                interval = f"\n{increase[1]:+.3f} to {increase[2]:+.3f}" if detailed else ""
-                cells.append(Text(f"{increase[0]:+.3f}{interval}"))
+                ends = "" if increase.low is None else f"\n{increase.low:+.3f} to {increase.high:+.3f}"
+                cells.append(Text(f"{increase.value:+.3f}{ends if detailed else ''}"))
             elif increased and keyed:
                 cells.append(Text(""))
             cells += [_longppl_cell(at.get(length), detailed) for length in keyed]
@@ -120,34 +123,6 @@ class PerplexityRuns(RunKind):
         )
         return line_chart(_loss_lines(run.results), run.context_length, caption)
 
-    def conclusion(self, run: Run[Result]) -> str:
-        """The best method at the longest length, how far it holds the loss of short inputs, and what it costs there."""
-        at = {name: {r.length: r for r in row} for name, row in by_method(run.results).items()}
-        plain, length = loaded_label(run), run.context_length
-        longest = max(result.length for result in run.results)
-        there = {name: row[longest] for name, row in at.items() if longest in row}
-        reached = {name: result.bits_per_byte for name, result in there.items() if not result.nonfinite}
-        if not reached:
-            return f"At {longest:,} tokens no loss is finite."
-        best = min(reached, key=lambda name: reached[name])
-        name = AS_LOADED if best == plain else best
-        others = f"; {AS_LOADED} has {reached[plain]:.2f}" if best != plain and plain in reached else ""
-        text = f"At {length_text(longest, length)}, {name} has the lowest loss"
-        text += f", {reached[best]:.2f} bits per byte{others}."
-        longppl = {name: r.longppl for name, r in there.items() if r.longppl is not None and math.isfinite(r.longppl)}
-        if longppl:
-            first = min(longppl, key=lambda name: longppl[name])
-            text += f" {AS_LOADED if first == plain else first} has the lowest LongPPL there, {longppl[first]:.2f}."
-        short_inputs = at.get(plain, {}).get(length)
-        if short_inputs is None or longest <= length:
-            return text
-        near = {n for n, result in at[best].items() if result.loss <= (1 + TOLERANCE) * short_inputs.loss}
-        held = list(takewhile(near.__contains__, sorted(n for n in at[best] if n > length)))
-        reach = f"Up to {length_text(held[-1], length)} it is" if held else f"Beyond {length:,} tokens it is nowhere"
-        text += f" {reach} within {TOLERANCE:.0%} of the loss as loaded at {length:,} tokens"
-        cost = loss_increase(run, at[best][longest].method)
-        return f"{text}; at {length:,} it changes the loss by {cost[0]:+.3f} nats per token." if cost else f"{text}."
-
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
         every: dict[str, dict[int, list[tuple[float, float]]]] = {}
@@ -158,12 +133,16 @@ class PerplexityRuns(RunKind):
             if keyed := [(d.key_nats, float(d.key_tokens)) for d in result.documents if d.key_tokens]:
                 keys.setdefault(key, {})[length] = keyed
         unit = "nats per token"
-        loss = Measure("loss", unit, Evidence.LOSS, False, every)
-        return (
-            [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, least=LEAST), loss]
-            if keys
-            else [loss]
-        )
+        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=TOLERANCE)
+        return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
+
+    def times(self, run: Run[Result]) -> Measure | None:
+        items: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        for r in run.results:
+            if r.seconds:
+                pairs = zip(r.seconds, r.documents, strict=True)
+                items.setdefault(method_key(r.method), {})[r.length] = [(s, float(d.tokens)) for s, d in pairs]
+        return Measure("time", "seconds per token", Evidence.LOSS, False, items) if items else None
 
     def speed(self, run: Run[Result]) -> str:
         return throughput_text(run.results)
@@ -204,15 +183,20 @@ class PerplexityMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(repr(self.plan.prefix).encode())
-        for document, spans in self.plan.documents:
-            digest.update(document.ids.numpy().tobytes())
-            digest.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
-            digest.update(repr(spans).encode())
+    def cell_fingerprints(self) -> Mapping[Cell, str]:
+        shared = hashlib.sha256(repr(self.plan.prefix).encode())
+        for document, _ in self.plan.documents:
+            shared.update(document.ids.numpy().tobytes())
+            shared.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
         for mask in self.keys or ():
-            digest.update(mask.numpy().tobytes())
-        return digest.hexdigest()
+            shared.update(mask.numpy().tobytes())
+        digests = {}
+        for length in self.plan.lengths:
+            of_length = shared.copy()
+            for _, spans in self.plan.documents:
+                of_length.update(repr([span for span in spans if span.length == length]).encode())
+            digests[(length,)] = of_length.hexdigest()
+        return digests
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
@@ -245,7 +229,7 @@ class PerplexityMeasurement(Measurement):
             yield from (((length,), loss, cost) for length, loss in losses.items())
 
 
-def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Increase | None:
+def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
     """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
 
     Nats per token with a 95% interval, paired by document; None where either was not measured.
@@ -312,14 +296,16 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
     return Text(perplexity_text(result.longppl) + (f"\n{' to '.join(ends)}" if detailed else ""))
 
 
-def _perplexity_cell(result: Result | None, best: float, detailed: bool) -> Text:
+def _perplexity_cell(run: Run[Result], result: Result | None, best: float, detailed: bool) -> Text:
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
     mark = "*" if result.loss == best else " "
-    low, high = (perplexity_text(perplexity_from_loss(bound)) for bound in (result.low, result.high))
-    interval = f"\n{low} to {high}" if detailed else ""
-    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}{interval}"
+    interval = ""
+    if detailed and result.low is not None and result.high is not None:
+        interval = "\n" + " to ".join(perplexity_text(perplexity_from_loss(end)) for end in (result.low, result.high))
+    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}"
+    text += beyond_mark(run, result) + interval
     return Text(text, style="bold green" if mark == "*" else "")

@@ -62,7 +62,7 @@ def write_files(run: Run[Any]) -> Files:
 
 def _csv(run: Run[Any]) -> str:
     text = io.StringIO(newline="")
-    table = csv.DictWriter(text, ["method", *run.kind.columns, "parameters"])
+    table = csv.DictWriter(text, run.columns)
     table.writeheader()
     table.writerows(run.rows())
     return text.getvalue()
@@ -109,7 +109,7 @@ def _page(run: Run[Any]) -> str:
     methods = list({method_key(result.method): result.method for result in run.results}.values())
     return html_page(
         run.title,
-        kind.conclusion(run) if run.results else "Nothing is finished yet.",
+        str(run.conclusion) if run.results else "Nothing is finished yet.",
         kind.chart(run),
         *(_embedded(path) for path in others),
         "" if table is None else html_table(table),

@@ -8,14 +8,15 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from importlib.metadata import version
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, printable, short
+from rope_ext_hf.eval.statistics import Estimate, estimate
 from rope_ext_hf.methods.registry import method_from_dict
 
 __all__ = [
@@ -27,21 +28,15 @@ __all__ = [
     "RetrievalSetting",
     "Setting",
     "TrialScore",
-    "bootstrap",
     "difference",
-    "interval",
     "label",
     "labels",
     "method_key",
     "perplexity_from_loss",
     "provenance",
-    "resample",
     "short_labels",
 ]
 
-
-DRAWN_AT_ONCE = 2**20
-"""Indices that the bootstrap holds in memory at a time."""
 
 LARGEST_LOSS = 709.0
 """Nats per token; a float holds exp of this and of little more."""
@@ -132,43 +127,7 @@ def perplexity_from_loss(nats: float) -> float:
     return math.inf if nats > LARGEST_LOSS else math.exp(nats)
 
 
-def bootstrap(documents: Sequence[DocumentLoss], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """The 95% interval of the loss per token when documents are drawn anew, with replacement."""
-    return _interval(
-        [document.nats for document in documents], [document.tokens for document in documents], draws, seed
-    )
-
-
-def _interval(nats: Sequence[float], tokens: Sequence[int], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
-    drawn = resample(torch.tensor([nats, tokens], dtype=torch.float64), draws, seed)
-    return interval(drawn[0] / drawn[1])
-
-
-def interval(drawn: Tensor) -> tuple[float, float]:
-    """The 95% interval of drawn values, (draws,)."""
-    low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
-
-
-def resample(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
-    """Sums over items that are drawn anew, with replacement, the same ones for every row.
-
-    Args:
-        values: (rows, items).
-
-    Returns:
-        (rows, draws).
-    """
-    rows, items = values.shape
-    generator, at_once = torch.Generator().manual_seed(seed), max(1, 2 * DRAWN_AT_ONCE // (rows * items))
-    parts = []
-    for start in range(0, draws, at_once):  # the generator's numbers do not depend on the size of the parts
-        chosen = torch.randint(items, (min(at_once, draws - start), items), generator=generator)
-        parts.append(values[:, chosen].sum(dim=-1))
-    return torch.cat(parts, dim=-1)
-
-
-def difference(one: Result, other: Result, *, keys: bool = False) -> tuple[float, float, float]:
+def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
     """How much higher the loss of `one` is, in nats per token, with its 95% interval, paired by document.
 
     Args:
@@ -186,8 +145,7 @@ def difference(one: Result, other: Result, *, keys: bool = False) -> tuple[float
     counts = {name: count for name, (_, count) in mine.items()}
     if not counts or counts != {name: count for name, (_, count) in theirs.items()}:
         raise ValueError("only results over the same scored tokens can be compared by document")
-    gaps, tokens = [nats - theirs[name][0] for name, (nats, _) in mine.items()], list(counts.values())
-    return (math.fsum(gaps) / sum(tokens), *_interval(gaps, tokens))
+    return estimate([nats - theirs[name][0] for name, (nats, _) in mine.items()], list(counts.values()))
 
 
 @dataclass(frozen=True)
@@ -214,22 +172,24 @@ class Result:
         setting: how the text was read.
         length: context length in tokens.
         loss: nats per token. NaN or infinite if the loss of any span was; `nonfinite` names the documents.
-        low, high: its 95% interval, by resampling documents (equal to the loss where there is one document).
+        low, high: its 95% interval over documents (`rope_ext_hf.eval.statistics`); None with fewer than three.
         perplexity, bits_per_token, bits_per_byte: the same loss in other units.
         documents: the sums it was made of.
         longppl: the perplexity of the key tokens alone; None where there are none.
-        longppl_low, longppl_high: its 95% interval, by resampling the documents that have key tokens.
+        longppl_low, longppl_high: its 95% interval over the documents that have key tokens; None as above.
         key_tokens: how many there are; None where none were looked for.
         tokens_per_second: how fast spans of this length went through the model; None where nothing was timed.
-        gpu_bytes: the most memory held on a GPU meanwhile; None without one. Neither counts when results are compared.
+        gpu_bytes: the most memory held on a GPU meanwhile; None without one.
+        seconds: what reading each document took; empty where nothing was timed. These three do not count when results
+            are compared.
     """
 
     method: dict[str, Any] | None
     setting: Setting
     length: int
     loss: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     perplexity: float
     bits_per_token: float
     bits_per_byte: float
@@ -243,6 +203,7 @@ class Result:
     key_tokens: int | None = None
     tokens_per_second: float | None = field(default=None, compare=False)
     gpu_bytes: int | None = field(default=None, compare=False)
+    seconds: tuple[float, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_documents(
@@ -251,19 +212,23 @@ class Result:
         setting: Setting,
         length: int,
         documents: Sequence[DocumentLoss],
-        cost: Cost | None = None,
+        costs: Sequence[Cost] = (),
     ) -> Result:
-        """The result of one length, from every document's loss; the same whatever order the documents come in."""
-        documents = sorted(documents)
+        """The result of one length, from every document's loss; the same whatever order the documents come in.
+
+        Args:
+            costs: of each document; empty: nothing was timed.
+        """
+        order = sorted(range(len(documents)), key=documents.__getitem__)
+        documents, costs = [documents[at] for at in order], [costs[at] for at in order] if costs else []
+        cost = reduce(Cost.plus, costs, Cost())
         nats = math.fsum(document.nats for document in documents)
         tokens = sum(document.tokens for document in documents)
-        loss = nats / tokens
-        low, high = bootstrap(documents)
+        loss, low, high, _ = estimate([d.nats for d in documents], [d.tokens for d in documents])
         keys: list[float | None] = [None] * 3
         if keyed := [document for document in documents if document.key_tokens]:
-            key_nats, key_tokens = [d.key_nats for d in keyed], [d.key_tokens for d in keyed]
-            mean = math.fsum(key_nats) / sum(key_tokens)
-            keys = [perplexity_from_loss(nats) for nats in (mean, *_interval(key_nats, key_tokens))]
+            ends = estimate([d.key_nats for d in keyed], [d.key_tokens for d in keyed])[:3]
+            keys = [None if end is None else perplexity_from_loss(end) for end in ends]
         return cls(
             method=method,
             setting=setting,
@@ -282,8 +247,9 @@ class Result:
             longppl_low=keys[1],
             longppl_high=keys[2],
             key_tokens=sum(document.key_tokens for document in documents) if setting.keys else None,
-            tokens_per_second=cost.tokens / cost.seconds if cost and cost.seconds else None,
-            gpu_bytes=(cost and cost.peak) or None,
+            tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
+            gpu_bytes=cost.peak or None,
+            seconds=tuple(each.seconds for each in costs) if cost.seconds else (),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,15 +22,11 @@ from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialSco
 from rope_ext_hf.eval.retrieval_prompts import insert
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_text, loaded_label
+from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.pictures.result_plots import heat_map
 from rope_ext_hf.pictures.svg_charts import heat_charts
 
 __all__ = ["RetrievalMeasurement", "Trial", "by_method_and_depth"]
-
-
-MOST = 0.9
-"""The share of exact answers that counts as nearly all."""
 
 
 @register_run_kind
@@ -58,7 +53,7 @@ class RetrievalRuns(RunKind):
         setting: RetrievalSetting,
         cell: Cell,
         values: Sequence[TrialScore],
-        cost: Cost,
+        costs: Sequence[Cost],
     ) -> Retrieval:
         return Retrieval.from_trials(method, setting, int(cell[0]), cell[1], values)
 
@@ -82,7 +77,7 @@ class RetrievalRuns(RunKind):
         lengths = sorted({result.length for result in run.results})
         for name, depths in by_method_and_depth(run.results).items():
             for index, (depth, row) in enumerate(depths.items()):
-                cells = [_retrieval_cell(row.get(length)) for length in lengths]
+                cells = [_retrieval_cell(run, row.get(length)) for length in lengths]
                 last = index == len(depths) - 1
                 view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=last)
         return view
@@ -112,30 +107,11 @@ class RetrievalRuns(RunKind):
         }
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
-        return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, chance=chance)]
+        return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
 
     def chart(self, run: Run[Retrieval]) -> str:
         caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."
         return heat_charts(by_method_and_depth(run.results), run.context_length, caption)
-
-    def conclusion(self, run: Run[Retrieval]) -> str:
-        """The method that answers most at the longest length, how far it answers nearly all, and what it costs."""
-        at = {
-            name: {n: fmean(r.exact_match for r in row if r.length == n) for n in sorted({r.length for r in row})}
-            for name, row in by_method(run.results).items()
-        }
-        plain, length = loaded_label(run), run.context_length
-        longest = max(result.length for result in run.results)
-        reached = {name: shares[longest] for name, shares in at.items() if longest in shares}
-        best = max(reached, key=lambda name: reached[name])
-        name = AS_LOADED if best == plain else best
-        others = f"; {AS_LOADED} {reached[plain]:.0%}" if best != plain and plain in reached else ""
-        text = f"At {length_text(longest, length)}, {name} gives {reached[best]:.0%} of the answers exactly{others}."
-        held = list(takewhile(lambda n: at[best][n] >= MOST, at[best]))
-        text += f" It gives at least {MOST:.0%} {f'up to {length_text(held[-1], length)}' if held else 'at no length'}"
-        if best != plain and length in at[best] and length in at.get(plain, {}):
-            text += f"; at {length:,} tokens {at[best][length]:.0%}, as loaded {at[plain][length]:.0%}"
-        return f"{text}."
 
 
 @dataclass
@@ -219,13 +195,20 @@ class RetrievalMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return self._cells
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(self.haystack.numpy().tobytes())
-        for trial in (trial for trials in self.trials.values() for trial in trials):
-            for ids in (trial.head, *trial.statements, trial.question, trial.answers):
-                digest.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
-            digest.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
-        return digest.hexdigest()
+    def cell_fingerprints(self) -> Mapping[Cell, str]:
+        shared, digests = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes()), {}
+        for depth, trials in self.trials.items():
+            of_depth = shared.copy()
+            for trial in trials:
+                for ids in (trial.head, *trial.statements, trial.question, trial.answers):
+                    of_depth.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
+                of_depth.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
+            for cell in self._cells:
+                if cell[1] == depth:
+                    of_cell = of_depth.copy()
+                    of_cell.update(repr(cell).encode())
+                    digests[cell] = of_cell.hexdigest()
+        return digests
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
@@ -263,8 +246,8 @@ def by_method_and_depth(results: Sequence[Retrieval]) -> dict[str, dict[float, d
     return rows
 
 
-def _retrieval_cell(result: Retrieval | None) -> Text:
+def _retrieval_cell(run: Run[Retrieval], result: Retrieval | None) -> Text:
     if result is None:
         return Text("")
-    text = f"{result.exact_match:.0%} {result.rank:4.1f}"
+    text = f"{result.exact_match:.0%} {result.rank:4.1f}{beyond_mark(run, result)}"
     return Text(text, style="green" if result.above_chance else "")

@@ -48,13 +48,15 @@ def read_run(folder: str | Path) -> Run[Any]:
 def results_from_records(kind: RunKind, setting: Any, layout: Layout, records: Sequence[Record]) -> list[Any]:
     """One result per method and cell that has the values of all its items."""
     values: dict[tuple[str, Cell], dict[int, Any]] = {}
-    costs: dict[tuple[str, Cell], Cost] = {}
+    costs: dict[tuple[str, Cell], dict[int, Cost]] = {}
     for record in records:
         key = (method_key(record.method), record.cell)
         values.setdefault(key, {})[record.item] = record.value
-        costs[key] = costs.get(key, Cost()).plus(record.cost)
+        costs.setdefault(key, {})[record.item] = record.cost
     return [
-        kind.result(method, setting, cell, [complete[item] for item in sorted(complete)], costs[key, cell])
+        kind.result(
+            method, setting, cell, *([each[item] for item in sorted(each)] for each in (complete, costs[key, cell]))
+        )
         for key, method in {method_key(record.method): record.method for record in records}.items()
         for cell, count in sorted(layout.counts.items())
         if len(complete := values.get((key, cell), {})) == count

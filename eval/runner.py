@@ -208,6 +208,7 @@ class _Job:
             | {
                 "kind": measurement.kind,
                 "text": measurement.fingerprint(),
+                "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints().items()},
                 "loaded": self.loaded,
                 "setting": asdict(measurement.setting),
                 "items": list(layout.items),
@@ -217,7 +218,8 @@ class _Job:
             }
         )
         methods, over = [method for method, _ in self.methods.values()], self.plan.over
-        settings |= model_key(self.model, methods, self.basis, over) if in_folder else {"over": over}
+        settings |= {"over": over, "basis": self.basis.to_dict()}
+        settings |= model_key(self.model, methods, self.basis, over) if in_folder else {}
         return settings | {"context_length": self.basis.rotary.context_length}
 
     def scorer(self) -> TokenScorer:

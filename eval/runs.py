@@ -12,18 +12,24 @@ for what is read and scored. Nothing outside that file names the kind.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import pkgutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from rope_ext_hf.errors import did_you_mean, printable, short
+from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.eval.journal import Cell, Layout, Value
-from rope_ext_hf.eval.results import Cost, MethodResult, labels, method_key
+from rope_ext_hf.eval.results import Cost, MethodResult, labels, method_key, short_labels
+from rope_ext_hf.eval.verdicts import Conclusion, Findings, conclude
+from rope_ext_hf.methods.base import rotary_from_dict
+from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 
 if TYPE_CHECKING:
@@ -33,7 +39,16 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.scorer import TokenScorer
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Measurement", "Results", "Run", "RunKind", "RunPlan", "register_run_kind", "run_kind"]
+__all__ = [
+    "Measurement",
+    "Results",
+    "Run",
+    "RunKind",
+    "RunPlan",
+    "findings_of_runs",
+    "register_run_kind",
+    "run_kind",
+]
 
 R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
@@ -85,6 +100,34 @@ class Run(Generic[R_co]):
         """`context_length` in words, with what it is the length of: the model without its own scaling, for example."""
         return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
 
+    def extended_length(self, method: Mapping[str, Any] | None) -> int | None:
+        """The length in tokens that the model is for under one of the methods; None: it has no end, or is not known.
+
+        Args:
+            method: `RopeMethod.to_dict`, or None for the model as loaded.
+        """
+        if method_key(method) == method_key(self.settings["loaded"]):
+            return self.context_length
+        try:
+            rotary = rotary_from_dict(self.settings["basis"]["rotary"], method_from_dict)
+            return method_from_dict(method or {}).extended_length(rotary)
+        except (KeyError, TypeError, ValueError, MethodError):  # of another version, or a method that is not here
+            return None
+
+    def beyond(self, result: Any) -> bool:
+        """Whether a result is of a longer input than the model is for under its method."""
+        return result.length > (self.extended_length(result.method) or result.length)
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What was measured, as conclusions follow from it."""
+        return findings_of_runs([self])
+
+    @property
+    def conclusion(self) -> Conclusion:
+        """What it comes to, in sentences."""
+        return conclude(self.findings)
+
     def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
         """The same run with the results of these methods alone, in this order."""
         by_method: dict[str, list[R_co]] = {method_key(method): [] for method in methods}
@@ -107,9 +150,15 @@ class Run(Generic[R_co]):
         return [
             {"method": names[method_key(result.method)]}
             | dict(zip(self.kind.columns, row, strict=True))
+            | {"extended_length": self.extended_length(result.method), "beyond_extended_length": self.beyond(result)}
             | {"parameters": json.dumps(result.method)}
             for result, row in zip(self.results, self.kind.rows(self), strict=True)
         ]
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of what `rows` holds, in order."""
+        return ["method", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
 
     def to_dataframe(self) -> Any:
         """The results as a pandas DataFrame, a row per result, with the columns of results.csv.
@@ -121,7 +170,7 @@ class Run(Generic[R_co]):
             from pandas import DataFrame
         except ImportError as error:
             raise ImportError("to_dataframe() needs pandas: pip install pandas") from error
-        return DataFrame(self.rows(), columns=["method", *self.kind.columns, "parameters"])
+        return DataFrame(self.rows(), columns=self.columns)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the results, as the PNG in a run's folder shows them.
@@ -144,12 +193,16 @@ class Run(Generic[R_co]):
         """What a notebook shows: the conclusion, the chart and the table of the HTML page."""
         if (table := self.table(detailed=True)) is None:
             return paragraph("Nothing is finished yet.")
-        return paragraph(self.kind.conclusion(self)) + self.kind.chart(self) + html_table(table)
+        return paragraph(str(self.conclusion)) + self.kind.chart(self) + html_table(table)
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and results, as results.json has them."""
-        results = [result.to_dict() for result in self.results]
-        return {"provenance": self.settings, "results": results} | self.kind.summary(self)
+        results = [
+            result.to_dict() | {"extended_length": self.extended_length(result.method), "beyond": self.beyond(result)}
+            for result in self.results
+        ]
+        conclusion = str(self.conclusion) if self.results else ""
+        return {"provenance": self.settings, "conclusion": conclusion, "results": results} | self.kind.summary(self)
 
 
 class Results(list[R]):
@@ -196,9 +249,9 @@ class RunKind(ABC):
 
     @abstractmethod
     def result(
-        self, method: dict[str, Any] | None, setting: Any, cell: Cell, values: Sequence[Any], cost: Cost
+        self, method: dict[str, Any] | None, setting: Any, cell: Cell, values: Sequence[Any], costs: Sequence[Cost]
     ) -> MethodResult:
-        """The result of one method and cell, from the values of all items."""
+        """The result of one method and cell, from the values of all items and what each cost."""
 
     @abstractmethod
     def rows(self, run: Run[Any]) -> Iterable[Sequence[Any]]:
@@ -226,13 +279,13 @@ class RunKind(ABC):
         """The results as an SVG figure of the HTML page; empty where there is nothing to draw."""
         return ""
 
-    def conclusion(self, run: Run[Any]) -> str:
-        """What a run with at least one result shows, in a sentence or two."""
-        return ""
-
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
-        """What this run says of each method at each length, for comparisons across kinds of runs."""
+        """What this run says of each method at each length; conclusions follow from it."""
         return ()
+
+    def times(self, run: Run[Any]) -> Measure | None:
+        """Seconds per token of each method at each length; None where nothing was timed."""
+        return None
 
     def summary(self, run: Run[Any]) -> dict[str, Any]:
         """What results.json holds besides settings and results, JSON-ready."""
@@ -271,8 +324,15 @@ class Measurement(ABC):
         """The cells that one item has values for."""
 
     @abstractmethod
+    def cell_fingerprints(self) -> Mapping[Cell, str]:
+        """Of each cell a digest of the token ids that are read, of their bytes, and of how they are scored.
+
+        Cells of two runs with the same digest are of the same items, read alike.
+        """
+
     def fingerprint(self) -> str:
-        """A digest of all token ids that are read, of the bytes they stand for, and of how they are scored."""
+        """A digest of all cells."""
+        return hashlib.sha256(repr(sorted(self.cell_fingerprints().items())).encode()).hexdigest()
 
     @abstractmethod
     def measure(
@@ -324,6 +384,78 @@ class RunPlan(Generic[M_co]):
     offload_cache: bool = False
     scorer: Callable[..., Any] | None = None
     reader: dict[str, str] = field(default_factory=dict)
+
+
+def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
+    """What runs of one model found; the same whatever order they come in.
+
+    Runs of one kind that read the same items alike, by the digests of their cells, count as one.
+    """
+    first, *_ = runs = sorted(runs, key=lambda run: json.dumps(run.settings, sort_keys=True, default=str))
+    loaded = first.settings["loaded"]
+    names = labels([loaded, *(result.method for run in runs for result in run.results)])
+    methods = {method_key(result.method): (run, result.method) for run in runs for result in run.results}
+    extended = {key: length for key, (run, method) in methods.items() if (length := run.extended_length(method))}
+    every = [(m, run) for run in _merged(runs) for m in run.kind.measures(run) if any(m.items.values())]
+    return Findings(
+        names=dict(zip(names, short_labels(names.values()), strict=True)),
+        loaded=method_key(loaded),
+        context_length=first.context_length,
+        measures=_told_apart(every),
+        times=[times for run in runs if (times := run.kind.times(run)) is not None],
+        extended=extended,
+    )
+
+
+def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
+    """The runs, those joined that share a cell and differ in none; a method counts once in each cell."""
+    groups: list[list[Run[Any]]] = []
+    for run in runs:
+        texts = _cell_texts(run)
+        for group in groups:
+            others = [_cell_texts(other) for other in group]
+            shared = {cell for other in others for cell in texts.keys() & other.keys()}
+            same = all(other.get(cell, text) == text for other in others for cell, text in texts.items())
+            if shared and same and group[0].settings["kind"] == run.settings["kind"]:
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return [replace(group[0], results=_joined(group)) for group in groups]
+
+
+def _cell_texts(run: Run[Any]) -> dict[str, str]:
+    """The digest of each cell; of a run of before there were any, of all cells together."""
+    return run.settings.get("cell_texts") or {"": run.settings.get("text", str(id(run)))}
+
+
+def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
+    results: dict[Any, Any] = {}
+    for run in runs:
+        taken = set(results)
+        for result in run.results:  # a cell of passkey and tasks is a length and a depth or a task
+            place = (method_key(result.method), result.length, getattr(result, "depth", getattr(result, "task", None)))
+            if place not in taken:
+                results[place] = result
+    return list(results.values())
+
+
+def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
+    """Measures of which no two have the same name: with the name of the text, the longest length, or a number."""
+    made = [measure for measure, _ in measures]
+    for told in (lambda m, run: printable(run.settings["data"]), lambda m, run: f"to {m.longest:,} tokens"):
+        count = Counter(measure.name for measure in made)
+        made = [
+            replace(m, name=f"{m.name}, {told(m, run)}") if count[m.name] > 1 else m
+            for m, (_, run) in zip(made, measures, strict=True)
+        ]
+    count = Counter(measure.name for measure in made)
+    seen = Counter[str]()
+    for index, measure in enumerate(made):
+        seen[measure.name] += 1
+        if count[measure.name] > 1:
+            made[index] = replace(measure, name=f"{measure.name} ({seen[measure.name]})")
+    return made
 
 
 _KINDS: dict[str, RunKind] = {}

@@ -17,9 +17,8 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.results import MethodResult, labels, method_key
 from rope_ext_hf.eval.runs import Run
 
-__all__ = ["AS_LOADED", "by_method", "length_table", "length_text", "loaded_label"]
+__all__ = ["BEYOND", "beyond_mark", "by_method", "length_table"]
 
-AS_LOADED = "the model as loaded"
 R = TypeVar("R", bound=MethodResult)
 
 
@@ -32,19 +31,21 @@ def by_method(results: Sequence[R]) -> dict[str, list[R]]:
     return rows
 
 
-def loaded_label(run: Run[Any]) -> str:
-    """The label of the model as loaded among the results of a run."""
-    key = method_key(run.settings["loaded"])
-    return labels([*(result.method for result in run.results), run.settings["loaded"]])[key]
+BEYOND = "\u2020"
+"""The mark of a value at a length beyond the one that the model is for under its method."""
 
 
-def length_text(length: int, context_length: int) -> str:
-    """A length in tokens and in context lengths of the model."""
-    return f"{length:,} tokens ({multiple_text(length, context_length)})"
+def beyond_mark(run: Run[Any], result: Any) -> str:
+    """The mark of a result, or a blank where the other results of the run have it; empty where none has."""
+    if run.beyond(result):
+        return BEYOND
+    return " " if any(map(run.beyond, run.results)) else ""
 
 
 def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
+    if any(map(run.beyond, run.results)):
+        caption += f"; {BEYOND} longer than the model is for under the method"
     table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
     for index, head in enumerate(heads):
         table.add_column(head, justify="right" if index else "left", overflow="fold")

@@ -22,7 +22,9 @@ from rope_ext_hf.eval.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.eval.results import Cost, method_key
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import AS_LOADED, by_method, length_table, length_text, loaded_label
+from rope_ext_hf.eval.statistics import Estimate, estimate_share
+from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.eval.verdicts import Outcome, verdict
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
 
@@ -30,7 +32,6 @@ __all__ = ["TaskMeasurement", "TaskPrompt", "TaskResult", "TaskSetting", "effect
 
 THRESHOLD = 0.85
 """The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
-DRAWS = 2000
 EQUAL = 1e-6
 """Below this, scores differ by rounding alone."""
 
@@ -114,7 +115,12 @@ class TaskRuns(RunKind):
         raise ValueError(f"expected [score, answer], got {short(repr(value))}")
 
     def result(
-        self, method: dict[str, Any] | None, setting: TaskSetting, cell: Cell, values: Sequence[TaskScore], cost: Cost
+        self,
+        method: dict[str, Any] | None,
+        setting: TaskSetting,
+        cell: Cell,
+        values: Sequence[TaskScore],
+        costs: Sequence[Cost],
     ) -> TaskResult:
         scores = tuple(value.score for value in values)
         task = setting.tasks.split(",")[int(cell[1])]
@@ -142,11 +148,14 @@ class TaskRuns(RunKind):
         for name, row in by_method(run.results).items():
             key = method_key(row[0].method)
             mean, reach = means[key], lengths.get(key)
-            best = [f"{fmean(mean[n]):.1%}" if n in mean else "" for n in every]
+            marks = {result.length: beyond_mark(run, result) for result in row}
+            best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in every]
             middle = ("all",) if detailed else ()
             view.add_row(Text(name), *middle, *best, "" if reach is None else str(reach), end_section=not detailed)
             for task in dict.fromkeys(result.task for result in row) if detailed else ():
-                at = {result.length: f"{result.score:.1%}" for result in row if result.task == task}
+                at = {
+                    result.length: f"{result.score:.1%}{marks[result.length]}" for result in row if result.task == task
+                }
                 view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
         return view
 
@@ -175,6 +184,7 @@ class TaskRuns(RunKind):
                 Evidence.ANSWERS,
                 True,
                 items,
+                "prompt",
                 effective_lengths(run),
                 None if threshold is None else threshold / 100,
                 run.settings["setting"].get("chance", 0.0),
@@ -189,33 +199,6 @@ class TaskRuns(RunKind):
             "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
             "effective_lengths": {name: reaches[key]._asdict() for name, key in names.items() if key in reaches},
         }
-
-    def conclusion(self, run: Run[TaskResult]) -> str:
-        """The method with the longest effective length, and the best one at the longest length."""
-        names = {method_key(row[0].method): name for name, row in by_method(run.results).items()}
-        means, reaches = suite_scores(run), effective_lengths(run)
-        longest = max((length for row in means.values() for length in row), default=0)
-        there = {key: fmean(row[longest]) for key, row in means.items() if longest in row}
-        if not there:
-            return "No length has the scores of all tasks yet."
-
-        def called(key: str) -> str:
-            return AS_LOADED if names[key] == loaded_label(run) else names[key]
-
-        best = max(there, key=lambda key: (there[key], reaches[key].length if key in reaches else 0))
-        context = run.context_length
-        text = f"At {length_text(longest, context)}, {called(best)} has the highest score, {there[best]:.1%}"
-        plain = method_key(run.settings["loaded"])
-        text += f"; {AS_LOADED} has {there[plain]:.1%}." if plain in there and plain != best else "."
-        if not reaches:
-            return f"{text} No effective length is stated: nothing is right at the shortest length."
-        far = max(reaches, key=lambda key: (reaches[key].length, there.get(key, 0.0)))
-        if not reaches[far].length:
-            return f"{text} No method has an effective length among those measured."
-        text += f" The longest effective length is {reaches[far]} tokens, of {called(far)}"
-        if plain in reaches and plain != far:
-            text += f"; {AS_LOADED} has {reaches[plain]}"
-        return f"{text}."
 
 
 _MEANING = (
@@ -280,13 +263,16 @@ class TaskMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return list(self.prompts)
 
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(repr(sorted(self.stop)).encode())
-        for prompt in (prompt for prompts in self.prompts.values() for prompt in prompts):
-            digest.update(repr((prompt.budget, prompt.references, prompt.others)).encode())
-            for ids in (prompt.ids, *prompt.candidates):
-                digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
-        return digest.hexdigest()
+    def cell_fingerprints(self) -> Mapping[Cell, str]:
+        digests = {}
+        for cell, prompts in self.prompts.items():
+            digest = hashlib.sha256(repr((self.setting, sorted(self.stop))).encode())
+            for prompt in prompts:
+                digest.update(repr((prompt.budget, prompt.references, prompt.others)).encode())
+                for ids in (prompt.ids, *prompt.candidates):
+                    digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
+            digests[cell] = digest.hexdigest()
+        return digests
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
@@ -335,36 +321,39 @@ def suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
     }
 
 
-def effective_lengths(run: Run[TaskResult], draws: int = DRAWS, seed: int = 0) -> dict[str, EffectiveLength]:
+def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
     """Up to which length each method keeps `THRESHOLD` of the score of the model as loaded at the shortest length.
+
+    The interval: up to its low end every length surely keeps it, up to its high end none surely does not.
 
     Args:
         run: with results of the kind "tasks".
-        draws: of prompts with replacement, for the interval; those of one length are drawn for all methods alike.
-        seed: of the draws.
 
     Returns:
-        By the method's key. A method without a score at the shortest length is left out; so are all where nothing was
-        right there. Where the model as loaded was not measured, each method is compared with itself.
+        By the method's key. None are stated where one length was measured, or where the score at the shortest length is
+        not surely better than luck; a method without a score at the shortest length is left out. Where the model as
+        loaded was not measured, each method is compared with itself.
     """
     means = {key: row for key, row in suite_scores(run).items() if row}
     shortest = min((length for row in means.values() for length in row), default=0)
-    generator, drawn = torch.Generator().manual_seed(seed), dict[int, Tensor]()
-    for length, scores in sorted({n: scores for row in means.values() for n, scores in row.items()}.items()):
-        drawn[length] = torch.randint(len(scores), (draws, len(scores)), generator=generator)
-    plain = means.get(method_key(run.settings["loaded"]), {})
+    plain, chance = means.get(method_key(run.settings["loaded"]), {}), run.settings["setting"].get("chance", 0.0)
     lengths = {}
     for key, row in means.items():
-        base = (plain if shortest in plain else row).get(shortest)
-        if shortest not in row or base is None or not any(base):
+        known = (plain if shortest in plain else row).get(shortest)
+        if shortest not in row or len(row) < 2 or known is None:
             continue
-        by_draw = {n: torch.tensor(scores, dtype=torch.float64)[drawn[n]].mean(1) for n, scores in row.items()}
-        of_base = THRESHOLD * torch.tensor(base, dtype=torch.float64)[drawn[shortest]].mean(1)
-        passed = {n: (values >= of_base - EQUAL).tolist() for n, values in by_draw.items()}
-        reached = sorted(_reach({n: values[draw] for n, values in passed.items()}) for draw in range(draws))
-        low, high = reached[int(0.025 * draws)], reached[math.ceil(0.975 * draws) - 1]
-        held = {n: fmean(scores) >= THRESHOLD * fmean(base) - EQUAL for n, scores in row.items()}
-        lengths[key] = EffectiveLength(_reach(held), low, high)
+        base = estimate_share(known)
+        if verdict(base, than=chance, higher_is_better=True).outcome is not Outcome.BETTER:
+            continue
+        kept = {n: estimate_share(scores).minus(base, THRESHOLD) for n, scores in row.items()}
+        if row[shortest] is known:
+            kept[shortest] = Estimate(1.0, 1.0, 1.0, base.items)  # it is what the others are compared with
+        found = {n: verdict(each, higher_is_better=True).outcome for n, each in kept.items()}
+        lengths[key] = EffectiveLength(
+            _reach({n: each.value >= -EQUAL for n, each in kept.items()}),
+            _reach({n: outcome is Outcome.BETTER for n, outcome in found.items()}),
+            _reach({n: outcome is not Outcome.WORSE for n, outcome in found.items()}),
+        )
     return lengths
 
 

@@ -118,9 +118,9 @@ def demo(
         note = str(picture)
     if as_json:
         whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict()}
-        print_text(json_text(whole | {"conclusion": comparison.conclusion()}))
+        print_text(json_text(whole | {"conclusion": str(comparison.conclusion)}))
     else:
-        print_text(f"\n{comparison.conclusion()}\n\nreport   {page}\npicture  {note}")
+        print_text(f"\n{comparison.conclusion}\n\nreport   {page}\npicture  {note}")
 
 
 def ppl(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> Any:
@@ -316,7 +316,7 @@ def report(
     print_table(comparison.table())
     if (agreement := comparison.agreement_table()) is not None:
         print_table(agreement)
-    print_text(f"{comparison.conclusion()}\nreport   {page}")
+    print_text(f"{comparison.conclusion}\nreport   {page}")
 
 
 def _run_prompts(given: RunOptions, shared: ProcessOptions, longest: int, plan: Callable[..., RunPlan[Any]]) -> None:
@@ -453,6 +453,8 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
         print_table(table)
         if speed := run.kind.speed(run):
             print_text(f"speed    {speed}")
+        if text := str(run.conclusion):
+            print_text(f"\n{text}\n")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
     if run.kind.has_picture and not (run.folder / f"{run.kind.name}.png").exists():
         print_text(f"picture  {_NO_PICTURE}")

@@ -85,5 +85,8 @@ class KeyOptions:
         run = find(empty, source, of_keys)
         keys = keys_of_run(run, of_keys, write=first)
         if first:
-            print_note("keys", f"{run.kind.conclusion(run)} They are in {run.folder / KEYS_FILE}")
+            (found,) = run.results
+            print_note(
+                "keys", f"{found.keys:,} of {found.compared:,} tokens, by {found.setting}, in {run.folder / KEYS_FILE}"
+            )
         return mark_keys(plan, keys)
