@@ -141,6 +141,7 @@ gpu: .venv/ready
 bench: .venv/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
 	$(if $(filter cpu,$(DEVICE)),cp build/bench/demo/demo.png docs/demo.png)
+	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model

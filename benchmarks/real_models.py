@@ -31,12 +31,12 @@ METHODS = "yarn,dynamic-yarn,self-extend,rerope"
 
 def row(name: str, result: Result, base: Result, found: float | None) -> dict[str, Any]:
     """One method at one length; `increase` is over the model as loaded at its context length, in nats per token."""
-    increase, low, high = difference(result, base)
+    increase = difference(result, base)[:3]
     return {
         "method": name,
         "length": result.length,
         "loss": round(result.loss, 4),
-        "increase": [round(value, 4) for value in (increase, low, high)],
+        "increase": [None if value is None else round(value, 4) for value in increase],
         "found": found,
         "tokens_per_second": result.tokens_per_second and round(result.tokens_per_second),
         "gpu_gigabytes": result.gpu_bytes and round(result.gpu_bytes / 1e9, 2),

@@ -32,7 +32,7 @@ def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
 
         name = torch.cuda.get_device_name()
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
-    return result | {"device": name, "versions": versions}
+    return result | {"device": name, "versions": versions, "intervals": "Student's with Hall's correction"}
 
 
 def record(result: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -60,9 +60,9 @@ def load_bundled(device: str) -> tuple[Any, Rotary, list[Tokens]]:
 
 def increase_over(result: Result, base: Result) -> dict[str, float]:
     """Bits per byte, and how much higher the loss is than another one, with its 95% interval."""
-    gaps = zip(("increase", "low", "high"), difference(result, base), strict=True)
+    gaps = zip(("increase", "low", "high"), difference(result, base)[:3], strict=True)
     return {"bits_per_byte": round(result.bits_per_byte, 4)} | {
-        name: round(gap * result.bits_per_byte / result.loss, 4) for name, gap in gaps
+        name: round(gap * result.bits_per_byte / result.loss, 4) for name, gap in gaps if gap is not None
     }
 
 

@@ -145,8 +145,8 @@ def by_longrope(clone: Path, cpu_seconds: float, chosen: dict[str, Any]) -> dict
         "searched_loss": best.loss,
         "cpu_seconds": round(sum(trial.cpu_seconds for trial in read), 1),
         "loss": theirs.loss,
-        "lost": difference(short, plain),
-        "gain_of_chosen": difference(theirs, ours),
+        "lost": difference(short, plain)[:3],
+        "gain_of_chosen": difference(theirs, ours)[:3],
     }
 
 

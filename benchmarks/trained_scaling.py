@@ -94,7 +94,11 @@ def bits(results: list[Result]) -> list[float]:
 
 def compare(own: Result, original: Result) -> list[float]:
     """How much higher the loss over the original model is, and its 95% interval, in bits per byte."""
-    return [round(gap * original.bits_per_byte / original.loss, 4) for gap in difference(original, own)]
+    return [
+        round(gap * original.bits_per_byte / original.loss, 4)
+        for gap in difference(original, own)[:3]
+        if gap is not None
+    ]
 
 
 def main() -> None:

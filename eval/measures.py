@@ -97,7 +97,7 @@ class Measure:
         """
         fewest = min(len(items) for row in self.items.values() for items in row.values())
         if fewest < self.least:
-            return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)}, of at least {self.least}"
+            return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {self.least} are needed)"
         cells = [(key, length) for key, row in self.items.items() for length in row]
         level = 1 - 0.025 / len(cells)
         if not self.higher_is_better or any(

@@ -190,7 +190,7 @@ class PerplexityMeasurement(Measurement):
             shared.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
         for mask in self.keys or ():
             shared.update(mask.numpy().tobytes())
-        digests = {}
+        digests: dict[Cell, str] = {}
         for length in self.plan.lengths:
             of_length = shared.copy()
             for _, spans in self.plan.documents:

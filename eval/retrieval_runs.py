@@ -196,7 +196,8 @@ class RetrievalMeasurement(Measurement):
         return self._cells
 
     def cell_fingerprints(self) -> Mapping[Cell, str]:
-        shared, digests = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes()), {}
+        shared = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes())
+        digests: dict[Cell, str] = {}
         for depth, trials in self.trials.items():
             of_depth = shared.copy()
             for trial in trials:

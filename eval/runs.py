@@ -116,7 +116,7 @@ class Run(Generic[R_co]):
 
     def beyond(self, result: Any) -> bool:
         """Whether a result is of a longer input than the model is for under its method."""
-        return result.length > (self.extended_length(result.method) or result.length)
+        return bool(result.length > (self.extended_length(result.method) or result.length))
 
     @cached_property
     def findings(self) -> Findings:
@@ -391,7 +391,7 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
 
     Runs of one kind that read the same items alike, by the digests of their cells, count as one.
     """
-    first, *_ = runs = sorted(runs, key=lambda run: json.dumps(run.settings, sort_keys=True, default=str))
+    first, *_ = runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
     loaded = first.settings["loaded"]
     names = labels([loaded, *(result.method for run in runs for result in run.results)])
     methods = {method_key(result.method): (run, result.method) for run in runs for result in run.results}
@@ -443,18 +443,15 @@ def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
 def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
     """Measures of which no two have the same name: with the name of the text, the longest length, or a number."""
     made = [measure for measure, _ in measures]
-    for told in (lambda m, run: printable(run.settings["data"]), lambda m, run: f"to {m.longest:,} tokens"):
-        count = Counter(measure.name for measure in made)
-        made = [
-            replace(m, name=f"{m.name}, {told(m, run)}") if count[m.name] > 1 else m
-            for m, (_, run) in zip(made, measures, strict=True)
-        ]
-    count = Counter(measure.name for measure in made)
-    seen = Counter[str]()
-    for index, measure in enumerate(made):
-        seen[measure.name] += 1
-        if count[measure.name] > 1:
-            made[index] = replace(measure, name=f"{measure.name} ({seen[measure.name]})")
+    for index in range(3):
+        count, seen = Counter(measure.name for measure in made), Counter[str]()
+        for place, (measure, (_, run)) in enumerate(zip(made, measures, strict=True)):
+            if count[measure.name] > 1:
+                seen[measure.name] += 1
+                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")[
+                    index
+                ]
+                made[place] = replace(measure, name=f"{measure.name}, {told}")
     return made
 
 

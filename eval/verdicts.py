@@ -19,17 +19,7 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.measures import Measure
 from rope_ext_hf.eval.statistics import Estimate
 
-__all__ = [
-    "AS_LOADED",
-    "Conclusion",
-    "Findings",
-    "Outcome",
-    "Verdict",
-    "conclude",
-    "length_text",
-    "time_ratio",
-    "verdict",
-]
+__all__ = ["Conclusion", "Findings", "Outcome", "conclude", "time_ratio", "verdict"]
 
 AS_LOADED = "the model as loaded"
 
@@ -260,7 +250,11 @@ def conclude(findings: Findings) -> Conclusion:
 def _undecided(known: Findings) -> str:
     if not known.candidates:
         reasons = " and ".join(f"the {measure.name} {measure.flaw}" for measure in known.ordered)
-        return f"Which method reads best cannot be told: {reasons}." if reasons else ""
+        measured = {key for measure in known.measures for key in measure.items}
+        first = "Which method reads best cannot be told"
+        if len(measured) == 1:
+            first = f"{_capital(known.called(*measured))} alone was measured, and how sure that is cannot be told"
+        return f"{first}: {reasons}." if reasons else ""
     if not known.unbeaten:
         return "Which method reads best cannot be told: each is worse than another one by some measure."
     left = known.unbeaten

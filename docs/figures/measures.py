@@ -1,4 +1,4 @@
-"""Whether loss, LongPPL and retrieval rank methods alike, by benchmarks/measures.py."""
+"""How far intervals hold, and whether loss, LongPPL and retrieval rank methods alike."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "ne
 
 def _model(row: Row) -> str:
     return MODELS[row["model"]]
+
+
+@figure
+def interval_coverage() -> str:
+    """How often each interval holds the mean, by distribution and number of documents."""
+    line = last_line("intervals")
+    methods = [name for name in line["rows"][0] if name not in ("losses", "documents")]
+    table = [
+        [row["losses"], str(row["documents"]), *(f"{row[name]['held']:.1%}" for name in methods)]
+        for row in line["rows"]
+    ]
+    return markdown_table(("losses", "documents", *methods), table, stamp(line, "benchmarks/intervals.py"))
 
 
 @figure

@@ -67,11 +67,19 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
     }
 
 
+NARROW = (
+    " The intervals are percentile bootstraps over few documents, narrower than 95% takes: see "
+    "[Evaluation](evaluation.md#intervals)."
+)
+
+
 def stamp(line: Row, command: str) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
     count = line.get("threads")
     threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
-    return f"*Measured by `{command}` with {versions}, on {line['device']}{threads}.*"
+    over_documents = any("low" in row and "ratio" not in row for row in line.get("rows", ()))
+    narrow = NARROW if over_documents and "intervals" not in line else ""
+    return f"*Measured by `{command}` with {versions}, on {line['device']}{threads}.*{narrow}"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:

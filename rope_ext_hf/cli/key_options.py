@@ -86,7 +86,6 @@ class KeyOptions:
         keys = keys_of_run(run, of_keys, write=first)
         if first:
             (found,) = run.results
-            print_note(
-                "keys", f"{found.keys:,} of {found.compared:,} tokens, by {found.setting}, in {run.folder / KEYS_FILE}"
-            )
+            text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
+            print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
         return mark_keys(plan, keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 from scipy.stats import bootstrap, kendalltau
 
 from rope_ext_hf.eval.measures import Evidence, Measure, kendall_tau
-from rope_ext_hf.eval.results import interval
 
 GENERATOR = np.random.default_rng(0)
 LOSSES = {name: GENERATOR.uniform(1, 2, 40) for name in ("a", "b", "c")}
@@ -31,31 +31,31 @@ def test_values_and_intervals_are_those_of_scipy() -> None:
     measure = losses()
     for name, row in LOSSES.items():
         assert measure.value(name, 8) == pytest.approx(row.mean())
-        found = interval(measure.drawn([name], 8)[:, 0])
-        expected = bootstrap((row,), np.mean, n_resamples=5000, method="percentile", rng=0).confidence_interval
-        assert found == pytest.approx(expected, abs=0.02)
+        found = measure.estimate(name, 8)
+        expected = bootstrap((row,), np.mean, n_resamples=5000, method="BCa", rng=0).confidence_interval
+        assert (found.low, found.high) == pytest.approx(expected, abs=0.02)
 
 
 def test_a_change_is_paired_by_item() -> None:
-    change, low, high = losses().change("d", "a", 8)
-    assert (change, low, high) == pytest.approx((0.01, 0.01, 0.01))  # unpaired, the interval would be 0.2 wide
+    change = losses().change(("d", 8), ("a", 8))
+    assert change is not None
+    assert change[:3] == pytest.approx((0.01, 0.01, 0.01))  # unpaired, the interval would be 0.2 wide
 
 
-def test_the_best_and_what_is_not_told_from_it() -> None:
-    equal = {"a": {8: [1.0] * 9 + [0.0]}, "b": {8: [1.0] * 8 + [0.0, 1.0]}, "worse": {8: [0.0] * 10}}
-    best, among = shares(equal).best(8, ["worse", "b", "a"])
-    assert (best, among) == ("b", ["b", "a"])
-    measure = losses()
-    by_hand = min(LOSSES, key=lambda name: LOSSES[name].mean())
-    assert measure.best(8, list(LOSSES))[0] == by_hand
-    assert measure.best(16, list(LOSSES)) == (None, [])
+def test_there_is_no_change_where_items_differ_or_one_is_missing() -> None:
+    items = {"a": {8: [(1.0, 1.0)] * 4, 16: [(1.0, 2.0)] * 4}, "b": {8: [(1.0, 1.0)] * 3}}
+    measure = Measure("loss", "nats per token", Evidence.LOSS, False, items)
+    assert measure.change(("a", 8), ("b", 8)) is None
+    assert measure.change(("a", 8), ("b", 16)) is None
+    assert measure.change(("a", 8), ("a", 16)) is None  # other tokens are scored
 
 
-def test_a_loss_that_is_not_finite_is_never_best() -> None:
+def test_a_loss_that_is_not_finite_is_infinitely_worse() -> None:
     for bad in (float("nan"), float("inf")):
         items = {"bad": {8: [(bad, 1.0)]}, "good": {8: [(5.0, 1.0)]}}
         measure = Measure("loss", "nats per token", Evidence.LOSS, False, items)
-        assert measure.best(8, ["bad", "good"]) == ("good", ["good"])
+        assert measure.change(("bad", 8), ("good", 8)) == (math.inf, None, None, 1)
+        assert measure.change(("good", 8), ("bad", 8)) == (-math.inf, None, None, 1)
 
 
 def test_luck_is_no_information() -> None:
@@ -69,7 +69,7 @@ def test_luck_is_no_information() -> None:
 
 def test_one_document_decides_nothing_where_several_are_needed() -> None:
     assert replace(losses(), least=40).flaw == ""
-    assert replace(losses(), least=41).flaw == "rests on 40 documents"
+    assert replace(losses(), least=41).flaw == "rests on 40 documents (at least 41 are needed)"
 
 
 def test_ranks_are_compared_as_scipy_does() -> None:
@@ -82,6 +82,6 @@ def test_ranks_are_compared_as_scipy_does() -> None:
 
 def test_shares_change_by_points() -> None:
     measure = shares({"a": {8: [1.0] * 4}, "b": {8: [0.5] * 4}})
-    assert measure.change_text(measure.change("b", "a", 8)) == "-50.0 [-50.0 to -50.0] points"
+    assert (measure.signed(-0.5), measure.change_unit) == ("-50.0", "points")
     assert measure.text(measure.value("b", 8)) == "50.0%"
-    assert losses().change_text((0.5, -0.25, 1.0)) == "+0.500 [-0.250 to +1.000] nats per token"
+    assert (losses().signed(0.5), losses().change_unit) == ("+0.500", "nats per token")

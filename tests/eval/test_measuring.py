@@ -15,7 +15,6 @@ from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.plan import Tokens, tokenize
 from rope_ext_hf.eval.protocols import PROTOCOLS
-from rope_ext_hf.eval.results import DocumentLoss, bootstrap
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.reference import path
 from tests.support.dispatch import LargestTensor
@@ -47,7 +46,12 @@ def test_every_protocol_equals_a_naive_computation(protocol: str) -> None:
         assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-6)
         assert result.bits_per_token == pytest.approx(expected / math.log(2), abs=2e-6)
         assert result.bits_per_byte == pytest.approx(result.bits_per_token)  # here a token is a byte
-        assert result.low <= result.loss <= result.high
+        if len(result.documents) < 3:
+            assert (result.low, result.high) == (None, None)
+        else:
+            assert result.low is not None
+            assert result.high is not None
+            assert result.low <= result.loss <= result.high
 
 
 @pytest.mark.slow
@@ -208,16 +212,6 @@ def test_a_model_whose_own_method_follows_the_input_is_read_whole() -> None:
         fresh = build("llama", form={"rope_type": "dynamic", "factor": 4.0})
         expected = nats(fresh, document.ids[256 - result.length :], range(result.length - 7, result.length)) / 7
         assert result.loss == pytest.approx(expected, abs=1e-5)
-
-
-def test_bootstrap_interval() -> None:
-    same = [DocumentLoss(n, 20.0, 10, 10, 1) for n in "abc"]
-    assert bootstrap(same) == (2.0, 2.0)
-    draws = torch.Generator().manual_seed(1)
-    means = torch.randn(400, generator=draws, dtype=torch.float64) + 3
-    low, high = bootstrap([DocumentLoss(str(i), 10 * m, 10, 10, 1) for i, m in enumerate(means.tolist())])
-    assert low == pytest.approx(means.mean().item() - 1.96 / 20, abs=0.02)
-    assert high == pytest.approx(means.mean().item() + 1.96 / 20, abs=0.02)
 
 
 def test_length_dependent_methods_run_at_the_context_length() -> None:

@@ -341,7 +341,7 @@ def test_picture_and_table(tmp_path: Path) -> None:
 
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(Run(None, {"kind": "passkey", "context_length": 256}, results).table())
+        console.print(Run(None, {"kind": "passkey", "context_length": 256, "loaded": None}, results).table())
     text = captured.get()
     assert [line.split()[0] for line in text.splitlines() if "loaded" in line or "yarn" in line] == ["as", "yarn"]
     assert text.count("90%  1.2") == 12

@@ -78,7 +78,12 @@ class GuessRuns(RunKind):
         return Guesses(*value)
 
     def result(
-        self, method: dict[str, Any] | None, setting: GuessSetting, cell: Cell, values: Sequence[Guesses], cost: Cost
+        self,
+        method: dict[str, Any] | None,
+        setting: GuessSetting,
+        cell: Cell,
+        values: Sequence[Guesses],
+        costs: Sequence[Cost],
     ) -> GuessShare:
         return GuessShare(method, int(cell[0]), sum(v.right for v in values) / len(values) / setting.guessed)
 
@@ -112,8 +117,8 @@ class GuessMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return [(length,) for length in self.lengths]
 
-    def fingerprint(self) -> str:
-        return repr([text.tolist() for text in self.texts])
+    def cell_fingerprints(self) -> dict[Cell, str]:
+        return {(length,): repr([text[-length:].tolist() for text in self.texts]) for length in self.lengths}
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
@@ -199,7 +204,7 @@ def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:
     setting, yarn = Setting("matched", 5, 256, False, 0), Yarn(factor=2.0).to_dict()
     places = [(method, length) for method in (None, yarn) for length in (64, 128)]
     results = [
-        Result.from_documents(method, setting, length, [DocumentLoss("one", 10 * loss, 10, 12, 1)])
+        Result.from_documents(method, setting, length, [DocumentLoss(name, 10 * loss, 10, 12, 1) for name in "abc"])
         for (method, length), loss in zip(places, losses, strict=False)
     ]
     settings = {"kind": "perplexity", "context_length": 64, "over": "own", "loaded": None, "model": "m", "data": "<d>"}
@@ -210,7 +215,7 @@ def test_a_notebook_shows_conclusion_chart_and_table() -> None:
     run = run_of_yarn()
     for shown in (run, Results(run)):
         page = shown._repr_html_()
-        assert "At 128 tokens (2x), yarn x2 has the lowest loss" in page
+        assert "At 128 tokens (2x), yarn x2 reads best: loss 1.600" in page
         assert page.count("<svg") == page.count("<table") == 1
         assert "<d>" not in page
     assert "Nothing is finished" in run_of_yarn(())._repr_html_()
@@ -219,7 +224,7 @@ def test_a_notebook_shows_conclusion_chart_and_table() -> None:
 def test_results_as_a_dataframe() -> None:
     run = run_of_yarn()
     for table in (run.to_dataframe(), Results(run).to_dataframe()):
-        assert list(table.columns) == ["method", *run.kind.columns, "parameters"]
+        assert list(table.columns) == run.columns
         assert list(table["method"]) == ["as loaded", "as loaded", "yarn x2", "yarn x2"]
         assert list(table["loss_nats"]) == [1.0, 2.0, 1.5, 1.6]
         assert table.pivot(index="method", columns="length", values="loss_nats").loc["yarn x2", 128] == 1.6

@@ -15,17 +15,17 @@ SETTING = TaskSetting("ruler", "vt,cwe", "generate", 42, False, 0)
 YARN = {"method": "yarn", "factor": 4.0}
 
 
-def a_run(scores: dict[Any, dict[int, tuple[list[float], list[float]]]]) -> Run[TaskResult]:
+def a_run(scores: dict[Any, dict[int, tuple[list[float], list[float]]]], chance: float = 0.0) -> Run[TaskResult]:
     """A run with scores of both tasks, by method ("yarn" or None) and length."""
     kind = run_kind("tasks")
     results = [
-        kind.result(YARN if method else None, SETTING, (length, task), [TaskScore(s, "") for s in some], Cost())
+        kind.result(YARN if method else None, SETTING, (length, task), [TaskScore(s, "") for s in some], [Cost()])
         for method, row in scores.items()
         for length, both in row.items()
         for task, some in enumerate(both)
     ]
     settings = {"kind": "tasks", "loaded": None, "context_length": 1024, "over": "own", "model": "m", "data": "d"}
-    return Run(None, settings | {"setting": vars(SETTING)}, results)  # type: ignore[arg-type]
+    return Run(None, settings | {"setting": vars(SETTING) | {"chance": chance}}, results)  # type: ignore[arg-type]
 
 
 ONES, HALF = [1.0] * 16, [1.0, 0.0] * 8
@@ -44,9 +44,22 @@ def test_the_longest_length_that_keeps_the_score_of_the_shortest() -> None:
         }
     )
     loaded, yarn = reaches(run)
-    assert loaded == EffectiveLength(1024, 1024, 1024)  # half of the prompts: below 85% in nearly every draw
-    assert yarn == EffectiveLength(4096, 2048, 4096)  # 87.5% of the prompts: below 85% in many draws
-    assert effective_lengths(run) == effective_lengths(run)
+    assert loaded == EffectiveLength(1024, 1024, 1024)  # half of the prompts: surely below 85%
+    assert yarn == EffectiveLength(4096, 0, 4096)  # 16 prompts, all right, may be of a model that answers 80%
+    many = a_run({None: {1024: (ONES * 8, ONES * 8), 2048: (ONES * 8, ONES * 8), 4096: (HALF * 8, ONES * 8)}})
+    assert reaches(many)[0] == EffectiveLength(2048, 2048, 2048)
+
+
+def test_scores_at_luck_have_no_effective_length() -> None:
+    """One answer in twenty, where one in twenty is right by luck, is nothing to keep."""
+    lucky = ([1.0] + [0.0] * 15, [0.0] * 16)
+    run = a_run({None: {1024: lucky, 2048: lucky}}, chance=0.05)
+    assert effective_lengths(run) == {}
+    assert effective_lengths(a_run({None: {1024: (ONES, ONES), 2048: lucky}}, chance=0.05)) != {}
+
+
+def test_one_length_is_no_effective_length() -> None:
+    assert effective_lengths(a_run({None: {1024: (ONES, ONES)}})) == {}
 
 
 def test_a_method_is_held_against_the_model_as_loaded_and_alone_against_itself() -> None:
@@ -62,13 +75,14 @@ def test_nothing_right_at_the_shortest_length_has_no_effective_length() -> None:
     zero = [0.0] * 16
     run = a_run({None: {1024: (zero, zero), 2048: (zero, zero)}})
     assert effective_lengths(run) == {}
-    assert "No effective length" in run.kind.conclusion(run)
+    assert "decides nothing" in str(run.conclusion) or "cannot be told" in str(run.conclusion)
 
 
 def test_a_length_counts_once_all_tasks_are_complete() -> None:
     run = a_run({None: {1024: (ONES, ONES), 2048: (ONES, ONES)}})
+    assert reaches(run)[0].length == 2048
     run = Run(None, run.settings, run.results[:-1])
-    assert reaches(run)[0] == EffectiveLength(1024, 1024, 1024)
+    assert reaches(run)[0] is None
     assert [row["suite_score"] for row in run.rows()] == [1.0, 1.0, ""]
 
 
@@ -83,11 +97,13 @@ def test_table_conclusion_and_charts() -> None:
     assert table is not None
     cells = [list(column.cells) for column in table.columns]
     assert [str(cell) for cell in cells[1]] == ["all", "vt", "cwe"] * 2
-    assert cells[2] == ["75.0%", "100.0%", "50.0%"] * 2
-    assert cells[3] == ["50.0%", "50.0%", "50.0%", "75.0%", "100.0%", "50.0%"]
+    assert cells[2] == ["75.0% ", "100.0% ", "50.0% "] * 2
+    assert cells[3][:3] == ["50.0%\N{DAGGER}"] * 3  # twice the context length of the model as loaded
+    assert cells[3][3:] == ["75.0% ", "100.0% ", "50.0% "]
     assert str(cells[4][3]).startswith("2,048 [")
-    text = run.kind.conclusion(run)
-    assert text.startswith("At 2,048 tokens (2x), yarn x4 has the highest score, 75.0%; the model as loaded has 50.0%.")
+    text = str(run.conclusion)
+    assert text.startswith("At 2,048 tokens (2x), yarn x4 reads best: score of ruler 75.0% [")
+    assert "(as loaded 50.0%)" in text
     chart = run.kind.chart(run)
     assert chart.count('stroke-dasharray="6 3"') == 1  # the threshold
     matplotlib = pytest.importorskip("matplotlib")
