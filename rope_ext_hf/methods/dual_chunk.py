@@ -31,8 +31,8 @@ class DualChunk(RemappingMethod):
     The input is cut into chunks of s tokens, and a key n stands at n mod s. A query m stands at m mod s for keys of
     its own chunk, at min(m mod s + s, s + w - 1) for those of the chunk before, so that the last w tokens are where
     they are, and at s + w - 1 for all older ones. (The paper's ceiling c is s + w.) `chunk`: default three quarters of
-    the limit; `window`: default what is left of the limit. The authors' code stops queries at s + w: a `window` one larger
-    here.
+    the limit; `window`: default what is left of the limit, and one larger for the authors' code, which stops queries
+    at s + w.
     """
 
     guidance = Guidance(

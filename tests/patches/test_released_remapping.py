@@ -18,14 +18,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 import rope_ext_hf as rope
+from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reference import path
 from tests.support.models import TRAINED, build, logits, rotary_of, tokens
 from tests.support.oracles import rotate_to
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 3 * TRAINED - 5
 THETA = 10_000.0
+STRING_FACTOR = 0.1 * math.log(2) + 1
 
 Part = tuple[float, Tensor, Tensor]
 """Where a query is rotated to, the keys that it then sees, and where those are rotated to."""
@@ -110,7 +116,6 @@ def alike(positions: Tensor) -> Tensor:
     return torch.ones(positions.shape, dtype=torch.float64)
 
 
-@pytest.mark.slow
 def test_chunkllama_is_a_window_one_larger_over_chunks_of_five_eighths() -> None:
     model, ids = build("llama"), tokens(LENGTH)
     mscale = 0.05 * math.log(LENGTH / TRAINED) + 1
@@ -125,7 +130,6 @@ def test_chunkllama_is_a_window_one_larger_over_chunks_of_five_eighths() -> None
             assert (logits(model, ids) - released).abs().max() > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True], ids=["scale_base=-1", "scale_base=64"])
 def test_longlm_for_llama_is_self_extend_without_the_floor(scaled: bool) -> None:
     model, ids = build("llama"), tokens(LENGTH)
@@ -139,16 +143,24 @@ def test_longlm_for_llama_is_self_extend_without_the_floor(scaled: bool) -> None
         assert (logits(model, ids) - released).abs().max() > 1e-4
 
 
-@pytest.mark.slow
 def test_string_is_released_with_an_attention_factor() -> None:
-    """And with the key at its boundary twice while a prompt is read, once afterwards: that is no parameter here."""
     model, ids = build("llama"), tokens(LENGTH)
-    factor = 0.1 * math.log(2) + 1
     given = {"window": 21, "start": 5}
-    warm = {"frequency": "yarn", "factor": 1, "attention_factor": factor}
-    with reading(model, string(21, 5, twice=False), lambda m: factor**2 * alike(m)):
-        once = logits(model, ids)
-    with rope.patched(model, "string", **given, **warm):
-        torch.testing.assert_close(logits(model, ids), once, atol=1e-5, rtol=0)
+    with reading(model, string(21, 5, twice=False), lambda m: STRING_FACTOR**2 * alike(m)):
+        released = logits(model, ids)
+    with rope.patched(model, "string", **given, frequency="yarn", factor=1, attention_factor=STRING_FACTOR):
+        torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
     with rope.patched(model, "string", **given):
-        assert (logits(model, ids) - once).abs().max() > 1e-4
+        assert (logits(model, ids) - released).abs().max() > 1e-4
+
+
+def test_the_key_that_string_counts_twice_hardly_matters() -> None:
+    """docs/remapping.md: nats per byte of the bundled model, in a prompt of its context length."""
+    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32)
+    text = stdlib_held_out()[0].text[5000 : 5000 + 256]
+    ids = torch.tensor([[byte + 3 for byte in text.encode()[:256]]])
+    losses = []
+    for twice in (False, True):
+        with reading(model, string(85, 21, twice), lambda m: STRING_FACTOR**2 * alike(m)):
+            losses.append(cross_entropy(logits(model, ids)[0, 127:-1], ids[0, 128:]))
+    assert 0 < (losses[1] - losses[0]).abs() < 0.005
