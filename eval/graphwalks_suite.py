@@ -93,7 +93,7 @@ class GraphWalks(Suite):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """F1 of the set in the last line of an answer; 1 where both sets are empty (`get_list` of the card)."""
+        """F1 of the set in the last line of an answer, as lm-eval's graphwalks has it; 1 where both sets are empty."""
         found, right = (_nodes(text) for text in (answer, references[0]))
         if found is None or right is None:
             return 0.0
@@ -103,9 +103,9 @@ class GraphWalks(Suite):
 
 
 def _nodes(text: str) -> set[str] | None:
-    """The nodes after "Final Answer:" in the last line; None where no such list stands there."""
-    listed = re.search(r"Final Answer: ?\[(.*)\]", text.strip().split("\n")[-1])
-    return None if listed is None else {node.strip() for node in listed[1].split(",") if node.strip()}
+    """The nodes after "Final Answer:" in the last line, quotes left out; None where no such list stands there."""
+    listed = re.search(r"Final Answer:\s*\[(.*)\]", text.rstrip("\n").split("\n")[-1])
+    return None if listed is None else {node.strip().strip("'\"") for node in listed[1].split(",") if node.strip()}
 
 
 def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int) -> Sample:

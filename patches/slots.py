@@ -79,6 +79,8 @@ class Slot:
 class RemappedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
 
+    beside_attention = True
+
     def _at(self, length: int | None) -> Frequencies:
         assert isinstance(self.method, RemappingMethod)
         inv_freq, attention_factor = super()._at(length)
@@ -100,6 +102,8 @@ class MultipliedRotaryEmbedding(RotaryEmbedding):
         source: the module that is replaced, which goes on holding the buffer.
         buffer: the buffer's name; its exponential multiplies the frequencies, also when other weights are loaded.
     """
+
+    beside_attention = True  # while a model is probed for remapping methods
 
     def __init__(self, *args: Any, source: nn.Module, buffer: str, **kwargs: Any) -> None:
         self.__dict__["_learned"] = (source, buffer)  # no submodule: the slot holds it

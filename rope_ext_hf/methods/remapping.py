@@ -31,7 +31,6 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
 __all__ = [
-    "DualChunk",
     "LeakyReRoPE",
     "ReRoPE",
     "RemappedPosition",
@@ -379,7 +378,8 @@ class SelfExtend(_WindowedRemapping):
     """Self-Extend (Jin et al. 2024, arXiv 2401.01325): beyond the window keys are seen in groups.
 
     A query m sees a far key n at distance floor(m / G) - floor(n / G) + w - floor(w / G). `window`: default a quarter
-    of the limit; `group`: default as small as the target length allows, 16 where there is none.
+    of the limit; `group`: default as small as the target length allows, 16 where there is none; `floor_window`: False
+    for w / G in place of floor(w / G), as the authors' code has it for Llama and Gemma (datamllab/LongLM).
     """
 
     guidance = Guidance(
@@ -389,9 +389,14 @@ class SelfExtend(_WindowedRemapping):
     )
 
     group: int | None = None
+    floor_window: bool = True
 
-    def _farthest(self, length: int, window: int, group: int) -> int:
-        return (length - 1) // group + window - window // group
+    def _shift(self, window: int, group: int) -> float:
+        """What is added to the position of a query for far keys."""
+        return window - (window // group if self.floor_window else window / group)
+
+    def _farthest(self, length: int, window: int, group: int) -> float:
+        return (length - 1) // group + self._shift(window, group)
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 4
@@ -403,7 +408,7 @@ class SelfExtend(_WindowedRemapping):
                 # Two floors stand in the farthest place, so the smallest group is searched for, not solved for.
                 sizes = range(1, target_length + 1)
                 group = next(
-                    (size for size in sizes if self._farthest(target_length, window, size) < limit), target_length
+                    (size for size in sizes if self._farthest(target_length, window, size) <= limit - 1), target_length
                 )
         if target_length is not None:
             self.check_reach(
@@ -414,7 +419,13 @@ class SelfExtend(_WindowedRemapping):
     def extended_length(self, rotary: Rotary) -> int | None:
         if self.max_distance is None or self.window is None or self.group is None:
             return None
-        return (self.max_distance - self.window + self.window // self.group) * self.group
+        return math.floor(self.max_distance - self._shift(self.window, self.group)) * self.group
+
+    @property
+    def exact_length(self) -> int:
+        assert self.group is not None
+        whole = self.floor_window or self.exact_window % self.group == 0  # else the first far key is seen below w
+        return super().exact_length if whole else self.exact_window
 
     def key_position(self, n: Tensor) -> RemappedPosition:
         assert self.group is not None
@@ -424,71 +435,4 @@ class SelfExtend(_WindowedRemapping):
         assert self.group is not None
         # The floors of query and key are taken apart, so that cached keys need no other rotation for another query. The
         # place is then one off for some pairs, as in the paper.
-        return RemappedPosition(m // self.group, offset=self.exact_window - self.exact_window // self.group)
-
-
-@register_method("dca")
-@dataclass(frozen=True, kw_only=True)
-class DualChunk(RemappingMethod):
-    """Dual Chunk Attention (An et al. 2024, arXiv 2402.17463).
-
-    The input is cut into chunks of s tokens, and a key n stands at n mod s. A query m stands at m mod s for keys of
-    its own chunk, at min(m mod s + s, s + w - 1) for those of the chunk before, so that the last w tokens are where
-    they are, and at s + w - 1 for all older ones. (The paper's ceiling c is s + w.) `chunk`: default three quarters of
-    the limit; `window`: default what is left of the limit.
-    """
-
-    guidance = Guidance(
-        purposes=(PYTHON,),
-        when="prompts are long and speed matters: cached keys are never rotated again",
-        decode=ZONES,
-    )
-    local_zone_exact = False
-
-    chunk: int | None = None
-    window: int | None = None
-
-    def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        chunk = self.chunk or 3 * limit // 4
-        window = self.window or max(1, limit - chunk)
-        self.check_reach(limit, "chunk and window together", chunk + window)
-        return replace(self, chunk=chunk, window=window)
-
-    @property
-    def exact_length(self) -> int:
-        return self.farthest + 1  # keys of the chunk before are where they are until the query reaches the ceiling
-
-    @property
-    def size(self) -> int:
-        assert self.chunk is not None
-        return self.chunk
-
-    @property
-    def farthest(self) -> int:
-        assert self.window is not None
-        return self.size + self.window - 1
-
-    def key_position(self, n: Tensor) -> RemappedPosition:
-        return RemappedPosition(n % self.size)
-
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        # In zone 0 the query stands at m mod s, as a key there does: no second rotation of the cache.
-        if zone == 1:
-            return RemappedPosition((m % self.size + self.size).clamp(max=self.farthest))
-        return RemappedPosition(offset=self.farthest)
-
-    def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        return (m // self.size - n // self.size).clamp(0, 2)
-
-    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        # A distance alone leaves the zone open: two tokens of neighbouring chunks may be 1 or 2s - 1 apart.
-        return (0, self.size), (1, 2 * self.size), (self.size + 1, UNBOUNDED)
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        for start in range(first - first % self.size, last, self.size):
-            queries = max(first, start), min(last, start + self.size)
-            yield Tile(0, queries, (start, queries[1]))
-            if start:
-                yield Tile(1, queries, (start - self.size, start))
-            if start > self.size:
-                yield Tile(2, queries, (0, start - self.size))
+        return RemappedPosition(m // self.group, offset=self._shift(self.exact_window, self.group))

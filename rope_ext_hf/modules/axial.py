@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding, arrange
 
 __all__ = ["AxialRotaryEmbedding"]
@@ -116,13 +115,7 @@ class AxialRotaryEmbedding(nn.Module):
                 geometry = Rotary(2 * sections[axis], rotary.theta, length)
             elif length != rotary.trained_length:
                 geometry = replace(rotary, trained_length=length)
-            child = RotaryEmbedding(one, geometry, layout="bare", cast=False, **params)
-            if isinstance(child.method, RemappingMethod):
-                raise MethodError(
-                    f"{child.method.name} changes the relative positions that attention sees, and an axial embedding "
-                    "makes cos and sin only; choose a frequency method"
-                )
-            self.tables.append(child)
+            self.tables.append(RotaryEmbedding(one, geometry, layout="bare", cast=False, **params))
         self._columns = _columns(self.sections, arrangement, table)
         self.register_buffer("columns", torch.tensor(self._columns, device="cpu"), persistent=False)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
@@ -86,7 +85,7 @@ class RotaryAttention(nn.Module):
 
     Raises:
         ValueError: sizes that do not fit each other.
-        MethodError: a rotary module of another layout, of a remapping method, or for more dims than a head has.
+        MethodError: a rotary module of another layout, or for more dims than a head has.
 
     Sources: RoFormer (Su et al. 2021, arXiv 2104.09864); grouped queries (Ainslie et al. 2023, arXiv 2305.13245);
     QK-norm (Qwen3, arXiv 2505.09388).
@@ -117,11 +116,6 @@ class RotaryAttention(nn.Module):
             head_dim = hidden_size // num_heads
         if rotary.layout != "half":
             raise MethodError(f"rotary must have layout='half', got {rotary.layout!r}")
-        if isinstance(rotary.method, RemappingMethod):
-            raise MethodError(
-                f"{rotary.method.name} changes relative positions, which cos and sin cannot do; rotary must have a "
-                "frequency method. rope_ext_hf.patch puts remapping methods into models of transformers"
-            )
         if rotary.rotary.dim > head_dim:
             raise MethodError(f"rotary is for {rotary.rotary.dim} dims, and a head has {head_dim}")
         self.hidden_size = hidden_size

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
@@ -97,7 +98,13 @@ class RotaryEmbedding(nn.Module):
     A method with a trainable parameter has it as `trained`, (dim // 2,) float32 in every dtype of the model. Gradients
     reach it through cos and sin; its angles are products in float64 (float32 on MPS, where they lose accuracy as
     positions grow), not in fixed point. `present_method` gives the method with the values it has now.
+
+    Raises:
+        MethodError: a remapping method or a score bias, which cos and sin cannot carry out, or a layout or axes that
+            do not exist.
     """
+
+    beside_attention: ClassVar[bool] = False  # True: an attention function carries out the rest of a remapping method
 
     frequency: Tensor
     profile_frequencies: Tensor
@@ -122,6 +129,12 @@ class RotaryEmbedding(nn.Module):
         if axis_of_pair is not None and (len(axis_of_pair) != rotary.dim // 2 or min(axis_of_pair, default=0) < 0):
             raise MethodError(f"axis_of_pair must be {rotary.dim // 2} numbers from 0 on, got {list(axis_of_pair)}")
         self.method = resolve_method(method, rotary, **params)
+        if isinstance(self.method, RemappingMethod) and not self.beside_attention:
+            raise MethodError(
+                f"{self.method.name} changes what attention does with queries and keys, and a rotary module gives cos "
+                "and sin alone, which would be those of the model without it. Give a frequency method, such as yarn; "
+                f"rope_ext_hf.patch(model, {self.method.name!r}) puts {self.method.name} into a model of transformers"
+            )
         self.rotary = rotary
         self.layout = layout
         self.cast = cast

@@ -20,8 +20,9 @@ from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.methods.remapping import DualChunk, LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
 from rope_ext_hf.methods.stairs import Stairs, String
 from rope_ext_hf.methods.tiles import Tile
 from rope_ext_hf.rotary import kv_cache as cache
@@ -41,7 +42,8 @@ def methods(draw: Any) -> RemappingMethod:
         case "leaky":
             return LeakyReRoPE(window=window, k=draw(st.floats(1, 20)), **common)
         case "self-extend":
-            return SelfExtend(window=window, group=draw(st.integers(1, 20)), **common)
+            floored = draw(st.booleans())
+            return SelfExtend(window=window, group=draw(st.integers(1, 20)), floor_window=floored, **common)
         case "stairs":
             start, chunk = draw(st.integers(1, window)), draw(st.integers(1, 70))
             return Stairs(window=window, start=start, chunk=chunk, **common)
@@ -306,13 +308,13 @@ def farthest(method: RemappingMethod, length: int) -> float:
     return max(distance(method, length - 1, n) for n in range(length))
 
 
-@given(limit=st.integers(8, 40), window=st.integers(1, 30), length=st.integers(8, 300))
+@given(limit=st.integers(8, 40), window=st.integers(1, 30), length=st.integers(8, 300), floored=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: int, length: int) -> None:
+def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: int, length: int, floored: bool) -> None:
     assume(window < limit)
-    asked = SelfExtend(window=window, max_distance=limit, temperature="none")
+    asked = SelfExtend(window=window, max_distance=limit, temperature="none", floor_window=floored)
     groups = (dataclasses.replace(asked, group=size) for size in range(1, length + 1))
-    smallest = next((method for method in groups if farthest(method, length) < limit), None)
+    smallest = next((method for method in groups if farthest(method, length) <= limit - 1), None)
     if smallest is None:
         with pytest.raises(MethodError, match="the farthest place"):
             asked.with_defaults(limit, length)
@@ -321,7 +323,7 @@ def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: i
         reach = smallest.extended_length(Rotary(16, THETA, limit))
         assert reach is not None
         assert reach >= length
-        assert farthest(smallest, reach) < limit <= farthest(smallest, reach + 1)
+        assert farthest(smallest, reach) <= limit - 1 < farthest(smallest, reach + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

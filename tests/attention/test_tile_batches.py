@@ -9,7 +9,8 @@ import torch
 
 from rope_ext_hf.attention.kernels import run_kernel
 from rope_ext_hf.attention.tile_batches import MergedSoftmax, batch_tiles, fold_into_batch, strided_spans
-from rope_ext_hf.methods.remapping import DualChunk, ReRoPE
+from rope_ext_hf.methods.input_chunks import DualChunk
+from rope_ext_hf.methods.remapping import ReRoPE
 from rope_ext_hf.methods.tiles import Tile, TileRectangle
 
 

@@ -1,12 +1,14 @@
-"""GraphWalks' graphs and answers against networkx, and its score against the formula of the data set's card."""
+"""GraphWalks' graphs and answers against networkx, and its score against lm-eval's."""
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
 import networkx
 import pytest
+from lm_eval.tasks.graphwalks.utils import extract_answer_list, process_results
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.suites import Sample, count_tokens, suite
@@ -89,7 +91,30 @@ def test_prompts_fill_the_length_and_follow_from_the_seed(task: str, tokenizer: 
         ("[a, b]", "[a, b]", 0.0),  # not marked as the answer
         ("Final Answer: [a, b]\nThat is all.", "[a, b]", 0.0),  # not in the last line
         ("", "[a]", 0.0),
+        ("Final Answer:  ['a', \"b\"]\n\n", "[a, b]", 1.0),
     ],
 )
 def test_the_score_is_the_f1_of_the_last_line(answer: str, right: str, expected: float) -> None:
     assert suite("graphwalks").score(answer, [f"Final Answer: {right}"], []) == pytest.approx(expected)
+
+
+def test_the_score_is_that_of_lm_eval_but_for_a_right_empty_set() -> None:
+    """lm-eval scores 0 there, so that no answer to such a question counts."""
+    rng, empty = random.Random(0), 0
+    for _ in range(600):
+        right = rng.choice([[], ["a1"], ["a1", "b2"], ["a1", "b2", "c3"]])
+        given = rng.sample([*right, "d4", "", "e 5", "a1"], k=rng.randrange(5))
+        nodes = ",".join(rng.choice(["{}", "'{}'", '"{}"', " {} ", "' {} '", "{},"]).format(node) for node in given)
+        begin = rng.choice(
+            ["Final Answer:", "final answer:", "So the Final Answer:", "Final Answer: [x]\nFinal Answer:"]
+        )
+        blank, end = rng.choice(["", " ", "  ", "\t"]), rng.choice(["", "\n", "\n\n", " ", "\n ", "\r\n"])
+        answer = begin + blank + rng.choice(["[{}]", "[{}]", "[{}] .", "[[{}]]", "{}", "[{}"]).format(nodes) + end
+        ours = suite("graphwalks").score(answer, [f"Final Answer: [{', '.join(right)}]"], [])
+        theirs = process_results({"answer_nodes": right}, [answer])["f1"]
+        if not right and extract_answer_list(answer) == ([], False):
+            assert (ours, theirs) == (1.0, 0.0)
+            empty += 1
+        else:
+            assert ours == pytest.approx(theirs), answer
+    assert empty

@@ -14,6 +14,7 @@ import lm_eval
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import make_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -232,6 +233,19 @@ def test_bos_as_the_tokenizer_does_and_never_eos(template: str, given: list[int]
     assert lm.tok_encode("a") == given
     assert lm.tok_batch_encode(["a"])[0].tolist() == [given]
     assert harness(build("llama"), words(template), add_bos_token=False).tok_encode("a") == [4]
+
+
+@pytest.mark.slow
+def test_the_model_of_lm_eval_scores_the_eos_of_the_bundled_tokenizer(tokenizer: Any) -> None:
+    """docs/lm-eval.md: contexts end with EOS there, and EOS stands in the place of a continuation's first byte."""
+    model = load()
+    expected = [ours(model, tokenizer, *pair) for pair in PAIRS if pair[0]]
+    stock = [HFLM(pretrained=model, tokenizer=tokenizer, **given) for given in ({}, {"add_bos_token": False})]
+    assert stock[0].tok_encode("a") == [100, tokenizer.eos_token_id]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS) if pair[0]]
+    by_default, without = ([nats for nats, _ in lm.loglikelihood(requests, disable_tqdm=True)] for lm in stock)
+    assert max(abs(a - b) for a, b in zip(by_default, expected, strict=True)) > 5
+    assert without == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_tokenizer_whose_eos_comes_with_its_bos_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.remapping import RemappingMethod, SelfExtend
 from tests.support.method_examples import example_method
 from tests.support.models import TRAINED, build
 
@@ -80,6 +80,11 @@ def test_the_window_of_dca_is_the_rest_of_the_longest_distance(given: dict[str, 
         ("rerope", {"window": 4}, [4] * 9 + [3, 2, 1, 0]),
         ("leaky-rerope", {"window": 4, "k": 2.0}, [8, 7.5, 7, 6.5, 6, 5.5, 5, 4.5, 4, 3, 2, 1, 0]),
         ("self-extend", {"window": 4, "group": 2}, [8, 8, 7, 7, 6, 6, 5, 5, 4, 3, 2, 1, 0]),
+        (
+            "self-extend",
+            {"window": 5, "group": 2, "floor_window": False},
+            [8.5, 8.5, 7.5, 7.5, 6.5, 6.5, 5.5, 5.5, 4, 3, 2, 1, 0],
+        ),
         # chunks of 5: the key n stands at n mod 5; the query at 2, at min(2 + 5, 7) for the chunk before, and at 7
         ("dca", {"chunk": 5, "window": 3}, [7, 6, 5, 4, 3, 7, 6, 5, 4, 3, 2, 1, 0]),
     ],
@@ -88,3 +93,12 @@ def test_distances_by_hand(name: str, params: dict[str, Any], expected: list[flo
     cls: Any = rope.list_methods()[name]
     method = cls(**params, max_distance=64)
     assert method.distance(torch.tensor(12), torch.arange(13)).tolist() == expected
+
+
+@pytest.mark.parametrize("floored", [True, False])
+@pytest.mark.parametrize(("window", "group"), [(6, 3), (7, 3), (2, 5)])
+def test_self_extend_leaves_inputs_as_they_are_up_to_its_exact_length(window: int, group: int, floored: bool) -> None:
+    method = SelfExtend(window=window, group=group, floor_window=floored, max_distance=64, temperature="none")
+    at = torch.arange(method.exact_length + 1)
+    moved = (method.distance(at[:, None], at) != at[:, None] - at).tril().any(-1)
+    assert moved.tolist() == [False] * method.exact_length + [True]

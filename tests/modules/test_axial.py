@@ -266,7 +266,7 @@ def test_it_survives_casts_and_moves_and_compiles() -> None:
         ({"sections": (8, 8), "layout": "both"}, "layout must be one of"),
         ({"sections": (8, 8), "method": ["default"]}, "there are 2 axes; methods has 1 entries"),
         ({"sections": (8, 8), "trained_lengths": [1, 2, 3]}, "there are 2 axes; trained_lengths has 3 entries"),
-        ({"sections": (8, 8), "method": "rerope"}, "rerope changes the relative positions"),
+        ({"sections": (8, 8), "method": "rerope"}, "rerope changes what attention does"),
         ({"sections": (8, 8), "rotary": Rotary(32, 1e4, 64, rotated_pairs=4), "table": "own"}, "without rotated_pairs"),
         ({"sections": (15, 1), "table": "own", "method": "ntk", "factor": 2}, "ntk"),
     ],

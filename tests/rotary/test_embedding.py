@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf import Rotary, RotaryEmbedding
+from rope_ext_hf import Rotary, RotaryEmbedding, list_methods
 from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.remapping import RemappingMethod
 from tests.support.dispatch import HostReads
+from tests.support.method_examples import example_method
 from tests.support.oracles import (
     by_cycles,
     ntk,
@@ -42,6 +44,8 @@ from tests.support.rotary_examples import (
     static,
     worst,
 )
+
+REMAPPING = [name for name, cls in list_methods().items() if issubclass(cls, RemappingMethod)]
 
 # --- accuracy -----------------------------------------------------------------------------------------------------
 
@@ -225,6 +229,16 @@ class TestOutput:
             RotaryEmbedding(RotaryEmbedding("yarn", SMALL, factor=2).method, SMALL, factor=2)
         with pytest.raises(MethodError, match=r"32.*31"):
             RotaryEmbedding("factors", SMALL, factors=[1.0] * 31)
+
+    @pytest.mark.parametrize("name", REMAPPING)
+    def test_a_method_that_cos_and_sin_cannot_carry_out_is_refused(self, name: str) -> None:
+        """Its cos and sin are those of the model without it, and attention would be, too."""
+        method: Any = example_method(list_methods()[name], SMALL)
+        parameters = {key: value for key, value in method.to_dict().items() if key != "method"}
+        said = rf"{name} changes what attention does.*frequency method.*rope_ext_hf\.patch\(model, '{name}'\)"
+        for given, more in ((name, parameters), (method, {}), (method.bind(SMALL, None), {})):
+            with pytest.raises(MethodError, match=said):
+                RotaryEmbedding(given, SMALL, **more)
 
     def test_an_unknown_layout_is_refused(self) -> None:
         with pytest.raises(ValueError, match="hafl"):
