@@ -23,11 +23,10 @@ from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidanc
 from rope_ext_hf.methods.measurements import (
     Rise,
     cost_notes,
-    factor_for,
-    measured_reach,
+    helped,
+    reach_text,
     rises_at,
     rises_for_short_inputs,
-    worth_trying,
 )
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -131,10 +130,10 @@ def _sliding_rope(opened: Model) -> Any:
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """The methods to take at this length, by purpose: the candidates that fit, by what was measured.
+    """The candidates at this length, by purpose: those that helped a measured model. They are not ranked.
 
-    Where no candidate for serving fits: the fitting method with the lowest loss that an engine serves. Fine-tuning
-    needs no fit.
+    Where no candidate for serving helped: the methods that did and that an engine serves. Fine-tuning needs no
+    measurement.
     """
 
     def served(each: MethodAdvice) -> bool:
@@ -146,9 +145,7 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
 
     chosen = {purpose: tuple(m.method for m in methods if takes(m, purpose)) for purpose in PURPOSES}
     if not chosen[SERVING]:
-        fitting = [each for each in methods if each.fits and served(each)]
-        lowest = sorted(fitting, key=lambda each: sum(each.measured.values()))
-        chosen[SERVING] = tuple(each.method for each in lowest[:1])
+        chosen[SERVING] = tuple(each.method for each in methods if each.fits and served(each))
     return {purpose: names for purpose, names in chosen.items() if names}
 
 
@@ -186,7 +183,7 @@ class _Planner:
             why = guidance.unmeasured or one_line(error)
         else:
             kind = _kind(method)
-            fits = worth_trying(rises)
+            fits = bool(helped(rises))
             why = self._why(name, guidance, rises)
             short = self._short_inputs(method, factor)
         if kind == "static":
@@ -206,18 +203,11 @@ class _Planner:
         )
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
-        factor = self.target_length / self.rotary.context_length
-        reach, longest = measured_reach(name)
-        if longest == 1:
-            return guidance.unmeasured or "not measured"
         if not rises:
-            return f"not measured beyond {longest:g} times the context length; worth trying up to {reach:g} times"
-        if worth_trying(rises):
-            return f"worth trying (up to {reach:g} times the context length)"
-        larger = factor_for(name, factor)
-        if larger is not None:
-            return f"worth trying with a larger factor, {larger:g} and not {factor:.3g}"
-        return f"the loss rose too much: {' / '.join(signed(rise.increase for rise in rises))}"
+            return guidance.unmeasured or f"not measured at this length; helped {reach_text(name)}"
+        if models := helped(rises):
+            return f"helped at this length on the {' and the '.join(model.name for model in models)}"
+        return f"helped none of the {len(rises)} small models that were measured"
 
     def _short_inputs(self, method: RopeMethod, factor: float) -> str:
         kept = method.unchanged_length(self.rotary)
