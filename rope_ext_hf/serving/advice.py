@@ -119,9 +119,7 @@ class Advice:
         lines = ["Without training, measured on:", *(f"  the {model}" for model in measured_models())]
         lines.append("A rise is in bits per byte, over the loss of the model as loaded at its context length.")
         lines.append("They do not agree, and what decides it is not known: they differ in size, text, dims and base.")
-        lines.append(
-            "Which candidate reads best on this model is known when it is measured, by the first command below."
-        )
+        lines.append("Which candidate reads best here is known when it is measured, by the first command below.")
         if fitting:
             head = ("helped", "kind", "inputs within the context length", "rise at this length")
             rows = ((m.method, m.kind, m.short_inputs, " / ".join(signed(m.measured.values()))) for m in fitting)

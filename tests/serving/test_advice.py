@@ -195,9 +195,8 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
     advice, measured = rope.advise(folder, 64 * K), rises()
     for each in advice.methods:
         if (each.method, 2, 2) in measured["bundled model"]:
-            helped = [
-                name for name, rows in measured.items() if 3 * rows[each.method, 2, 2] <= rows["as loaded", None, 2]
-            ]
+            key, loaded = (each.method, 2, 2), ("as loaded", None, 2)
+            helped = [name for name, rows in measured.items() if 3 * rows[key] <= rows[loaded]]
             said = (
                 f"helped at this length on the {' and the '.join(helped)}" if helped else "helped none of the 2 small"
             )
