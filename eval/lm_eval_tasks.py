@@ -20,7 +20,7 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.suites import list_suites, suite
 from rope_ext_hf.eval.task_suites import template_tokens
-from rope_ext_hf.files import atomic_file
+from rope_ext_hf.files import atomic_file, disk_errors
 from rope_ext_hf.hub import load_tokenizer
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def write_tasks(folder: str | Path) -> Path:
         FileError: anything the disk refuses.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, of_name in list_suites().items():
         prefix = f"rope_{name.replace('-', '_')}"
         tasks = {f"{prefix}_{task}": task for task in of_name.tasks}

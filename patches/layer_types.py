@@ -40,7 +40,7 @@ def layer_types(config: Any) -> list[str]:
 def sliding_layers(config: Any) -> tuple[int | None, int]:
     """The window in tokens of the sliding-window layers, and how many layers those are."""
     stated = [*values_of(config, "sliding_window"), *values_of(config, "attention_chunk_size")]
-    window = max((each for each in stated if each), default=None)
+    window = max((each for each in stated if isinstance(each, int) and each > 0), default=None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     layers = getattr(config, "layer_types", None)

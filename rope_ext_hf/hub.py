@@ -165,8 +165,8 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
     Raises:
         CheckpointError: no such model can be built, or it would have more layers or wider heads than any model has.
     """
-    loader = class_to_load(config)
     try:
+        loader = class_to_load(config)
         check_sizes(config)
         with torch.device("meta"):
             if hasattr(loader, "_model_mapping"):

@@ -133,7 +133,8 @@ class Target:
     def settings(self) -> dict[str, Any]:
         """The rope settings that transformers would save, of the layers that the method applies to."""
         parameters = self.patched["rope_parameters"]
-        return dict(parameters if self.layer_type is None else parameters[self.layer_type])
+        settings = dict(parameters if self.layer_type is None else parameters[self.layer_type])
+        return {"rope_type": settings.get("type", "default")} | settings
 
     @property
     def divisors(self) -> list[float]:

@@ -29,6 +29,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_hooks import angle_table
+from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.serving.gguf_files import read_file_rope
@@ -132,8 +133,10 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     """`audit` of a config that has been read.
 
     Raises:
+        CheckpointError: a number that no model has.
         ServingError: a model whose angles are a table in its weights, which no config describes.
     """
+    check_stated(config)
     model_type = str(config.get("model_type"))
     if angle_table(model_type) is not None:
         raise ServingError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.plan import Tokens
-from rope_ext_hf.files import atomic_file, read_json, write_json
+from rope_ext_hf.files import atomic_file, disk_errors, read_json, write_json
 
 __all__ = ["cut", "open_run", "split", "write_whole"]
 
@@ -21,10 +21,11 @@ def open_run(folder: Path, settings: dict[str, Any], *, may_differ: Collection[s
         may_differ: settings with which a run may be continued in another value.
 
     Raises:
-        FileError: the folder holds a run of other settings.
+        FileError: the folder holds a run of other settings, or cannot be made.
     """
     file = folder / "settings.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     if not file.is_file():
         write_whole(file, settings)
         return

@@ -24,6 +24,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.methods.remapping import SelfExtend
 from rope_ext_hf.reference import path
+from tests.support.models import build
 
 runner = CliRunner()
 
@@ -288,6 +289,79 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert err.strip().count("\n") == 0
     assert len(err) < 1200
     assert "Traceback" not in err
+
+
+_NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "change", "code", "message"),
+    [
+        ("advise", {"architectures": 63}, 0, ""),
+        ("describe", {"architectures": [63]}, 2, "must be a list of names, got [63]"),
+        ("advise", {"sliding_window": "yarn"}, 0, ""),
+        ("advise", {"original_max_position_embeddings": 1e-320}, 0, ""),
+        ("advise", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
+        ("serve-config", {"rope_parameters": _NESTED}, 0, ""),
+        ("describe", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
+        ("audit", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
+        ("diff", {"text_config": {"num_hidden_layers": 2**53}}, 2, "states 9007199254740992 as its num_hidden_layers"),
+    ],
+)
+def test_one_damaged_value_of_a_config(
+    command: str, change: dict[str, object], code: int, message: str, tmp_path: Path
+) -> None:
+    """Each was a traceback, or a list of that many entries."""
+    build("llama").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None} | change), encoding="utf-8")
+    more = {"advise": ["--target-length", "1k"], "serve-config": ["--engine", "gguf"], "diff": ["reference"]}
+    given, _, err = run(command, str(tmp_path), *more.get(command, []))
+    assert given == code, err
+    assert message in err
+    assert err.count("\n") == (code > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["file", "file/below", "n" * 300])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["finetune", "reference", "--method", "yarn", "--factor", "4", "--data", "stdlib", "--steps", "1", "--out"],
+        ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--trials", "1", "--out"],
+        ["extend", "reference", "--target-length", "2k", "--no-measure", "--yes", "--out"],
+        ["lm-eval-tasks"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_place_where_no_folder_can_be_made(command: list[str], place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept", encoding="utf-8")
+    if command[0] in ("search", "lm-eval-tasks"):
+        pytest.importorskip({"search": "optuna", "lm-eval-tasks": "lm_eval"}[command[0]])
+    code, _, err = run(*command, str(tmp_path / place))
+    assert code == 2
+    assert [line for line in err.splitlines() if line.startswith("rope-ext: ")] == err.splitlines()[-1:]
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("command", ["--help", "describe --help", "--version", "methods"])
+def test_results_on_a_full_disk_are_one_error(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rope_ext_hf", *command.split()], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+        assert done.stderr == "rope-ext: the results could not be printed: No space left on device\n"
+        assert done.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_an_error_on_a_full_disk_keeps_its_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run([sys.executable, "-m", "rope_ext_hf", "nope"], stderr=full).returncode == 2
 
 
 def test_a_method_with_no_near_name_gets_no_suggestion() -> None:

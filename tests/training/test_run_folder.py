@@ -35,5 +35,7 @@ def test_a_cut_counts_its_bytes_from_its_own_start() -> None:
 def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     open_run(tmp_path / "run", {"seed": 0, "minutes": 1.0})
     open_run(tmp_path / "run", {"seed": 0, "minutes": 2.0}, may_differ=("minutes",))
+    with pytest.raises(FileError, match="could not be read or written"):
+        open_run(tmp_path / "run" / "settings.json", {"seed": 0})
     with pytest.raises(FileError, match="holds a run with other settings: seed;"):
         open_run(tmp_path / "run", {"seed": 1, "minutes": 2.0}, may_differ=("minutes",))
