@@ -46,7 +46,7 @@ def check_sizes(config: Any) -> None:
 
 
 _MOST_STATED = {"partial_rotary_factor": 1, "rotary_pct": 1} | dict.fromkeys(("num_labels", *_LAYERS), 1_000_000)
-"""What a config may state at most: configs of transformers make lists of these counts, of any length, as they are read."""
+"""What a config may state at most: transformers makes lists of these counts, of any length, as it reads a config."""
 
 
 def check_stated(values: Any) -> None:

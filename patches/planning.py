@@ -35,7 +35,7 @@ from rope_ext_hf.patches.geometry import (
     stated_length,
     undo_saved_patch,
 )
-from rope_ext_hf.patches.layer_types import Layers, rotating_layers
+from rope_ext_hf.patches.layer_types import Layers, nothing_to_extend, rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
@@ -118,6 +118,8 @@ def _plan(
     # 1. where, and on top of what
     check_pairing(model)
     slots = find_slots(model, layers)
+    if not any(slot.scaled_layers for slot in slots):
+        raise nothing_to_extend(slots[0].config)
     configs = _copied_configs(model, slots[0].config)
     config = next(swap.patched for swap in configs if swap.original is slots[0].config)
     undo_saved_patch(config)

@@ -82,8 +82,9 @@ def advise(
         if not isinstance(value, int) or value < 1:
             raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    own = base_rope_of_config(opened.described, over, context_length)
-    rotary, rule, specs = own.rotary, own.rule, opened.specs if over == "own" and context_length is None else []
+    specs = opened.specs if over == "own" and context_length is None else []
+    own = base_rope_of_config(opened.described, over, context_length, opened.config)
+    rotary, rule = own.rotary, own.rule
     reached, extended_by = rotary.context_length, [str(each) for each in scalings_underneath(rotary)]
     if specs:
         top = specs[-1]

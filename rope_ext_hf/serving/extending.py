@@ -22,7 +22,7 @@ from rope_ext_hf.methods.guidance import SERVING
 from rope_ext_hf.patches.recipes import find_recipe
 from rope_ext_hf.serving.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.serving.advising import advise
-from rope_ext_hf.serving.target import open_model
+from rope_ext_hf.serving.target import needs_nothing, open_model
 
 __all__ = ["Extension", "carries", "judge", "plan_extension"]
 
@@ -143,9 +143,6 @@ def plan_extension(
             f"model it was made from, or serve it: `rope-ext serve-config {shlex.quote(model)} --engine {engine}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    published = recipe is not None and recipe.reaches(target_length)
-    if recipe is not None and published:
-        context_length = recipe.context_length
     advice = advise(
         model,
         target_length,
@@ -156,8 +153,10 @@ def plan_extension(
     )
     chosen = _choose(advice, engine)
     reason = f"{chosen.method} is the first choice for serving at {advice.factor:.3g} times the context length"
-    if recipe is not None and published and recipe.entry and chosen.method == recipe.entry["rope_type"]:
-        reason = f"{chosen.method} over {context_length:,} tokens is published for {recipe.name}: {recipe.source}"
+    if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
+        where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
+        longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
+        reason = f"{where}{longer}: {recipe.source}"
     folder = str(out or f"{Path(model).name}-{target_length}")
     loading = ["--revision", revision] if revision else []
     loading += ["--trust-remote-code"] if trust_remote_code else []
@@ -189,10 +188,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
     if not advice.methods:
         served = advice.commands.get(f"serve with {engine}", ())
         how = f" Serve it as it is: {served[-1]}" if served else ""
-        raise MethodError(
-            f"{advice.model} is for {advice.context_length:,} tokens ({advice.context_rule}); "
-            f"{advice.target_length:,} needs no extension.{how}"
-        )
+        raise MethodError(f"{needs_nothing(advice.context_length, advice.target_length, advice.context_rule)}{how}")
     fitting = [each for each in advice.methods if each.fits and each.engines]
     if not fitting:
         raise MethodError(
