@@ -300,6 +300,8 @@ _NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4
     [
         ("advise", {"architectures": 63}, 0, ""),
         ("describe", {"architectures": [63]}, 2, "must be a list of names, got [63]"),
+        ("advise", {"architectures": ["PreTrainedModel"]}, 0, ""),
+        ("describe", {"architectures": ["LlamaPreTrainedModel"]}, 2, "LlamaPreTrainedModel, which 'architectures'"),
         ("advise", {"sliding_window": "yarn"}, 0, ""),
         ("advise", {"original_max_position_embeddings": 1e-320}, 0, ""),
         ("advise", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
