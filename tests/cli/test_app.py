@@ -305,6 +305,12 @@ _NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4
         ("advise", {"sliding_window": "yarn"}, 0, ""),
         ("advise", {"original_max_position_embeddings": 1e-320}, 0, ""),
         ("advise", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
+        (
+            "advise",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e308}},
+            2,
+            "states 1e+308 as its rope_theta",
+        ),
         ("serve-config", {"rope_parameters": _NESTED}, 0, ""),
         ("describe", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
         ("audit", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
