@@ -332,6 +332,17 @@ def test_one_damaged_value_of_a_config(
 
 
 @pytest.mark.slow
+def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None:
+    """Of the sliding-window layers, whose rotary embedding is read for a note alone."""
+    config = build("gemma3").config.to_dict()
+    config["rope_parameters"]["sliding_attention"]["rope_theta"] = {"factor": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, _, err = run("advise", str(tmp_path), "--target-length", "1k")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no advice can be given on this model: TypeError" in err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["file", "file/below", "n" * 300])
 @pytest.mark.parametrize(
     "command",
