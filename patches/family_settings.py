@@ -45,8 +45,14 @@ def check_sizes(config: Any) -> None:
                 )
 
 
-_MOST_STATED = {"partial_rotary_factor": 1, "rotary_pct": 1} | dict.fromkeys(("num_labels", *_LAYERS), 1_000_000)
-"""What a config may state at most: transformers makes lists of these counts, of any length, as it reads a config."""
+_MOST_STATED: dict[str, float] = {
+    "partial_rotary_factor": 1,
+    "rotary_pct": 1,
+    "rope_theta": 1e30,  # beyond 1e38 the slowest frequencies are 0 in float32
+    "rotary_emb_base": 1e30,
+    **dict.fromkeys(("num_labels", *_LAYERS), 1_000_000),
+}
+"""What a config may state at most. Of the counts transformers makes lists, of any length, when it reads a config."""
 
 
 def check_stated(values: Any) -> None:

@@ -173,6 +173,8 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
                 model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
             else:
                 model = loader._from_config(config)
+        if next(model.parameters(), None) is None:
+            raise CheckpointError(f"{type(model).__name__}, which 'architectures' in the config names, has no weights")
     except RopeExtError:
         raise
     except Exception as error:  # model classes raise anything on bad values

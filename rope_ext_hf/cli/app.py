@@ -168,7 +168,8 @@ def _message(error: RopeExtError | OSError) -> str:
     """What an error says; of one of the disk, which a library met, the file too."""
     if isinstance(error, RopeExtError):
         return str(error)
-    return f"{str(error.filename or 'a file')!r} could not be read or written: {error.strerror or one_line(error)}"
+    where = repr(str(error.filename)) if error.filename else "a file"
+    return f"{where} could not be read or written: {error.strerror or one_line(error)}"
 
 
 def _method_parameters() -> set[str]:

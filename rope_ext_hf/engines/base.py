@@ -134,7 +134,8 @@ class Target:
         """The rope settings that transformers would save, of the layers that the method applies to."""
         parameters = self.patched["rope_parameters"]
         settings = dict(parameters if self.layer_type is None else parameters[self.layer_type])
-        return {"rope_type": settings.get("type", "default")} | settings
+        settings.setdefault("rope_type", settings.get("type", "default"))
+        return settings
 
     @property
     def divisors(self) -> list[float]:

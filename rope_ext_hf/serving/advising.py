@@ -17,7 +17,7 @@ from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.engines.comparison import reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.eval.preflight import estimate_flops
-from rope_ext_hf.hub import empty_model
+from rope_ext_hf.hub import empty_model, foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import (
@@ -50,6 +50,7 @@ _SUSTAINED = 1e14
 """Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 
 
+@foreign_errors("no advice can be given on this model")
 def advise(
     model: nn.Module | str | Path,
     target_length: int,

@@ -124,6 +124,7 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
     return audit_config(read_json(file), str(file))
 
 
+@foreign_errors("this config cannot be audited")
 def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     """`audit` of a config that has been read.
 

@@ -16,6 +16,7 @@ from torch import nn
 from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
 from rope_ext_hf.errors import short
 from rope_ext_hf.files import read_json
+from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.serving.target import make_targets, open_model
@@ -26,6 +27,7 @@ DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 """Keys by which configs state layers that draft tokens (multi-token prediction), such as DeepSeek's."""
 
 
+@foreign_errors("this model cannot be configured for the engine")
 def serving_config(
     model: nn.Module | str | Path,
     engine: str,

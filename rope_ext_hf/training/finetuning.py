@@ -27,7 +27,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.training.recipe import Budget, Rows, train
-from rope_ext_hf.training.run_folder import open_run, split
+from rope_ext_hf.training.run_folder import open_run, saving, split
 
 __all__ = ["FinetuneReport", "finetune"]
 
@@ -231,8 +231,9 @@ def finetune(
         whole = wrapped if train_all else wrapped.merge_and_unload()
         measure(name, whole)
         if name == "trained":
-            whole.save_pretrained(folder / "model")
-            tokenizer.save_pretrained(folder / "model")
+            with saving(folder):
+                whole.save_pretrained(folder / "model")
+                tokenizer.save_pretrained(folder / "model")
         else:
             measure("control, patched", patched(whole))
     made = _report(settings, short, long, measured, retrieved, trained, str(folder / "model"))

@@ -23,6 +23,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.training.callback import RopeCallback
+from rope_ext_hf.training.run_folder import saving
 
 __all__ = ["Budget", "Rows", "train"]
 
@@ -115,6 +116,10 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
             divergence = functional.kl_div(given, expected, log_target=True, reduction="none").sum(-1).mean()
             loss = loss + self.guard * divergence
         return (loss, outputs) if return_outputs else loss
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with saving(Path(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)

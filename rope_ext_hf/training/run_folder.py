@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import FileError
+from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
 from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.files import atomic_file, disk_errors, read_json, write_json
 
-__all__ = ["cut", "open_run", "split", "write_whole"]
+__all__ = ["cut", "open_run", "saving", "split", "write_whole"]
 
 
 def open_run(folder: Path, settings: dict[str, Any], *, may_differ: Collection[str] = ()) -> None:
@@ -37,6 +39,25 @@ def open_run(folder: Path, settings: dict[str, Any], *, may_differ: Collection[s
             f"{str(folder)!r} holds a run with other settings: {', '.join(unlike)}; give another folder, or the same "
             "settings to continue it"
         )
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Inside, what torch, safetensors and transformers raise where a model cannot be written becomes a FileError.
+
+    Args:
+        folder: one that exists, of the run.
+    """
+    try:
+        yield
+    except RopeExtError:
+        raise
+    except Exception as error:  # on a full disk torch names a position in the file, and no disk
+        free = size_text(shutil.disk_usage(folder).free)
+        raise FileError(
+            f"a model could not be written in {str(folder)!r}, where {free} are free ({one_line(error)}); make room, "
+            "and the same command continues"
+        ) from error
 
 
 def write_whole(file: Path, value: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
-from rope_ext_hf.training.run_folder import open_run, split, write_whole
+from rope_ext_hf.training.run_folder import open_run, saving, split, write_whole
 from rope_ext_hf.training.search_report import SearchReport
 from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
 from rope_ext_hf.training.search_trials import (
@@ -179,8 +179,9 @@ def search(
         best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
         say("measuring on text that the search did not read")
         made = run.measured(best, measurement, eval_data or data)
-        _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
-        tokenizer.save_pretrained(folder / "model")
+        with saving(folder):
+            _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
+            tokenizer.save_pretrained(folder / "model")
         run.draw(best)
         write_whole(folder / "report.json", made.to_dict())
         return made

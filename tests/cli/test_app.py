@@ -300,9 +300,17 @@ _NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4
     [
         ("advise", {"architectures": 63}, 0, ""),
         ("describe", {"architectures": [63]}, 2, "must be a list of names, got [63]"),
+        ("advise", {"architectures": ["PreTrainedModel"]}, 0, ""),
+        ("describe", {"architectures": ["LlamaPreTrainedModel"]}, 2, "LlamaPreTrainedModel, which 'architectures'"),
         ("advise", {"sliding_window": "yarn"}, 0, ""),
         ("advise", {"original_max_position_embeddings": 1e-320}, 0, ""),
         ("advise", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
+        (
+            "advise",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e308}},
+            2,
+            "states 1e+308 as its rope_theta",
+        ),
         ("serve-config", {"rope_parameters": _NESTED}, 0, ""),
         ("describe", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
         ("audit", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
@@ -321,6 +329,17 @@ def test_one_damaged_value_of_a_config(
     assert given == code, err
     assert message in err
     assert err.count("\n") == (code > 0)
+
+
+@pytest.mark.slow
+def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None:
+    """Of the sliding-window layers, whose rotary embedding is read for a note alone."""
+    config = build("gemma3").config.to_dict()
+    config["rope_parameters"]["sliding_attention"]["rope_theta"] = {"factor": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, _, err = run("advise", str(tmp_path), "--target-length", "1k")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no advice can be given on this model: TypeError" in err
 
 
 @pytest.mark.slow

@@ -210,20 +210,20 @@ def test_the_probes_share_the_time_of_one_answer() -> None:
     began = time.monotonic()
     with sending(slowly) as url, pytest.raises(ServingError, match=LATE):
         connect(url, None, 0.5)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.5
 
 
 @pytest.mark.slow
-def test_a_longer_question_may_have_a_longer_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("extra", "message"), [(0, "does not answer with JSON"), (1, "more than")])
+def test_a_longer_question_may_have_a_longer_answer(extra: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_clients, "MOST_BYTES", 2000)
-    most = 2000 + server_clients.BYTES_PER_BYTE * len(json.dumps(VLLMClient("", "x", 5.0, "").question(IDS)))
-    for extra, message in ((0, "does not answer with JSON"), (1, f"more than {most:,} bytes")):
-        content = b" " * (most + extra)
-        with (
-            answering(VLLM, lambda handler, _, content=content: send(handler, content)) as (url, _),
-            pytest.raises(ServingError, match=message),
-        ):
-            connect(url, "x", 5.0).answers(IDS)
+    question = json.dumps(VLLMClient("", "x", 5.0, "").question(IDS))
+    content = b" " * (2000 + server_clients.BYTES_PER_BYTE * len(question) + extra)
+    with (
+        answering(VLLM, lambda handler, _: send(handler, content)) as (url, _),
+        pytest.raises(ServingError, match=message),
+    ):
+        connect(url, "x", 5.0).answers(IDS)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.plan import Tokens
-from rope_ext_hf.training.run_folder import cut, open_run, split
+from rope_ext_hf.training.run_folder import cut, open_run, saving, split
 
 
 def document(name: str, length: int) -> Tokens:
@@ -30,6 +30,13 @@ def test_what_is_measured_is_not_worked_on() -> None:
 def test_a_cut_counts_its_bytes_from_its_own_start() -> None:
     part = cut(document("one", 10), 4, 7, "its middle")
     assert (part.name, part.ids.tolist(), part.ends) == ("its middle", [4, 5, 6], (2, 4, 6))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_model_that_the_disk_does_not_take_is_one_error(tmp_path: Path) -> None:
+    """torch raises a RuntimeError about positions in the file."""
+    with pytest.raises(FileError, match=r"a model could not be written in .*, where .* are free"), saving(tmp_path):
+        torch.save({"weight": torch.zeros(100_000)}, "/dev/full")
 
 
 def test_a_folder_holds_one_run(tmp_path: Path) -> None:
