@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.results import provenance
 from rope_ext_hf.foreign_logs import left_out_of_log
@@ -113,7 +114,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         tokenizer: PreTrainedTokenizerBase | None = None,
         method: str | RopeMethod | None = None,
         factor: float | None = None,
-        target_length: int | None = None,
+        target_length: Length | None = None,
         max_length: int | None = None,
         batch_size: int | str = 1,
         add_bos_token: bool | None = None,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, is_number
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -42,7 +43,7 @@ def patch(
     method: str | RopeMethod,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     layers: Layers | None = None,
@@ -57,7 +58,7 @@ def patch(
         method: a name of `rope_ext_hf.list_methods()`, or a method object.
         factor: how many times its context length the model is to reach. Where the method has no factor, it states the
             extended length, and parameters that follow from that are fitted.
-        target_length: the same in tokens.
+        target_length: the same in tokens; also as text, "32k".
         over: what is extended. "own": the model as loaded, with the scaling it was trained under. "original": the model
             without that scaling, counted from its original length. "patched": the present patch, live or recorded in
             the folder the model was loaded from, for a model that was trained under it.

@@ -43,6 +43,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "loading",
+    "model_by_name",
     "model_folder",
     "model_source",
     "read_config",
@@ -244,6 +245,15 @@ def load_model(
         model = from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code, **options)
         check_pairing(model)
     return model.eval()
+
+
+def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
+    """A model that is given by its name, loaded by `load_model`; a model in memory as it is.
+
+    Raises:
+        CheckpointError: no such model.
+    """
+    return load_model(model) if isinstance(model, (str, Path)) else model
 
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:

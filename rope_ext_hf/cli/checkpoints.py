@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers
-from rope_ext_hf.cli.options import Json, Model, SourceOptions, parse_length
+from rope_ext_hf.cli.options import Json, Model, SourceOptions
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import json_text
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import (
     make_folder,
     print_error,
@@ -29,7 +30,6 @@ from rope_ext_hf.cli.options import (
     Model,
     Out,
     SpanOptions,
-    parse_lengths,
     parse_numbers,
 )
 from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.layer_options import LayerOptions
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, parse_length
+from rope_ext_hf.cli.options import Json, LoadOptions, Model
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import atomic_file, json_text
 

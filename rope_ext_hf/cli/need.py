@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.options import EvalOptions, Json, Model, parse_length
+from rope_ext_hf.cli.options import EvalOptions, Json, Model
 from rope_ext_hf.files import json_text
 
 __all__ = ["need"]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.bounds import MOST_TOKENS, parse_length
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.protocols import protocol_help
 
@@ -45,8 +45,6 @@ __all__ = [
     "SourceOptions",
     "SpanOptions",
     "expand_options",
-    "parse_length",
-    "parse_lengths",
     "parse_numbers",
     "parse_parameters",
     "split_list",
@@ -414,28 +412,6 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
 def split_list(values: Sequence[str]) -> list[str]:
     """The parts of comma lists, blanks around them left out."""
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def parse_length(text: str) -> int:
-    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens.
-
-    Raises:
-        MethodError: anything else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
-    tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0
-    if not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
-        raise MethodError(f"not a length in tokens: {short(text)!r}; write 4096, 4k or 1M")
-    return int(tokens)
-
-
-def parse_lengths(text: str) -> list[int]:
-    """A comma list of lengths.
-
-    Raises:
-        MethodError: no length, or something that is none.
-    """
-    return [parse_length(part) for part in text.split(",")]
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[float]:

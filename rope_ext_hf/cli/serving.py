@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
 from rope_ext_hf.cli.options import (
     ARGUMENTS,
@@ -19,8 +20,6 @@ from rope_ext_hf.cli.options import (
     Model,
     PatchOptions,
     SourceOptions,
-    parse_length,
-    parse_lengths,
     parse_numbers,
 )
 from rope_ext_hf.engines.base import list_engines

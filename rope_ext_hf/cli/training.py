@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, parse_length, split_list
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, split_list
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.engines.comparison import reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
@@ -53,7 +54,7 @@ _SUSTAINED = 1e14
 
 def advise(
     model: nn.Module | str | Path,
-    target_length: int,
+    target_length: Length,
     *,
     over: str = "own",
     context_length: int | None = None,
@@ -79,6 +80,7 @@ def advise(
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
+    target_length = parse_length(target_length)
     for name, value in (("target_length", target_length), *(("a batch", each) for each in batches)):
         if not isinstance(value, int) or value < 1:
             raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.files import atomic_file, read_json, write_json
 
 __all__ = ["cut", "open_run", "split", "write_whole"]

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError, __version__, hub
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import Command, app
-from rope_ext_hf.cli.options import MethodOptions, parse_length, parse_parameters
+from rope_ext_hf.cli.options import MethodOptions, parse_parameters
 from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.methods.remapping import SelfExtend
