@@ -19,6 +19,7 @@ from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.results import DocumentLoss, bootstrap
 from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reference import path
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, build, from_config
@@ -353,8 +354,7 @@ def test_lengths_and_methods_as_users_write_them(tmp_path: Path) -> None:
     with pytest.raises(rope.MethodError, match="not a length in tokens: '2q'"):
         lengths(["2q"])
     one = sweep(model, text, lengths="256", methods="yarn", factors=4, bos=False, max_spans=1, out=tmp_path)
-    method = rope.list_methods()["yarn"](factor=4.0)
-    same = sweep(model, text, lengths=[256], methods=method, bos=False, max_spans=1, out=tmp_path)
+    same = sweep(model, text, lengths=[256], methods=Yarn(factor=4.0), bos=False, max_spans=1, out=tmp_path)
     assert [result.method for result in one.results] == [result.method for result in same.results]
     assert {result.method and result.method["method"] for result in one.results} == {None, "yarn"}
 
