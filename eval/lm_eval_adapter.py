@@ -27,6 +27,7 @@ from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.results import provenance
 from rope_ext_hf.foreign_logs import left_out_of_log
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.adapters import tokenizer_source
 from rope_ext_hf.patches.describing import describe
@@ -43,7 +44,7 @@ try:
 
     from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
 except ImportError as error:
-    raise ImportError(f"lm-eval is needed here ({error}): install this package with its extra [eval]") from error
+    raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

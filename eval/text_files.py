@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short
 from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Content, Document
+from rope_ext_hf.installing import install_command
 
 __all__ = [
     "NAMES",
@@ -148,9 +149,7 @@ def optional_package(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise CorpusError(
-            f"{purpose} need the package {package}: install this package with its extra [eval]"
-        ) from error
+        raise CorpusError(f"{purpose} need the package {package}: {install_command('eval')}") from error
 
 
 # -- readers: an open file, its path for messages, the column asked for -> (":" and line, or nothing; text) ------------
