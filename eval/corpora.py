@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short
-from rope_ext_hf.eval.documents import Corpus, Document, Documents, Tokens
+from rope_ext_hf.eval.documents import Corpus, Document, Documents, Tokens, corpus_name
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.eval.text_files import (
     NAMES,
@@ -131,8 +131,7 @@ def load(
         given["max_expansion"] = max_expansion
         source, options = _parse(data, given)
         documents = Documents()
-        if isinstance(data, (str, Path)):
-            documents.source = str(data)
+        documents.source = corpus_name(data) or documents.source
         seed, least, most = options.get("seed"), options.get("min_bytes", 0), options.get("max_documents")
         expansion = options.get("max_expansion", MAX_EXPANSION)
         if least < 0 or (most is not None and most < 1):

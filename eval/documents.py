@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["MAX_TOKEN_ID", "Content", "Corpus", "Document", "Documents", "Tokens"]
+__all__ = ["MAX_TOKEN_ID", "Content", "Corpus", "Document", "Documents", "Tokens", "corpus_name"]
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -61,6 +61,11 @@ class Documents(list[Document | Tokens]):
 
     source = "documents"
     left_out = 0
+
+
+def corpus_name(corpus: Corpus | None) -> str | None:
+    """What a text is called in results: its name, if it is given by one; None for None."""
+    return str(corpus) if isinstance(corpus, (str, Path)) else None if corpus is None else Documents.source
 
 
 Corpus = str | Path | Document | Tensor | Iterable[object]
