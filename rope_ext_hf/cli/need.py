@@ -40,7 +40,7 @@ def need(
     from rope_ext_hf.eval.needs import need as find_need
     from rope_ext_hf.hub import foreign_errors
 
-    wanted = None if target_length is None else parse_length(target_length)
+    wanted = parse_length(target_length)
     make_folder(out)
     quiet_transformers()
     with foreign_errors(f"the model {model!r} could not be measured"):

@@ -187,7 +187,7 @@ class SpanOptions:
         """Keyword arguments of `rope_ext_hf.eval.perplexity` beside the corpus and the lengths."""
         return {
             "protocol": self.protocol,
-            "targets": parse_length(self.targets) if self.targets else None,
+            "targets": parse_length(self.targets),
             "stride": self.stride,
             "max_spans": self.most_spans,
             "bos": self.bos,
@@ -233,8 +233,15 @@ class MethodOptions:
 
     @property
     def names(self) -> list[str]:
-        """The methods by name, in the order given."""
-        return split_list(self.method or [])
+        """The methods by name, in the order given.
+
+        Raises:
+            MethodError: an option that names none, of a script whose variable is empty, say.
+        """
+        names = split_list(self.method or [])
+        if self.method and not names:
+            raise MethodError("--method names no method; leave it out to have the model as loaded")
+        return names
 
     @property
     def factors(self) -> list[float]:
@@ -244,12 +251,12 @@ class MethodOptions:
     @property
     def extended_length(self) -> int | None:
         """--target-length in tokens."""
-        return parse_length(self.target_length) if self.target_length else None
+        return parse_length(self.target_length)
 
     @property
     def underneath(self) -> dict[str, Any]:
         """--over and --context-length, as `rope_ext_hf.patch` takes them."""
-        length = parse_length(self.context_length) if self.context_length else None
+        length = parse_length(self.context_length)
         return {"over": self.over, "context_length": length}
 
     @property

@@ -89,7 +89,7 @@ def extend(
         measure=measure,
         out=out,
         over=over,
-        context_length=parse_length(context_length) if context_length else None,
+        context_length=parse_length(context_length),
         **load.version,
     )
     written, verdict = carries(plan), None
@@ -168,7 +168,7 @@ def advise(
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    stated = parse_length(context_length) if context_length else None
+    stated = parse_length(context_length)
     quiet_transformers()
     advice = advise_on(
         model,
