@@ -18,6 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.plan import text_of
 from rope_ext_hf.eval.suites import list_suites, suite
 from rope_ext_hf.eval.task_suites import template_tokens
 from rope_ext_hf.files import atomic_file, disk_errors
@@ -128,7 +129,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
             length=int(lengths[0]),
             count=int(settings.get("samples", SAMPLES)),
             seed=int(settings.get("seed", self._suite.seed)),
-            haystack="\n\n".join(document.text for document in load(settings.get("haystack", "stdlib"))),
+            haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
             reserved=template_tokens(tokenizer),
         )
         rows = [

@@ -16,11 +16,12 @@ from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
+from rope_ext_hf.patches.applying import replay
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
-from rope_ext_hf.patches.patching import replay
 from rope_ext_hf.patches.slots import find_slots
+from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +94,7 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
     is a peft.PeftModel.
 
     Args:
-        path: a local folder or a Hub id.
+        path: a local folder, a Hub id, or "reference" for the bundled model.
         auto_class: the class of transformers to load with, e.g. "AutoModel"; default: the class that the config names
             in `architectures`, AutoModelForCausalLM where it names none; of an adapter, what its task asks for.
         **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...), and of an adapter
@@ -106,6 +107,7 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
         FileError: a damaged adapter_config.json.
         FingerprintError: the loaded model rotates otherwise than the saved one did; the message names how.
     """
+    path = folder_of(path)
     config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
     if adapter is None:
         return _load_patched(path, config, record, auto_class, kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
@@ -68,7 +69,7 @@ def plan_patch(
     method: str | RopeMethod,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     layers: Layers | None = None,
@@ -82,6 +83,7 @@ def plan_patch(
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
     """
+    target_length = parse_length(target_length)
     chosen = None if layers is None else (layers,) if isinstance(layers, (str, int)) else tuple(layers)
 
     def make_spec(base: BaseRope) -> PatchSpec:

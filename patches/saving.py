@@ -174,10 +174,13 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
         model._keys_to_ignore_on_save = before
 
 
-def rewrite_config(folder: Path, model: nn.Module) -> None:
+def rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
     The record gets the fingerprint of the model.
+
+    Args:
+        name: what warnings call the folder, which gets its name later.
 
     Warns of engines known to run another model from it.
     """
@@ -196,8 +199,8 @@ def rewrite_config(folder: Path, model: nn.Module) -> None:
             part[PATCH_KEY] |= fingerprint
             if disagreeing:
                 warnings.warn(
-                    f"{', '.join(disagreeing)} would load {str(folder)!r} without an error and run another model: of "
-                    "these rope settings such programs read a part only",
+                    f"{', '.join(disagreeing)} would load {str(name or folder)!r} without an error and run another "
+                    "model: of these rope settings such programs read a part only",
                     stacklevel=3,
                 )
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -235,7 +238,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         if adapter is None:
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
-            rewrite_config(staging, model)
+            rewrite_config(staging, model, out)
             _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:

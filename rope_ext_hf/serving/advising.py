@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.engines.comparison import reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
@@ -53,7 +54,7 @@ _SUSTAINED = 1e14
 @foreign_errors("no advice can be given on this model")
 def advise(
     model: nn.Module | str | Path,
-    target_length: int,
+    target_length: Length,
     *,
     over: str = "own",
     context_length: int | None = None,
@@ -79,10 +80,12 @@ def advise(
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
+    target_length = parse_length(target_length)
     for name, value in (("target_length", target_length), *(("a batch", each) for each in batches)):
         if not isinstance(value, int) or value < 1:
             raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    name = str(model) if isinstance(model, (str, Path)) else opened.name  # "reference" is no folder of the user's
     specs = opened.specs if over == "own" and context_length is None else []
     own = base_rope_of_config(opened.described, over, context_length, opened.config)
     rotary, rule = own.rotary, own.rule
@@ -94,7 +97,7 @@ def advise(
         extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
     if reads_to is not None and reads_to > reached:
         reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
-    run = _Planner(opened, rotary, target_length, {"over": over, "context_length": context_length})
+    run = _Planner(opened, name, rotary, target_length, {"over": over, "context_length": context_length})
     needed = target_length > reached
     methods = run.methods() if needed else []
     choices = _choices(methods)
@@ -108,7 +111,7 @@ def advise(
     published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})
     return Advice(
-        model=opened.name,
+        model=name,
         model_type=opened.config.model_type,
         target_length=target_length,
         original_length=rotary.trained_length,
@@ -154,7 +157,10 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
 class _Planner:
     """One model on its way to one length."""
 
-    def __init__(self, opened: Model, rotary: Rotary, target_length: int, underneath: dict[str, Any]) -> None:
+    def __init__(
+        self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
+    ) -> None:
+        self.name = name
         self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
         given = {key: value for key, value in underneath.items() if value not in (None, "own")}
         self.options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
@@ -285,7 +291,7 @@ class _Planner:
         reached: int,
     ) -> dict[str, tuple[str, ...]]:
         """What to run next, by what for."""
-        model, target = self.opened.name, str(self.target_length)
+        model, target = self.name, str(self.target_length)
         quoted = shlex.quote(model)
         first = next(iter(choices.get(SERVING, ())), None)
         compared = list(dict.fromkeys(name for names in choices.values() for name in names))

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
 from rope_ext_hf.errors import short
 from rope_ext_hf.files import read_json
@@ -34,7 +35,7 @@ def serving_config(
     method: str | RopeMethod | None = None,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     engine_version: str | None = None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, short
 from rope_ext_hf.hub import foreign_errors, model_folder, model_source, read_config
@@ -153,7 +154,7 @@ def make_targets(
     method: str | RopeMethod | None = None,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     remaps: bool = False,
@@ -164,7 +165,7 @@ def make_targets(
     Args:
         remaps: whether the engine runs remapping methods.
     """
-    config = model.config
+    config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
     if method is None and model.specs and over == "own" and context_length is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback
 
+from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.files import atomic_file, json_text
@@ -41,7 +42,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         expected: a `Fingerprint`, or what `rope.fingerprint` takes: a model, a folder, a config; None: the model as it
             is when training begins.
         data: text whose loss is measured, as `rope_ext_hf.eval.perplexity` takes it; None: none is.
-        lengths: context lengths in tokens that it is measured at, on the same target tokens.
+        lengths: context lengths that it is measured at, in tokens, 4096 or "4k", on the same target tokens.
         every: steps between measurements.
         max_spans: spans of text per length.
         tokenizer: of the text; default: the one beside the model's weights.
@@ -59,7 +60,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         expected: Fingerprint | nn.Module | str | Path | Any = None,
         *,
         data: Any = None,
-        lengths: Sequence[int] = (),
+        lengths: Length | Sequence[Length] = (),
         every: int = 100,
         max_spans: int = 8,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -69,7 +70,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if every < 1:
             raise MethodError(f"every must be at least 1 step, got {every}")
         self.expected = expected if isinstance(expected, Fingerprint) or expected is None else fingerprint(expected)
-        self.data, self.lengths, self.every, self.max_spans = data, tuple(lengths), every, max_spans
+        self.data, self.lengths, self.every, self.max_spans = data, parse_lengths(lengths), every, max_spans
         self.tokenizer = tokenizer
         self._first = True
 
@@ -112,9 +113,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if self.data is None:
             return
         tokenizer = self.tokenizer or kwargs.get("processing_class")
-        training = model.training
         results = perplexity(model, self.data, lengths=self.lengths, max_spans=self.max_spans, tokenizer=tokenizer)
-        model.train(training)
         losses = {f"loss_at_{result.length}": result.loss for result in results}
         state.log_history.append({"step": state.global_step, **losses})
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Corpus, corpus_name
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
@@ -87,15 +89,15 @@ def finetune(
     model: str | Path,
     out: str | Path,
     *,
-    data: str,
+    data: Corpus,
     method: str | RopeMethod,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     minutes: float | None = None,
     steps: int | None = None,
-    eval_data: str | None = None,
+    eval_data: Corpus | None = None,
     train_all: bool = False,
     rank: int = 16,
     learning_rate: float = 2e-4,
@@ -148,8 +150,14 @@ def finetune(
         raise MethodError("give one of minutes and steps: how long is trained")
     if not (minutes is None or minutes > 0) or not (steps is None or steps > 0):
         raise MethodError(f"the training must be longer than nothing, got minutes={minutes}, steps={steps}")
+    target_length = parse_length(target_length)
     settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
-    settings |= {"model": str(model), "method": method if isinstance(method, str) else method.to_dict()}
+    settings |= {
+        "data": corpus_name(data),
+        "eval_data": corpus_name(eval_data),
+        "model": str(model),
+        "method": method if isinstance(method, str) else method.to_dict(),
+    }
     folder, say = Path(out), report or (lambda line: None)
     open_run(folder, settings)
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -186,7 +194,7 @@ def finetune(
                 max_spans=max_spans,
                 tokenizer=tokenizer,
                 out=folder / "measured",
-                data=eval_data or data,
+                data=settings["eval_data"] or settings["data"],
             )
         )
         if retrieval is not None and name in ("patched", "trained", "control, patched"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.files import atomic_file, disk_errors, read_json, write_json
 
 __all__ = ["cut", "open_run", "saving", "split", "write_whole"]

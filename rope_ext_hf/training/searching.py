@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.bounds import Length, listed, parse_length
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Corpus, corpus_name
 from rope_ext_hf.eval.journal import exclusive
 from rope_ext_hf.eval.measuring import fit_methods
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
@@ -28,6 +30,7 @@ from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
@@ -73,15 +76,15 @@ def search(
     model: str | Path,
     out: str | Path,
     *,
-    data: str,
-    target_length: int,
+    data: Corpus,
+    target_length: Length,
     minutes: float | None = None,
     trials: int | None = None,
-    methods: Sequence[str] | None = None,
+    methods: str | Sequence[str] | None = None,
     static: bool = False,
     most_lost: float = 0.02,
     fitness: str = "loss",
-    eval_data: str | None = None,
+    eval_data: Corpus | None = None,
     passages: int = 24,
     max_spans: int = 32,
     over: str = "own",
@@ -135,8 +138,14 @@ def search(
             f"passages={passages}, max_spans={max_spans}"
         )
     _import_optuna()
+    target_length = parse_length(target_length)
     settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
-    settings |= {"model": str(model), "methods": list(methods or searched_methods())}
+    settings |= {
+        "data": corpus_name(data),
+        "eval_data": corpus_name(eval_data),
+        "model": str(model),
+        "methods": listed(methods) if methods else list(searched_methods()),
+    }
     folder, say = Path(out), report or (lambda line: None)
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     underneath: dict[str, Any] = {"over": over, "context_length": context_length}
@@ -178,7 +187,7 @@ def search(
         measured_seconds = max_spans * (len(searched_methods()) + 2) * (1 + rotary.context_length / target_length)
         best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
         say("measuring on text that the search did not read")
-        made = run.measured(best, measurement, eval_data or data)
+        made = run.measured(best, measurement, settings["eval_data"] or settings["data"])
         with saving(folder):
             _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
             tokenizer.save_pretrained(folder / "model")
@@ -191,7 +200,7 @@ def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError("a search needs Optuna: pip install 'rope-ext-hf[search]'") from error
+        raise ImportError(f"a search needs Optuna: {install_command('search')}") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

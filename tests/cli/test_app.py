@@ -10,16 +10,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer import Context
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError, __version__, hub
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import Command, app
-from rope_ext_hf.cli.options import MethodOptions, parse_length, parse_parameters
+from rope_ext_hf.cli.options import MethodOptions, parse_parameters
 from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.methods.remapping import SelfExtend
@@ -105,12 +108,53 @@ QUICK = {
 }
 
 
-def example(command: str) -> list[str]:
-    """The arguments of the example in a command's help."""
+def example_line(command: str) -> str:
+    """The example in a command's help, less the program."""
     text = inspect.getdoc(next(c.callback for c in app.registered_commands if c.name == command and c.callback)) or ""
     match = re.search(r"Example: `rope-ext ([^`]*)`", text)
     assert match is not None, text
-    return match[1].split()
+    return match[1]
+
+
+def example(command: str) -> list[str]:
+    """The arguments of the example."""
+    return shlex.split(example_line(command))
+
+
+@pytest.mark.parametrize("command", [str(command.name) for command in app.registered_commands])
+def test_the_example_of_every_command_parses_as_a_shell_hands_it_over(command: str, tmp_path: Path) -> None:
+    """In a folder with files that its patterns match."""
+    for name in ("books/one.txt", "books/two.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    shell = ["sh", "-c", f"printf '%s\\n' {example_line(command)}"]
+    printed = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    group: Any = typer.main.get_command(app)
+    with group.make_context("rope-ext", [], resilient_parsing=True) as context:
+        group.commands[command].make_context(command, printed.splitlines()[1:], parent=context)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ppl", "reference", "--lengths", "256", "--method", ""], "--method names no method"),
+        (["describe", "reference", "--method", " , "], "--method names no method"),
+        (["patch", "reference", "--method", "", "--out", "new"], "--method names no method"),
+        (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--target-length", ""], "not a length in tokens"),
+        (["ppl", "reference", "--lengths", "256", "--data", ""], "'' is no name"),
+        (
+            ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--out", "new", "--methods", ""],
+            "--methods names no",
+        ),
+    ],
+)
+def test_an_option_with_nothing_in_it_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*arguments)
+    assert (code, message in err) == (2, True), err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -618,3 +662,20 @@ def test_prints_of_compiled_code_are_kept_out_of_the_results() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, "noisy"], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("[]\n", "a remark\n")
+
+
+def test_a_conversion_says_each_thing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("convert", "reference", "other", "--to", "interleaved")
+    assert code == 0
+    assert (out + err).count("holds interleaved weights") == 1
+
+
+def test_advice_on_the_bundled_model_calls_it_by_its_name() -> None:
+    code, out, _ = run("advise", "reference", "--target-length", "1k", "--json")
+    assert code == 0
+    advice = json.loads(out)
+    own = [line for lines in advice["commands"].values() for line in lines if line.startswith("rope-ext")]
+    assert own
+    assert advice["model"] == "reference"
+    assert not [line for line in own if str(path()) in line]

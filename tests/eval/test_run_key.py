@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, run_key, runner
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import Tokens, prepare
+from rope_ext_hf.eval.plan import prepare
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import label
 from rope_ext_hf.eval.retrieval import plan_passkey

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FingerprintError, MethodError
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.training import RopeCallback
 from tests.patches.test_fingerprint import MISTAKES
 from tests.support.models import TRAINED, build, tokens
@@ -138,6 +138,21 @@ def test_a_checkpoint_of_shards_without_a_config_is_no_mistake(tmp_path: Path) -
     running.train()
     kept = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
     assert kept.differences(rope.fingerprint(model)) == []
+
+
+def test_a_measurement_is_in_eval_mode_and_leaves_every_mode_as_it_was() -> None:
+    """With dropout, and modules that a training holds in eval mode."""
+    model = rope.patch(build("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5), "yarn", factor=2)
+    text = [Tokens("a", tokens(150)[0], tuple(range(1, 151)))]
+    callback = RopeCallback(data=text, lengths="32,64", tokenizer=None)
+    (expected, again) = (TrainerState(), TrainerState())
+    callback._measure(model.eval(), expected, {})
+    model.train()
+    model.get_decoder().layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    callback._measure(model, again, {})
+    assert again.log_history == expected.log_history != []
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_text_and_lengths_belong_together() -> None:

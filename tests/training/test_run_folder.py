@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.training.run_folder import cut, open_run, saving, split
 
 
