@@ -60,7 +60,7 @@ def finetune(
     Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
     The trained model, in FOLDER/model, loads plainly wherever the method does.
 
-    Example: `rope-ext finetune reference --method yarn --factor 4 --data books/*.txt --minutes 10 --out longer`
+    Example: `rope-ext finetune reference --method yarn --factor 4 --data "books/*.txt" --minutes 10 --out longer`
     """
     from rope_ext_hf.training.finetuning import finetune as train
 
@@ -68,29 +68,32 @@ def finetune(
     if source.device_map is not None:
         raise MethodError("a model that is spread over devices is not trained here; leave out --device-map")
     quiet_transformers()
-    report = train(
-        model,
-        out,
-        data=data,
-        **methods.arguments,
-        minutes=minutes,
-        steps=steps,
-        eval_data=eval_data,
-        train_all=train_all,
-        rank=rank,
-        learning_rate=learning_rate,
-        batch=batch,
-        accumulate=accumulate,
-        guard=guard,
-        control=control,
-        retrieval=retrieval,
-        max_spans=max_spans,
-        seed=seed,
-        dtype="float32" if source.dtype == "auto" else source.dtype,
-        device=source.device,
-        **source.version,
-        report=lambda line: print_note("finetune", line),
-    )
+    try:
+        report = train(
+            model,
+            out,
+            data=data,
+            **methods.arguments,
+            minutes=minutes,
+            steps=steps,
+            eval_data=eval_data,
+            train_all=train_all,
+            rank=rank,
+            learning_rate=learning_rate,
+            batch=batch,
+            accumulate=accumulate,
+            guard=guard,
+            control=control,
+            retrieval=retrieval,
+            max_spans=max_spans,
+            seed=seed,
+            dtype="float32" if source.dtype == "auto" else source.dtype,
+            device=source.device,
+            **source.version,
+            report=lambda line: print_note("finetune", line),
+        )
+    except ImportError as error:
+        raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
 
 

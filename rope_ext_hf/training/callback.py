@@ -38,8 +38,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
     """Stop a training whose model does not rotate as asked for, and log its loss at several lengths.
 
     The model is compared with `expected` when training begins, after the first step, and at every save, in every
-    process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json. Where a training
-    goes on from a checkpoint, that of the checkpoint is compared, too.
+    process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json, and the
+    checkpoint that a training goes on from: `args.resume_from_checkpoint`, or the one of its step in the output folder.
 
     Args:
         expected: a `Fingerprint`, or what `rope.fingerprint` takes: a model, a folder, a config; None: the model as it
@@ -118,10 +118,11 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if trained is not None and (sentences := self.expected.differences(trained)):
             method = patched_method(model)
             raise FingerprintError(
-                f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint {trained.digest}), "
-                f"and the model that would go on from it runs {label(method and method.to_dict())} (fingerprint "
-                f"{self.expected.digest}). Of the checkpoint, against the model: {' '.join(sentences)} Patch the model as "
-                "it was when the checkpoint was trained, or train in another folder"
+                f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
+                f"{trained.digest}), and the model that would go on from it runs "
+                f"{label(method and method.to_dict())} (fingerprint {self.expected.digest}). Of the checkpoint: "
+                f"{' '.join(sentences)} Patch the model as it was when the checkpoint was trained, or train "
+                "in another folder"
             )
 
     def _check(self, actual: Fingerprint, what: str) -> None:
