@@ -120,8 +120,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
             raise FingerprintError(
                 f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
                 f"{trained.digest}), and the model that would go on from it runs "
-                f"{label(method and method.to_dict())} (fingerprint {self.expected.digest}). Of the checkpoint: "
-                f"{' '.join(sentences)} Patch the model as it was when the checkpoint was trained, or train "
+                f"{label(method.to_dict() if method else None)} (fingerprint {self.expected.digest}). In the "
+                f"checkpoint: {' '.join(sentences)} Patch the model as it was when it was trained, or train "
                 "in another folder"
             )
 

@@ -91,15 +91,15 @@ class FinetuneReport:
         lines = [f"{'nats per token':{width}}" + "".join(f"{int(length):>12,}" for length in lengths)]
         for name, by_length in self.losses.items():
             lines.append(f"{name:{width}}" + "".join(f"{by_length[length]:>12.4f}" for length in lengths))
-        for name, by_length in self.verdicts.items():
+        for name, told in self.verdicts.items():
             lines += ["", f"loss of the model {name!r}, against the trained one"]
-            lines += [f"{int(length):>12,}: {each}" for length, each in by_length.items()]
+            lines += [f"{int(length):>12,}: {each}" for length, each in told.items()]
         if self.retrieval:
             lines += ["", f"prompts of {self.target_length:,} tokens that are answered exactly"]
             lines += [f"  {name}: {_share_text(share)}" for name, share in self.retrieval.items()]
         for name, gain in self.retrieval_gains.items():
-            told = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
-            lines.append(f"  trained, against {name!r}: {told}")
+            more = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
+            lines.append(f"  trained, against {name!r}: {more}")
         ran = self.training["trained"]
         lines += ["", f"{ran['steps']} steps in {ran['seconds'] / 60:.1f} minutes; the model is in {self.folder}"]
         return "\n".join(lines)
