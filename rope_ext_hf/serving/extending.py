@@ -18,7 +18,7 @@ from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.perplexity_runs import TOLERANCE
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.runs import Run
-from rope_ext_hf.hub import is_adapter, model_folder, read_config
+from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.methods.guidance import SERVING
 from rope_ext_hf.patches.recipes import find_recipe
 from rope_ext_hf.patches.saving import unlike_copies
@@ -222,6 +222,7 @@ def carries(extension: Extension, *, revision: str | None = None, trust_remote_c
 
     Raises:
         MethodError: it is there without that patch, or was made from another model or other weights.
+        CheckpointError, FingerprintError: its config is damaged.
     """
     out = Path(extension.out)
     if not out.exists():
@@ -235,11 +236,14 @@ def carries(extension: Extension, *, revision: str | None = None, trust_remote_c
     )
     if not same:
         raise MethodError(f"{extension.out!r} exists already and is something else; give --out another name")
+    load_empty(out, trust_remote_code=trust_remote_code)  # refuses a record that contradicts itself
     unlike = unlike_copies(model_folder(extension.model, revision=revision), out)
-    if (out / "config.json").is_file() and not is_adapter(out):
-        given = read_config(extension.model, revision=revision, trust_remote_code=trust_remote_code)[0]
-        if _plain(given) != _plain(read_config(out, trust_remote_code=trust_remote_code)[0]):
-            unlike.append("config.json")
+    given, copied = (
+        read_config(name, trust_remote_code=trust_remote_code, **where)[0]
+        for name, where in ((extension.model, {"revision": revision}), (out, {}))
+    )
+    if _plain(given) != _plain(copied):
+        unlike.append("config.json")
     if unlike:
         raise MethodError(
             f"{extension.out!r} was not made from {extension.model!r} as it is now: {short(', '.join(unlike))} "

@@ -121,7 +121,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
                 f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
                 f"{trained.digest}), and the model that would go on from it runs "
                 f"{label(method.to_dict() if method else None)} (fingerprint {self.expected.digest}). In the "
-                f"checkpoint: {' '.join(sentences)} Patch the model as it was when it was trained, or train "
+                f"checkpoint: {' '.join(sentences)} Patch the model as that was trained, or train "
                 "in another folder"
             )
 

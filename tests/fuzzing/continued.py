@@ -21,7 +21,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,7 @@ def damage_all(name: str, root: Path, seed: int, log: Callable[[str], None]) -> 
         make_folder(command, root, "halfway", halfway=True)
         states.append("halfway")
     for state in states:
+        log(f"{name}, {state}: {sum(1 for _ in cases(root / state))} cases")
         for file, damage in cases(root / state):
             shutil.rmtree(root / "damaged", ignore_errors=True)
             shutil.copytree(root / state, root / "damaged", symlinks=True)
@@ -219,6 +222,10 @@ def main() -> int:
     options = parser.parse_args()
     total = Counter[str]()
     for name in options.command or COMMANDS:
+        import_module("rope_ext_hf.training")  # forks have it then
+        for library in ("accelerate", "matplotlib.figure", "optuna", "peft"):
+            with suppress(ImportError):
+                import_module(library)
         root = Path(tempfile.mkdtemp(prefix="continued-"))
         make_inputs(root)
         sys.stdout.flush()
