@@ -222,12 +222,16 @@ def finetune(
     question = Finetuning(model=str(model), params=of_method, **{name: asked[name] for name in asked.keys() & known})
     if not question.train_all and find_spec("peft") is None:
         raise ImportError("adapters need PEFT: pip install 'rope-ext-hf[train]'; or train all weights (train_all)")
-    run = _prepare(question, Path(out), report or (lambda line: None))
+    return _answer(question, Path(out), report or (lambda line: None))
+
+
+def _answer(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> FinetuneReport:
+    run = _prepare(asked, folder, say)
     run.measure_untrained()
-    for name in ("trained", "control") if question.control else ("trained",):
+    for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
-    with atomic_file(run.folder / "report.json") as part:
+    with atomic_file(folder / "report.json") as part:
         part.write_text(json_text(made.to_dict()) + "\n", encoding="utf-8")
     return made
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import warnings
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -138,9 +139,11 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         FileError: the disk refuses.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    with atomic_folder(folder) as staging:
+    with warnings.catch_warnings(record=True) as given, atomic_folder(folder) as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
+    for each in given:  # they call the folder what it was called while it was written
+        warnings.warn(str(each.message).replace(str(staging), str(folder)), each.category, stacklevel=2)
 
 
 def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.training.run_folder import cut, digest_inputs, open_run, read_whole, split, write_whole
+from rope_ext_hf.training.run_folder import cut, digest_inputs, open_run, read_whole, save_model, split, write_whole
 from tests.support.models import build
 
 
@@ -92,3 +93,15 @@ def test_what_is_read_again_is_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("1.5", "1.4"))
     with pytest.raises(FileError, match="is damaged: it is not as it was written"):
         read_whole(tmp_path / "a.json")
+
+
+def test_a_saved_model_replaces_one_of_before_and_warnings_name_its_folder(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(reference())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "half of another").write_text("")
+    model = rope.patch(build("llama"), "longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=4.0)
+    with pytest.warns(UserWarning, match="would load '.*/model' without an error and run another model"):
+        save_model(model, tokenizer, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not (tmp_path / "model" / "half of another").exists()
+    assert rope.fingerprint(tmp_path / "model").differences(rope.fingerprint(model)) == []
