@@ -92,7 +92,7 @@ def extend(
         context_length=parse_length(context_length),
         **load.version,
     )
-    written, verdict = carries(plan), None
+    written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
         if not yes:

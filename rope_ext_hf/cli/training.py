@@ -69,29 +69,32 @@ def finetune(
     if source.device_map is not None:
         raise MethodError("a model that is spread over devices is not trained here; leave out --device-map")
     quiet_transformers()
-    report = train(
-        model,
-        out,
-        data=data,
-        **methods.arguments,
-        minutes=minutes,
-        steps=steps,
-        eval_data=eval_data,
-        train_all=train_all,
-        rank=rank,
-        learning_rate=learning_rate,
-        batch=batch,
-        accumulate=accumulate,
-        guard=guard,
-        control=control,
-        retrieval=retrieval,
-        max_spans=max_spans,
-        seed=seed,
-        dtype="float32" if source.dtype == "auto" else source.dtype,
-        device=source.device,
-        **source.version,
-        report=lambda line: print_note("finetune", line),
-    )
+    try:
+        report = train(
+            model,
+            out,
+            data=data,
+            **methods.arguments,
+            minutes=minutes,
+            steps=steps,
+            eval_data=eval_data,
+            train_all=train_all,
+            rank=rank,
+            learning_rate=learning_rate,
+            batch=batch,
+            accumulate=accumulate,
+            guard=guard,
+            control=control,
+            retrieval=retrieval,
+            max_spans=max_spans,
+            seed=seed,
+            dtype="float32" if source.dtype == "auto" else source.dtype,
+            device=source.device,
+            **source.version,
+            report=lambda line: print_note("finetune", line),
+        )
+    except ImportError as error:
+        raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
 
 

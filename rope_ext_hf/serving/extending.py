@@ -14,12 +14,14 @@ from typing import Any
 
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.engines.comparison import usual_server
-from rope_ext_hf.errors import MethodError, ServingError
+from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.perplexity_runs import TOLERANCE
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.runs import Run
+from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.methods.guidance import SERVING
 from rope_ext_hf.patches.recipes import find_recipe
+from rope_ext_hf.patches.saving import unlike_copies
 from rope_ext_hf.serving.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.serving.advising import advise
 from rope_ext_hf.serving.target import needs_nothing, open_model
@@ -206,15 +208,22 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
     return chosen
 
 
-def carries(extension: Extension) -> bool:
-    """Whether the folder is there already, with the patch of an extension.
+def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+    """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
+
+    Its files are compared with those of the model, which takes as long as to copy them.
+
+    Args:
+        revision, trust_remote_code: as `plan_extension` takes them.
 
     Raises:
-        MethodError: it is there without that patch.
+        MethodError: it is there without that patch, or was made from another model or other weights.
+        CheckpointError, FingerprintError: its config is damaged.
     """
-    if not Path(extension.out).exists():
+    out = Path(extension.out)
+    if not out.exists():
         return False
-    specs = open_model(extension.out).specs if (Path(extension.out) / "config.json").is_file() else []
+    specs = open_model(extension.out).specs if (out / "config.json").is_file() else []
     spec = specs[-1] if len(specs) == 1 else None
     same = spec is not None and (spec.method.name, spec.target_length, spec.rotary.context_length) == (
         extension.method,
@@ -223,7 +232,26 @@ def carries(extension: Extension) -> bool:
     )
     if not same:
         raise MethodError(f"{extension.out!r} exists already and is something else; give --out another name")
+    load_empty(out, trust_remote_code=trust_remote_code)  # refuses a record that contradicts itself
+    unlike = unlike_copies(model_folder(extension.model, revision=revision), out)
+    given, copied = (
+        read_config(name, trust_remote_code=trust_remote_code, **where)[0]
+        for name, where in ((extension.model, {"revision": revision}), (out, {}))
+    )
+    if _plain(given) != _plain(copied):
+        unlike.append("config.json")
+    if unlike:
+        raise MethodError(
+            f"{extension.out!r} was not made from {extension.model!r} as it is now: {short(', '.join(unlike))} "
+            "changed since, or belong to another model; give --out another name, or remove the folder"
+        )
     return True
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The settings of a config without its name, the version that wrote it, and what another folder may state again."""
+    values: dict[str, Any] = config.to_dict()
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def judge(extension: Extension, run: Run[Result]) -> Verdict:

@@ -26,9 +26,10 @@ from rope_ext_hf.eval.measuring import fit_methods
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import prepare, tokenize
 from rope_ext_hf.eval.results import Result, difference
+from rope_ext_hf.eval.run_key import code_digest
 from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import RunPlan
-from rope_ext_hf.files import atomic_file, read_json
+from rope_ext_hf.files import atomic_file
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -36,7 +37,7 @@ from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
-from rope_ext_hf.training.run_folder import open_run, saving, split, write_whole
+from rope_ext_hf.training.run_folder import digest_inputs, open_run, read_whole, save_model, split, write_whole
 from rope_ext_hf.training.search_report import SearchReport
 from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
 from rope_ext_hf.training.search_trials import (
@@ -127,7 +128,8 @@ def search(
         MethodError: not one of minutes and trials, a target length within the context length, or no candidate that
             holds the bound.
         CorpusError: too short a text, or one with too few key tokens.
-        FileError: the folder holds a run of other settings, or another process is writing it.
+        FileError: the folder holds a run of other settings, of a model, tokenizer, text or code that changed since, or
+            damaged trials; or another process is writing it.
         ImportError: Optuna is not installed.
     """
     if (minutes is None) == (trials is None):
@@ -158,11 +160,13 @@ def search(
         )
     for name in settings["methods"]:  # a wrong name is refused before anything is read
         resolve_method(name, rotary, target_length=target_length)
-    open_run(folder, settings, may_differ=("minutes", "trials"))
+    searched, held_out = split(tokenize(load(data), tokenizer), 2)
+    if eval_data is not None:
+        searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
+    inputs = digest_inputs(loaded, tokenizer, searched, held_out) | {"the code of this package": code_digest(loaded)}
+    open_run(folder, settings, inputs, may_differ=("minutes", "trials"))
+    _read_trials(folder / "trials.json")  # a damaged file is refused before anything is measured
     with exclusive(folder, 0):
-        searched, held_out = split(tokenize(load(data), tokenizer), 2)
-        if eval_data is not None:
-            searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
         if sum(len(each.ids) >= target_length for each in held_out) < FEW_DOCUMENTS:
             held_out = pieces(held_out, target_length, max_spans)
         if not held_out:
@@ -188,9 +192,8 @@ def search(
         best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
         say("measuring on text that the search did not read")
         made = run.measured(best, measurement, settings["eval_data"] or settings["data"])
-        with saving(folder):
-            _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
-            tokenizer.save_pretrained(folder / "model")
+        _patch(loaded, method_from_dict(best.method), target_length, underneath)
+        save_model(loaded, tokenizer, folder / "model")
         run.draw(best)
         write_whole(folder / "report.json", made.to_dict())
         return made
@@ -407,7 +410,7 @@ def _read_trials(file: Path) -> list[Trial]:
     if not file.is_file():
         return []
     try:
-        return [Trial.from_dict(each) for each in read_json(file)["trials"]]
+        return [Trial.from_dict(each) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
 
@@ -426,11 +429,8 @@ def _told(optuna: Any, trial: Trial, bound: float) -> Any:
     )
 
 
-def _save(
-    model: PreTrainedModel, method: RopeMethod, target_length: int, folder: Path, underneath: dict[str, Any]
-) -> None:
+def _patch(model: PreTrainedModel, method: RopeMethod, target_length: int, underneath: dict[str, Any]) -> None:
     values = method.to_dict()
     name = values.pop("method")
     stated: dict[str, Any] = {} if "factor" in values else {"target_length": target_length}
     patch(model, name, **values, **stated, **underneath)
-    model.save_pretrained(folder)

@@ -88,7 +88,8 @@ def test_the_published_base_of_qwen3_holds_in_every_command(length: int, factor:
 
 
 def test_a_patch_has_the_published_base() -> None:
-    shape: dict[str, Any] = {"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    theta = {"rope_type": "default", "rope_theta": 1e6}
+    shape: dict[str, Any] = {"max_position_embeddings": 40960, "rope_parameters": theta}
     model = rope.patch(build("qwen3", **shape), "yarn", factor=4)
     described = rope.describe(model)
     assert (described.context_length, described.extended_length) == (32 * K, 128 * K)

@@ -56,6 +56,43 @@ def test_a_right_model_trains_and_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stated", [True, False], ids=["by the fingerprint", "by the config"])
+def test_a_checkpoint_of_another_method_is_not_gone_on_from(stated: bool, tmp_path: Path) -> None:
+    trainer(rope.patch(build("llama"), "yarn", factor=4), tmp_path, RopeCallback(), steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    if not stated:
+        (checkpoint / "rope_fingerprint.json").unlink()
+    longer = trainer(rope.patch(build("llama"), "yarn", factor=4), tmp_path, RopeCallback())
+    longer.train(resume_from_checkpoint=str(checkpoint))
+    assert longer.state.global_step == 4
+    other = trainer(rope.patch(build("llama"), "linear", factor=4), tmp_path, RopeCallback())
+    said = r"'.*checkpoint-2' was trained under yarn x4 .* model that would go on from it runs linear x4"
+    with pytest.raises(FingerprintError, match=said):
+        other.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("patched", [True, False])
+def test_an_adapter_of_a_model_that_was_made_in_memory_is_trained_and_gone_on_from(
+    patched: bool, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def run(resume: bool | None = None) -> Trainer:
+        base = rope.patch(build("llama"), "yarn", factor=4) if patched else build("llama")
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        running = trainer(get_peft_model(base, adapter), tmp_path, RopeCallback(), steps=4 if resume else 2)
+        running.train(resume_from_checkpoint=resume)
+        return running
+
+    run()
+    assert run(resume=True).state.global_step == 4
+    saved = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
+    assert saved == rope.fingerprint(rope.patch(build("llama"), "yarn", factor=4) if patched else build("llama"))
+
+
+@pytest.mark.slow
 def test_a_module_that_changes_while_training_stops_at_the_save(tmp_path: Path) -> None:
     model = rope.patch(build("llama"), "linear", factor=4)
 

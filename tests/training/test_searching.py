@@ -277,15 +277,35 @@ def test_spans_begin_as_the_tokenizer_begins_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{"])
-def test_a_damaged_folder_is_refused(
+@pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{", ""])
+def test_damaged_trials_are_refused_before_anything_is_measured(
     content: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_read(monkeypatch)
     search(small, tmp_path / "run", **QUICK, trials=1)
-    (tmp_path / "run" / "trials.json").write_text(content)
+    trials = tmp_path / "run" / "trials.json"
+    trials.write_text(content or trials.read_text().replace('"loss": 1', '"loss": 0'))
+    monkeypatch.setattr("rope_ext_hf.training.searching.Reader", pytest.fail)
     with pytest.raises(FileError, match=r"trials\.json"):
         search(small, tmp_path / "run", **QUICK, trials=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["the model", "the tokenizer", "the text"])
+def test_a_search_is_not_continued_over_what_changed_in_place(changed: str, small: Path, tmp_path: Path) -> None:
+    search(small, tmp_path / "run", **QUICK, trials=1, most_lost=9.0)
+    if changed == "the model":
+        weights = small / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    elif changed == "the tokenizer":
+        tokenizer = AutoTokenizer.from_pretrained(small)
+        tokenizer.add_tokens(["<more>"])
+        tokenizer.save_pretrained(small)
+    else:
+        text = next((tmp_path / "texts").iterdir())
+        text.write_text(text.read_text()[1:])
+    with pytest.raises(FileError, match=rf"^{changed}[a-z(), ]* changed since the run in"):
+        search(small, tmp_path / "run", **QUICK, trials=2, most_lost=9.0)
 
 
 @pytest.mark.slow
