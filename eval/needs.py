@@ -16,6 +16,7 @@ import torch
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.journal import holds_folder
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import difference
@@ -96,6 +97,7 @@ class Need:
         return "\n".join(lines)
 
 
+@holds_folder
 def need(
     model: PreTrainedModel,
     corpus: str | Sequence[Document] = "stdlib",

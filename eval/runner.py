@@ -308,11 +308,11 @@ def measure(
                 workers.wait()  # two that begin at the same time would write over each other
             _write_settings(folder, settings)
             _add_to_folder(job, folder, workers, shown)
-    if workers.wait is not None:
-        workers.wait()
-    run = read_run(folder)
-    if workers.rank == 0:
-        write_files(run)
+            if workers.wait is not None:
+                workers.wait()
+            run = read_run(folder)
+            if workers.rank == 0:
+                write_files(run)
     return run.select([saved for _, saved in job.methods.values()])
 
 

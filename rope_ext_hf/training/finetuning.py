@@ -17,6 +17,7 @@ import torch
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.journal import holds_folder
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
@@ -83,6 +84,7 @@ class FinetuneReport:
         return "\n".join(lines)
 
 
+@holds_folder
 def finetune(
     model: str | Path,
     out: str | Path,
