@@ -28,8 +28,9 @@ from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
 from rope_ext_hf.eval.run_folder import read_run
-from rope_ext_hf.eval.runner import Workers, measure
+from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import Run, RunPlan
+from rope_ext_hf.eval.workers import Workers
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from tests.support.models import build
