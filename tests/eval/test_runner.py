@@ -261,31 +261,6 @@ def test_two_nodes_with_a_launcher_each(tmp_path: Path) -> None:
     check_shared(tmp_path, *(launch(tmp_path / "two", *meet, "--node-rank", str(rank)) for rank in (0, 1)))
 
 
-def test_processes_wait_for_each_other_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is done early must not end the others after some minutes."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    asked: list[tuple[str, float]] = []
-
-    def record(backend: str, *, timeout: Any) -> str:
-        asked.append((backend, timeout.total_seconds()))
-        return "group"
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", record)
-    monkeypatch.setattr(torch.distributed, "new_group", record)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    workers = Workers.from_launcher(2)
-    assert (workers.rank, workers.count) == (1, 2)
-    assert {backend for backend, _ in asked} == {"gloo"}
-    assert all(seconds >= 7 * 86_400 for _, seconds in asked)
-    with pytest.raises(rope.MethodError, match="3 processes were asked for, 2 are running"):
-        Workers.from_launcher(3)
-    monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(rope.MethodError, match="MASTER_ADDR is not set; launch"):
-        Workers.from_launcher()
-
-
 class TestOutOfMemory:
     """A device on which more than some tokens per pass do not fit."""
 
