@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval import passkey, perplexity, preflight, sweep
+from rope_ext_hf.eval import passkey, perplexity, preflight, runner, sweep
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.measuring import expand, fit_methods, plan_perplexity
 from rope_ext_hf.eval.perplexity_runs import loss_increase
@@ -179,6 +180,23 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
     with FileLock(found.folder / "run.0.lock"), pytest.raises(rope.FileError, match="another process is writing"):
         run(tmp_path)
     assert run(tmp_path) == found
+
+
+@pytest.mark.slow
+def test_the_pages_are_written_before_the_lock_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def write_while_another_comes(found: Run[Result]) -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(rope.FileError) as error:
+            pool.submit(run, tmp_path, methods=["ntk"]).result()
+        refused.append(str(error.value))
+        write_files(found)
+
+    monkeypatch.setattr(runner, "write_files", write_while_another_comes)
+    found = run(tmp_path, methods=["ntk"])
+    assert len(refused) == 1
+    assert f"(process {os.getpid()} on" in refused[0]
+    assert (found.folder / "perplexity.png").is_file()
 
 
 @pytest.mark.slow
