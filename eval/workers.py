@@ -124,17 +124,20 @@ class Meeting:
                 text = f"process {self.rank} of {self.count} ended: {one_line(error)}"
                 self._store.compare_set("failed", "", f"{text.removesuffix('.')}; {_CONTINUE}")
             self._store.set(f"alive/{self.rank}", _LEFT)
-            until = time.monotonic() + SILENCE
+            until = time.monotonic() + GRACE + 3 * BEAT
             while self.rank == 0 and time.monotonic() < until:  # the store may end with this process
                 if all(self._last_sign(self._store, other) == _LEFT for other in self._others):
                     return
                 time.sleep(0.1)
 
     def _wait_for(self, key: str) -> bytes:
-        while not self._store.check([key]):
+        while True:
+            fault = self._fault  # of before the look: what a process posts, and then fails, counts
+            if self._store.check([key]):
+                return bytes(self._store.get(key))
+            if fault is not None:
+                raise RopeExtError(fault)
             self._found.wait(0.1)
-            self.check()
-        return bytes(self._store.get(key))
 
     @staticmethod
     def _last_sign(store: Any, rank: int) -> bytes:
@@ -153,6 +156,8 @@ class Meeting:
                 self._watched.set(f"alive/{self.rank}", str(beat))
                 fault = self._ended(seen)
             except RuntimeError:
+                if seen.get(0, (b"",))[0] == _LEFT:  # with all that it had to say
+                    return
                 fault = f"process 0 of {self.count}, through which the others reach each other, has ended; {_CONTINUE}"
         self._fault = fault
         self._found.set()
@@ -176,6 +181,7 @@ class Meeting:
             if sign != last:
                 seen[other] = sign, now
             elif sign != _LEFT and now - since > SILENCE:
+                self._others.remove(other)
                 return (
                     f"process {other} of {self.count} has shown no sign of life for {SILENCE:.0f} seconds: it was "
                     f"killed, or its machine is out of reach; {_CONTINUE}"
