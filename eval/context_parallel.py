@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicLayer
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.eval.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
 from rope_ext_hf.eval.head_losses import negative_log_likelihoods_
-from rope_ext_hf.eval.runner import LONGEST_WAIT, Workers
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.eval.scorer import CHECKED, EQUAL, NEARLY_EQUAL, TokenScorer
 from rope_ext_hf.eval.span_cache import FULL, SLIDING, SpanCache
+from rope_ext_hf.eval.workers import LONGEST_WAIT, Workers
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_interface import register_attention, use_attention
 from rope_ext_hf.patches.parallelism import check_context_parallel
@@ -199,8 +199,16 @@ class SpreadScorer(TokenScorer):
         return f"together its losses are off by {difference:.2g} nats per token, more than rounding may make"
 
 
+def _in_a_group(model: PreTrainedModel, **options: Any) -> SpreadScorer:
+    """A scorer of the processes that were launched, which meet here: once they agree on what is measured."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", timeout=LONGEST_WAIT)
+    backend = "nccl" if model.device.type == "cuda" else "gloo"
+    return SpreadScorer(model, group=distributed.new_group(backend=backend, timeout=LONGEST_WAIT), **options)
+
+
 def spread_over(
-    empty: PreTrainedModel, plan: RunPlan[Any], workers: Workers, device: torch.device
+    empty: PreTrainedModel, plan: RunPlan[Any], workers: Workers
 ) -> tuple[RunPlan[Any], Workers, str | None]:
     """A plan whose spans are each read by all processes.
 
@@ -208,7 +216,6 @@ def spread_over(
         empty: the model on the meta device, as its folder describes it.
         plan: of perplexity.
         workers: the processes that were launched.
-        device: of this process's model.
 
     Returns:
         The plan, its processes, and why it is without the model as loaded where that takes the length from each part.
@@ -236,7 +243,6 @@ def spread_over(
             raise
         left_out = f"the model as loaded: {error}"
         plan = replace(plan, methods=tuple(method for method in plan.methods if method is not None))
-    group = distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
-    scorer = partial(SpreadScorer, rank=workers.rank, count=workers.count, group=group)
+    scorer = partial(_in_a_group, rank=workers.rank, count=workers.count)
     reader = {"parallel": f"context, {workers.count} processes"}
     return replace(plan, scorer=scorer, reader=reader), replace(workers, together=True), left_out

@@ -16,17 +16,18 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
-
-from filelock import FileLock, Timeout
+from typing import Any, BinaryIO, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.eval.results import Cost, method_key
 from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object
+from rope_ext_hf.locks import locked
 
 __all__ = [
     "Cell",
@@ -35,12 +36,16 @@ __all__ = [
     "Value",
     "agree_on_chunks",
     "exclusive",
+    "holds_folder",
     "open_journal",
     "plain_files",
     "read_plain",
     "read_records",
     "replace_chunks",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Cell = tuple[float, ...]
 """What a value counts for: (context length,), with a depth from 0 to 1, or with the index of a task."""
@@ -224,18 +229,31 @@ def exclusive(folder: Path, rank: int) -> Iterator[None]:
     path = folder / f"run.{rank}.lock"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise FileError(f"{str(path)!r} is not a plain file")
-    lock = FileLock(path)
-    with disk_errors(path):
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:  # an OSError, too
-            raise FileError(
-                f"another process is writing {str(folder)!r}; wait for it, or give another --out"
-            ) from error
-    try:
+    with ExitStack() as held:
+        with disk_errors(path):
+            held.enter_context(locked(path, folder))
         yield
-    finally:
-        lock.release()
+
+
+def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end.
+
+    Raises:
+        FileError: the call, where another process holds the lock or the folder cannot be made.
+    """
+    arguments = signature(function)
+
+    @wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        out = arguments.bind(*args, **kwargs).arguments.get("out")
+        if out is None:
+            return function(*args, **kwargs)
+        with disk_errors(Path(out)):
+            Path(out).mkdir(parents=True, exist_ok=True)
+        with exclusive(Path(out), 0):
+            return function(*args, **kwargs)
+
+    return alone
 
 
 @contextmanager

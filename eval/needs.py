@@ -17,6 +17,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Corpus
+from rope_ext_hf.eval.journal import holds_folder
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import difference
@@ -97,6 +98,7 @@ class Need:
         return "\n".join(lines)
 
 
+@holds_folder
 def need(
     model: PreTrainedModel | str | Path,
     corpus: Corpus = "stdlib",

@@ -18,12 +18,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from torch import distributed
+from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval.journal import (
@@ -42,6 +39,7 @@ from rope_ext_hf.eval.run_folder import SETTINGS, check_settings, read_run, resu
 from rope_ext_hf.eval.run_key import Basis, find_basis, model_key
 from rope_ext_hf.eval.runs import Run, RunPlan, run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.workers import Workers
 from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
 from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
@@ -52,72 +50,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["LONGEST_WAIT", "Progress", "ProgressBar", "Workers", "measure", "progress_of_tokens"]
-
-T = TypeVar("T")
-
-LONGEST_WAIT = timedelta(days=30)
-"""How long a process waits for the others."""
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The processes that share a run; items are dealt out among them.
-
-    Attributes:
-        rank: which of them this process is.
-        count: how many there are.
-        wait: called when this process has done its part; returns when all have.
-        together: all of them measure every item, each reading a part of it, and the first one writes.
-    """
-
-    rank: int = 0
-    count: int = 1
-    wait: Callable[[], object] | None = None
-    together: bool = False
-
-    @classmethod
-    def from_launcher(cls, expected: int | None = None) -> Workers:
-        """The processes that torchrun or accelerate launched; one where there was no launcher.
-
-        Args:
-            expected: how many processes the user asked for.
-
-        Raises:
-            MethodError: another number of processes is running, or a launcher that does not say where they meet.
-
-        They wait for each other when a run's folder is made and at the end, over gloo: one may be done days before
-        another, and NCCL ends all of them after ten minutes.
-        """
-        workers = cls()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-                raise MethodError(
-                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; launch the "
-                    "processes with torchrun or accelerate, or unset WORLD_SIZE"
-                )
-            if not distributed.is_initialized():
-                distributed.init_process_group("gloo", timeout=LONGEST_WAIT)
-            group = distributed.new_group(backend="gloo", timeout=LONGEST_WAIT)
-            wait = partial(distributed.barrier, group=group)
-            workers = cls(distributed.get_rank(), distributed.get_world_size(), wait)
-        if expected is not None and workers.count != expected:
-            raise MethodError(
-                f"{expected} processes were asked for, {workers.count} are running; launch with "
-                f"torchrun --nproc-per-node {expected} -m rope_ext_hf sweep ..."
-            )
-        return workers
-
-    def share(self, items: int) -> range:
-        """The indices of this process's items."""
-        return range(items) if self.together else range(self.rank, items, self.count)
-
-    def agreed(self, value: T) -> T:
-        """The value of the first process, in all of those that measure together."""
-        box = [value]
-        if self.together:
-            distributed.broadcast_object_list(box)
-        return box[0]
+__all__ = ["Progress", "ProgressBar", "measure", "progress_of_tokens"]
 
 
 class Progress:
@@ -157,7 +90,7 @@ class ProgressBar(Progress):
         )
 
     def started(self, folder: Path, done: int, units: int) -> None:
-        self._bar.n = self._bar.initial = round(self._bar.total * done / units)
+        self._bar.n = self._bar.initial = round(self._bar.total * done / max(1, units))
         self._bar.refresh()
 
     def passed(self, method: str, tokens: int) -> None:
@@ -286,6 +219,8 @@ def measure(
 
     Raises:
         FileError: another process is writing this run, the folder is damaged, or the disk refuses.
+        MethodError: one of the workers has another text, model, method or protocol.
+        RopeExtError: one of the workers has ended.
     """
     workers = workers or Workers()
     measurement = plan.measurement
@@ -299,21 +234,21 @@ def measure(
             kind = run_kind(measurement.kind)
             return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
         settings = check_settings(json.loads(json.dumps(settings)))
+        workers.agree(_in_words(settings, job))
         folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder, workers.rank):
             if workers.rank == 0:
                 _write_settings(folder, settings)
-            if workers.wait is not None:
-                workers.wait()  # two that begin at the same time would write over each other
+            with disk_errors(folder):
+                workers.agree({"the folder of --out": str(folder.stat().st_ino)})  # its number is the same everywhere
             _write_settings(folder, settings)
             _add_to_folder(job, folder, workers, shown)
-    if workers.wait is not None:
-        workers.wait()
-    run = read_run(folder)
-    if workers.rank == 0:
-        write_files(run)
+            workers.agree()
+            run = read_run(folder)
+            if workers.rank == 0:
+                write_files(run)
     return run.select([saved for _, saved in job.methods.values()])
 
 
@@ -321,8 +256,9 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
     """Score what a run's folder lacks of this process's items, each value a line of the journal."""
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
     records = read_records(folder, measurement.layout, run_kind(measurement.kind).parse)
-    # Of one process, since another one may read the journal when that has begun to write.
-    done = workers.agreed({(method_key(record.method), record.item, record.cell) for record in records})
+    done = {(method_key(record.method), record.item, record.cell) for record in records}
+    if workers.together:  # also: nobody writes before all have read
+        workers.agree({"what was measured before": _short(sorted(done))})
     items = workers.share(len(measurement.items))
     units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
     progress.started(folder, sum(unit in done for unit in units), len(units))
@@ -340,6 +276,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
                 replace_chunks(folder, *agreed)
             if workers.rank == 0 or not workers.together:
                 write(record)
+            workers.check()
 
         job.score(scorer, items, done, add, progress)
 
@@ -361,6 +298,32 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _key(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings that the numbers depend on: all but where the model was loaded from."""
     return {name: value for name, value in settings.items() if name != "model"}
+
+
+_WORDS = {
+    **dict.fromkeys(("weights", "parameters", "patches", "of_patch", "loaded"), "the model"),
+    **dict.fromkeys(("basis", "context_length"), "what the methods extend"),
+    **dict.fromkeys(("text", "items", "cell_texts"), "the text"),
+    **dict.fromkeys(("setting", "per_cell", "tokens"), "the protocol"),
+    **{"cells": "the lengths", "kind": "the kind of measurement", "code": "the source of the packages"},
+    **{"data": "the name of the text", "parallel": "--parallel", "over": "--over"},
+}
+"""What settings of a run are called in a message."""
+
+
+def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
+    """What all processes of a run must have in common, by what it is called, long values as digests."""
+    values: dict[str, list[Any]] = {}
+    for name, value in _key(settings).items():
+        values.setdefault(_WORDS.get(name, name), []).append(value)
+    values["the methods"] = [[label(saved), saved] for _, saved in job.methods.values()]
+    values["--chunk"], values["--offload-cache"] = [job.plan.chunk], [job.plan.offload_cache]
+    return {name: _short(each[0] if len(each) == 1 else each) for name, each in values.items()}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text.strip('"') if len(text) < 40 else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(settings: dict[str, Any]) -> str:

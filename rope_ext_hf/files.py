@@ -14,22 +14,24 @@ Every failure is a FileError of one line. Nothing here depends on models.
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError, size_text
+from rope_ext_hf.locks import locked
 
 __all__ = [
     "FileStamps",
@@ -57,6 +59,7 @@ PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must
 RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
 IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
 COPY_BLOCK = 16 * 2**20  # bytes copied at a time
+PART_AGE = 3600  # seconds since the last write, after which a temporary file is nobody's
 FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
 # What copy_file_range answers where it cannot copy between these two files.
 COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
@@ -340,11 +343,15 @@ def atomic_file(path: Path, *, fsync: bool = True) -> Iterator[Path]:
     Raises:
         FileError: a device or a pipe, or anything the disk refuses.
     """
-    part = path.with_name(f"{path.name}.part")
+    stem = path.name[:60]  # of a name as long as the disk allows
+    part = path.with_name(f"{stem}.{secrets.token_hex(4)}.part")  # two processes may write the same file
     with disk_errors(path) if fsync else nullcontext():
         if path.exists() and not (path.is_file() or path.is_dir()):  # whoever may write there could replace /dev/null
             raise FileError(f"{str(path)!r} is no regular file but a device or a pipe; give the name of a file")
-        part.unlink(missing_ok=True)  # of a run that was killed; or a link, which must not be written through
+        for left in path.parent.glob(f"{glob.escape(stem)}.*.part"):
+            with suppress(FileNotFoundError):
+                if time.time() - left.lstat().st_mtime > PART_AGE:  # of a process that was killed
+                    left.unlink()
         try:
             yield part
             if path.is_file() and not path.is_symlink():
@@ -412,17 +419,13 @@ def atomic_folder(
 @contextmanager
 def _exclusive(dst: Path, staging: Path) -> Iterator[None]:
     """Hold the lock of a destination; its file goes once there is no staging folder left to protect."""
-    lock = FileLock(dst.with_name(f".{dst.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise FileError(f"another process is writing {str(dst)!r}; wait for it or choose another folder") from error
-    try:
-        yield
-    finally:
-        if not staging.exists():
-            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: no other process may hold the old file
-        lock.release()
+    lock = dst.with_name(f".{dst.name}.lock")
+    with locked(lock, dst):
+        try:
+            yield
+        finally:
+            if not staging.exists():
+                lock.unlink(missing_ok=True)  # while it is held: no other process may hold the old file
 
 
 def _check_unchanged(inputs: FileStamps) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,14 +183,33 @@ def test_a_pipe_and_a_device_are_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "null").is_symlink()
 
 
+def test_two_writers_of_one_file_do_not_share_what_is_unfinished(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250)  # a temporary name has room, too
+    with atomic_file(path) as first:
+        first.write_text("first", encoding="utf-8")
+        write(path, "second")
+    assert path.read_text(encoding="utf-8") == "first"
+    assert list_files(tmp_path) == [path.name]
+
+
+def test_what_a_killed_writer_left_is_removed_later(tmp_path: Path) -> None:
+    for name, age in (("file.0.part", 2 * files.PART_AGE), ("file.1.part", 0)):
+        (tmp_path / name).write_text("x", encoding="utf-8")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    write(tmp_path / "file", "x")
+    assert list_files(tmp_path) == ["file", "file.1.part"]
+
+
 @pytest.mark.parametrize("fsync", [True, False])
 def test_a_file_is_on_disk_before_it_gets_its_name(
     fsync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(files, "fsync_path", lambda path: calls.append(f"{path.name} {(tmp_path / 'file').exists()}"))
+    monkeypatch.setattr(
+        files, "fsync_path", lambda path: calls.append(f"{path.suffix or path.name} {(tmp_path / 'file').exists()}")
+    )
     write(tmp_path / "file", "x", fsync=fsync)
-    assert calls == (["file.part False", f"{tmp_path.name} True"] if fsync else [])
+    assert calls == ([".part False", f"{tmp_path.name} True"] if fsync else [])
 
 
 # --- folders -------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-    from rope_ext_hf.eval.runner import Workers
     from rope_ext_hf.eval.runs import Measurement, Run, RunPlan
+    from rope_ext_hf.eval.workers import Workers
 
 __all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 
@@ -337,8 +337,8 @@ def _run(
 
     workers, load = shared.launched(given.load)
     quiet_transformers()
-    empty = load.empty_model(given.model)
-    with foreign_errors(f"the model {short(given.model)!r} could not be measured"):
+    with workers.in_step(), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
+        empty = load.empty_model(given.model)
         plan, workers = planned(empty, load, workers)
         make_folder(given.out)
         _preflight(empty, load, plan, workers, most_spans)
@@ -407,7 +407,8 @@ def _measure(
     """Measure a plan in a run's folder, and show progress."""
     from rope_ext_hf.cli.time_left import TimeLeft
     from rope_ext_hf.eval.run_commands import add_command
-    from rope_ext_hf.eval.runner import Progress, Workers, measure
+    from rope_ext_hf.eval.runner import Progress, measure
+    from rope_ext_hf.eval.workers import Workers
 
     workers = workers or Workers()
     first = workers.rank == 0
@@ -421,7 +422,7 @@ def _measure(
             """On standard error, of the first process."""
 
             def started(self, folder: Path, done: int, units: int) -> None:
-                left.total *= 1 - done / units
+                left.total *= 1 - done / max(1, units)  # fewer items than processes
                 if first:
                     add_command(folder, context.meta[ARGUMENTS])
                     bar.set_total(round(share * sum(passes)))

@@ -15,8 +15,8 @@ from rope_ext_hf.errors import MethodError, short
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.runner import Workers
     from rope_ext_hf.eval.runs import RunPlan
+    from rope_ext_hf.eval.workers import Workers
 
 __all__ = ["ProcessOptions", "ReaderOptions"]
 
@@ -35,7 +35,7 @@ class ProcessOptions:
         """The processes, and how this one loads the model: on a device of its own."""
         import torch
 
-        from rope_ext_hf.eval.runner import Workers
+        from rope_ext_hf.eval.workers import Workers
 
         workers = Workers.from_launcher(self.processes)
         if workers.count > 1 and load.device == "auto":
@@ -74,7 +74,7 @@ class ReaderOptions(ProcessOptions):
             empty: the model on the meta device.
         """
         from rope_ext_hf.eval.context_parallel import spread_over
-        from rope_ext_hf.hub import find_device, is_adapter
+        from rope_ext_hf.hub import is_adapter
         from rope_ext_hf.serving.vllm_scorer import scored_by_engine
 
         left_out = None
@@ -83,7 +83,7 @@ class ReaderOptions(ProcessOptions):
                 raise MethodError(
                     f"--parallel takes context, without --engine and --device-map; got {short(self.parallel)!r}"
                 )
-            plan, workers, left_out = spread_over(empty, plan, workers, find_device(load.device))
+            plan, workers, left_out = spread_over(empty, plan, workers)
         elif self.engine is not None:
             if is_adapter(model, revision=load.revision):
                 raise MethodError(

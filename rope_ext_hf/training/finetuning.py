@@ -22,6 +22,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Corpus, Tokens, corpus_name
+from rope_ext_hf.eval.journal import holds_folder
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
@@ -202,6 +203,7 @@ class Finetuning:
         return patch(model, self.method, factor=self.factor, target_length=self.target_length, **under)
 
 
+@holds_folder
 def finetune(
     model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **asked: Any
 ) -> FinetuneReport:

@@ -21,8 +21,8 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.eval.context_parallel import Share, SpreadScorer, spread_over
 from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.measuring import plan_perplexity
-from rope_ext_hf.eval.runner import Workers
 from rope_ext_hf.eval.runs import RunPlan
+from rope_ext_hf.eval.workers import Workers
 from rope_ext_hf.methods.remapping import ReRoPE
 from rope_ext_hf.methods.static import Yarn
 from tests.support.forks import run_forked
@@ -123,21 +123,18 @@ def test_what_needs_whole_spans_is_refused_before_weights_are_read(
 ) -> None:
     model = build("llama")
     with pytest.raises(MethodError, match=error):
-        spread_over(model, plan(model, *methods, **settings), Workers(0, count), torch.device("cpu"))
+        spread_over(model, plan(model, *methods, **settings), Workers(0, count))
 
 
-def test_a_model_as_loaded_that_takes_its_length_from_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_as_loaded_that_takes_its_length_from_each_part() -> None:
     """transformers takes the length of its dynamic scaling from the positions that a process has."""
-    monkeypatch.setattr(distributed, "new_group", lambda **_: None)
     model = build("llama", {"rope_type": "dynamic", "factor": 4.0})
-    changed, workers, left_out = spread_over(
-        model, plan(model, None, Yarn(factor=4.0)), Workers(0, 2), torch.device("cpu")
-    )
+    changed, workers, left_out = spread_over(model, plan(model, None, Yarn(factor=4.0)), Workers(0, 2))
     assert changed.methods == (Yarn(factor=4.0),)
     assert workers.together
     assert "the model as loaded: under context parallelism" in str(left_out)
     with pytest.raises(MethodError, match="the model's own dynamic-ntk takes the length of the input"):
-        spread_over(model, plan(model, None), Workers(0, 2), torch.device("cpu"))
+        spread_over(model, plan(model, None), Workers(0, 2))
 
 
 COMMAND = ["ppl", "reference", "--method", "dynamic-yarn", "--lengths", "256,1000", "--max-spans", "2"]

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,16 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.journal import Layout, Record, agree_on_chunks, exclusive, open_journal, read_plain, read_records
+from rope_ext_hf.eval.journal import (
+    Layout,
+    Record,
+    agree_on_chunks,
+    exclusive,
+    holds_folder,
+    open_journal,
+    read_plain,
+    read_records,
+)
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import Cost, DocumentLoss
 from rope_ext_hf.eval.run_folder import read_run
@@ -216,6 +226,20 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rope.FileError, match="not a plain file"), exclusive(tmp_path, 0):
         pass
     assert elsewhere.read_bytes() == b"untouched"
+
+
+def test_a_function_holds_the_lock_of_its_folder_to_the_end(tmp_path: Path) -> None:
+    @holds_folder
+    def work(name: str, *, out: Path | None = None) -> str:
+        if out is not None:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(rope.FileError, match=rf"\(process {os.getpid()} on"):
+                pool.submit(work, name, out=out).result()
+        return name
+
+    assert work("a", out=tmp_path / "new") == work("a") == "a"
+    (tmp_path / "file").touch()
+    with pytest.raises(rope.FileError, match="File exists"):
+        work("a", out=tmp_path / "file")
 
 
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:

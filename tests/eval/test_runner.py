@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval import passkey, perplexity, preflight, sweep
+from rope_ext_hf.eval import passkey, perplexity, preflight, runner, sweep
 from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.measuring import expand, fit_methods, plan_perplexity
 from rope_ext_hf.eval.perplexity_runs import loss_increase
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
 from rope_ext_hf.eval.run_folder import read_run
-from rope_ext_hf.eval.runner import Workers, measure
+from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import Run, RunPlan
+from rope_ext_hf.eval.workers import Workers
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from tests.support.models import build
@@ -180,6 +182,23 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_pages_are_written_before_the_lock_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def write_while_another_comes(found: Run[Result]) -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(rope.FileError) as error:
+            pool.submit(run, tmp_path, methods=["ntk"]).result()
+        refused.append(str(error.value))
+        write_files(found)
+
+    monkeypatch.setattr(runner, "write_files", write_while_another_comes)
+    found = run(tmp_path, methods=["ntk"])
+    assert len(refused) == 1
+    assert f"(process {os.getpid()} on" in refused[0]
+    assert (found.folder / "perplexity.png").is_file()
+
+
+@pytest.mark.slow
 def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone")
     model = build("llama")
@@ -257,31 +276,6 @@ def test_two_nodes_with_a_launcher_each(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     meet = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     check_shared(tmp_path, *(launch(tmp_path / "two", *meet, "--node-rank", str(rank)) for rank in (0, 1)))
-
-
-def test_processes_wait_for_each_other_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is done early must not end the others after some minutes."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    asked: list[tuple[str, float]] = []
-
-    def record(backend: str, *, timeout: Any) -> str:
-        asked.append((backend, timeout.total_seconds()))
-        return "group"
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", record)
-    monkeypatch.setattr(torch.distributed, "new_group", record)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    workers = Workers.from_launcher(2)
-    assert (workers.rank, workers.count) == (1, 2)
-    assert {backend for backend, _ in asked} == {"gloo"}
-    assert all(seconds >= 7 * 86_400 for _, seconds in asked)
-    with pytest.raises(rope.MethodError, match="3 processes were asked for, 2 are running"):
-        Workers.from_launcher(3)
-    monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(rope.MethodError, match="MASTER_ADDR is not set; launch"):
-        Workers.from_launcher()
 
 
 class TestOutOfMemory:

@@ -23,10 +23,11 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import suites, tasks
 from rope_ext_hf.eval.run_folder import read_run
-from rope_ext_hf.eval.runner import Workers, measure
+from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens, suite
 from rope_ext_hf.eval.task_suites import plan_tasks
+from rope_ext_hf.eval.workers import Workers
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.static import Yarn
 from tests.support.models import build

@@ -1,0 +1,294 @@
+"""The processes that share a run: they agree on what is measured, wait for each other, and end where one of them fails.
+
+    workers = Workers.from_launcher()
+    with workers.in_step():
+        workers.agree({"the text": digest})                  # an error in all of them where one has another text
+        for item in workers.share(items):
+            ...
+        workers.agree()                                      # returns once all have come here, days later too
+
+They reach each other through the store of torch.distributed, which process 0 or the launcher keeps. In each a thread
+posts that its process is alive and looks at what the others posted: a wait has no limit of time, but no process waits
+for one that has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, short
+
+__all__ = ["LONGEST_WAIT", "Workers"]
+
+LONGEST_WAIT = timedelta(days=30)
+"""How long a collective may take; one whose process has ended is ended by the thread that watches."""
+MEETING = timedelta(minutes=5)
+"""How long the first process waits for the last one to start."""
+BEAT = 2.0
+"""Seconds between two signs of life."""
+SILENCE = 40.0
+"""Seconds without a sign of life after which a process counts as ended."""
+GRACE = 10.0
+"""Seconds in which a process ends by itself, once another one has failed; a collective may hold it for ever."""
+
+_LEFT = b"left"
+_CONTINUE = "the same command continues where it stopped"
+
+
+class Meeting:
+    """What several processes tell each other.
+
+    Args:
+        rank: which of them this process is.
+        count: how many there are.
+
+    Raises:
+        MethodError: not all of them came.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        self._others = [other for other in range(count) if other != rank]
+        self._rounds = 0
+        self._fault: str | None = None
+        self._found, self._left = threading.Event(), threading.Event()
+        try:
+            # Two connections: one that waits, as for a collective, does not answer another call.
+            self._store, self._watched = _connect(), _connect()
+        except RuntimeError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise MethodError(
+                f"{count} processes share this run, and they did not all come to {where} within "
+                f"{MEETING.seconds // 60} minutes; end those that are left, and launch all of them again"
+            ) from error
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def exchange(self, basis: Mapping[str, str]) -> None:
+        """Wait for all processes, and compare what each has under each name.
+
+        Raises:
+            MethodError: one of them has something else.
+            RopeExtError: one of them has ended.
+        """
+        self._rounds += 1
+        try:
+            self._store.set(f"basis/{self._rounds}/{self.rank}", json.dumps(dict(basis)))
+            every = [json.loads(self._wait_for(f"basis/{self._rounds}/{rank}")) for rank in range(self.count)]
+        except RuntimeError as error:
+            raise RopeExtError(self.fault_behind(error) or one_line(error)) from error
+        for rank, other in enumerate(every):
+            names = [name for name in every[0] | other if every[0].get(name) != other.get(name)]
+            if names:
+                unlike = ", ".join(_unlike(name, every[0], other) for name in names)
+                raise MethodError(
+                    f"the processes of this run differ in {unlike} (process 0 / process {rank}); launch all of them "
+                    "with the same command, text and model"
+                )
+
+    def check(self) -> None:
+        """Raise where another process has ended.
+
+        Raises:
+            RopeExtError: it has; the message says which, and why.
+        """
+        if self._fault is not None:
+            raise RopeExtError(self._fault)
+
+    def fault_behind(self, error: BaseException) -> str | None:
+        """What happened to another process, where that may be the reason of an error; None: nothing did."""
+        causes = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        if any(isinstance(each, distributed.DistError) or "gloo" in str(each) for each in causes):
+            self._found.wait(SILENCE + 2 * BEAT)  # a closed connection is seen at once, what closed it is not
+        return self._fault
+
+    def leave(self, error: BaseException | None) -> None:
+        """End the watching, with an error that ends the others."""
+        self._left.set()
+        self._thread.join()
+        with suppress(RuntimeError):
+            if error is not None and self._fault is None:
+                text = f"process {self.rank} of {self.count} ended: {one_line(error)}"
+                self._store.compare_set("failed", "", f"{text.removesuffix('.')}; {_CONTINUE}")
+            self._store.set(f"alive/{self.rank}", _LEFT)
+            until = time.monotonic() + GRACE + 3 * BEAT
+            while self.rank == 0 and time.monotonic() < until:  # the store may end with this process
+                if all(self._last_sign(self._store, other) == _LEFT for other in self._others):
+                    return
+                time.sleep(0.1)
+
+    def _wait_for(self, key: str) -> bytes:
+        while True:
+            fault = self._fault  # of before the look: what a process posts, and then fails, counts
+            if self._store.check([key]):
+                return bytes(self._store.get(key))
+            if fault is not None:
+                raise RopeExtError(fault)
+            self._found.wait(0.1)
+
+    @staticmethod
+    def _last_sign(store: Any, rank: int) -> bytes:
+        key = f"alive/{rank}"
+        return bytes(store.get(key)) if store.check([key]) else b""
+
+    def _watch(self) -> None:
+        """Post signs of life and look for those of the others, until this process leaves or another one has ended."""
+        seen = dict.fromkeys(self._others, (b"", time.monotonic()))
+        beat, fault = 0, None
+        while fault is None:
+            if self._left.wait(BEAT):
+                return
+            beat += 1
+            try:
+                self._watched.set(f"alive/{self.rank}", str(beat))
+                fault = self._ended(seen)
+            except RuntimeError:
+                if seen.get(0, (b"",))[0] == _LEFT:  # with all that it had to say
+                    return
+                fault = f"process 0 of {self.count}, through which the others reach each other, has ended; {_CONTINUE}"
+        self._fault = fault
+        self._found.set()
+        if not self._left.wait(GRACE):
+            print(f"rope-ext: {printable(fault)}", file=sys.stderr, flush=True)
+            with suppress(RuntimeError):
+                self._watched.set(f"alive/{self.rank}", _LEFT)
+            os._exit(2)
+
+    def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
+        """Which other process has ended, and why; None: none has.
+
+        Args:
+            seen: by process, its last sign of life and when that was new; brought up to date.
+        """
+        if self._watched.check(["failed"]):
+            return bytes(self._watched.get("failed")).decode()
+        now = time.monotonic()
+        for other, (last, since) in seen.items():
+            sign = self._last_sign(self._watched, other)
+            if sign != last:
+                seen[other] = sign, now
+            elif sign != _LEFT and now - since > SILENCE:
+                self._others.remove(other)
+                return (
+                    f"process {other} of {self.count} has shown no sign of life for {SILENCE:.0f} seconds: it was "
+                    f"killed, or its machine is out of reach; {_CONTINUE}"
+                )
+        return None
+
+
+def _connect() -> Any:
+    """A connection to the store of the processes that a launcher started."""
+    public: Any = distributed  # which lists none of its names
+    store, _, _ = next(iter(public.rendezvous("env://", timeout=MEETING)))
+    return public.PrefixStore("rope_ext_hf", store)
+
+
+def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """What differs, with both values where people can read these."""
+    values = [each.get(name, "none") for each in (first, other)]
+    return f"{name} ({short(values[0])} / {short(values[1])})" if max(map(len, values)) < 40 else name
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that share a run; items are dealt out among them.
+
+    Attributes:
+        rank: which of them this process is.
+        count: how many there are.
+        meeting: how they reach each other; None: they do not.
+        together: all of them measure every item, each reading a part of it, and the first one writes.
+    """
+
+    rank: int = 0
+    count: int = 1
+    meeting: Meeting | None = None
+    together: bool = False
+
+    @classmethod
+    def from_launcher(cls, expected: int | None = None) -> Workers:
+        """The processes that torchrun or accelerate launched; one where there was no launcher.
+
+        Args:
+            expected: how many processes the user asked for.
+
+        Raises:
+            MethodError: another number of processes is running, not all of them came, or a launcher that does not say
+                where they meet.
+        """
+        workers = cls()
+        if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+                raise MethodError(
+                    f"WORLD_SIZE is {count}, but {', '.join(missing)} is not set; launch the "
+                    "processes with torchrun or accelerate, or unset WORLD_SIZE"
+                )
+            rank = int(os.environ["RANK"])
+            workers = cls(rank, count, Meeting(rank, count))
+        with workers.in_step(leave=False):
+            if expected is not None and workers.count != expected:
+                raise MethodError(
+                    f"{expected} processes were asked for, {workers.count} are running; launch with "
+                    f"torchrun --nproc-per-node {expected} -m rope_ext_hf sweep ..."
+                )
+        return workers
+
+    @contextmanager
+    def in_step(self, *, leave: bool = True) -> Iterator[None]:
+        """Inside, an error in one process ends all of them.
+
+        Args:
+            leave: whether this process needs the others no more at the end.
+
+        Raises:
+            RopeExtError: another process has ended.
+        """
+        if self.meeting is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            fault = self.meeting.fault_behind(error)
+            self.meeting.leave(error)
+            if fault is not None and not isinstance(error, KeyboardInterrupt):
+                raise RopeExtError(fault) from error
+            raise
+        if leave:
+            self.meeting.leave(None)
+
+    def agree(self, basis: Mapping[str, str] | None = None) -> None:
+        """Wait for the other processes, and check that all of them have the same under each name.
+
+        Raises:
+            MethodError: one of them has something else.
+            RopeExtError: one of them has ended.
+        """
+        if self.meeting is not None:
+            self.meeting.exchange(basis or {})
+
+    def check(self) -> None:
+        """Raise where another process has ended.
+
+        Raises:
+            RopeExtError: it has.
+        """
+        if self.meeting is not None:
+            self.meeting.check()
+
+    def share(self, items: int) -> range:
+        """The indices of this process's items."""
+        return range(items) if self.together else range(self.rank, items, self.count)

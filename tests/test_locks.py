@@ -1,0 +1,64 @@
+"""Locks that a second process meets, and that a killed one leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import rope_ext_hf as rope
+from rope_ext_hf.eval import need
+from rope_ext_hf.eval.journal import exclusive
+from rope_ext_hf.locks import locked
+from rope_ext_hf.training import finetune
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from rope_ext_hf.locks import locked
+with locked(Path(sys.argv[1]), Path("folder")):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_process_is_told_who_holds_it_and_a_kill_frees_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.0.lock"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for _ in range(2):  # the first attempt leaves the name where it is
+            with (
+                pytest.raises(
+                    rope.FileError, match=rf"writing 'folder' \(process {holder.pid} on {socket.gethostname()}\); wait"
+                ),
+                locked(path, Path("folder")),
+            ):
+                pass
+        holder.send_signal(signal.SIGKILL)
+    with locked(path, Path("folder")):
+        assert path.read_text(encoding="utf-8") == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_what_another_library_wrote_into_a_lock_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text("12\nhost\n", encoding="utf-8")
+    with locked(path, tmp_path):
+        assert "process" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["finetune", "need"])
+def test_a_command_that_keeps_a_folder_is_refused_before_it_reads_a_model(command: str, tmp_path: Path) -> None:
+    work: Any = {
+        "finetune": lambda: finetune("no model", tmp_path, data="stdlib", method="yarn", factor=4, steps=1),
+        "need": lambda: need(cast(Any, "no model"), out=tmp_path),
+    }[command]
+    with exclusive(tmp_path, 0), pytest.raises(rope.FileError, match=rf"writing '.*' \(process {os.getpid()} on"):
+        work()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.0.lock"]
