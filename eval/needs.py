@@ -6,6 +6,7 @@ print(rope_ext_hf.eval.need(model, "books/*.txt", target_length=65536))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -85,9 +86,11 @@ def need(
     few, many = PROMPTS
     count = max(few, min(many, READ_TOKENS // sum(lengths)))
     say("reading the same tokens at every length")
+    long = [document for document in documents if len(document.ids) >= lengths[-1]]
+    most = lengths[-1] * -(-count // len(long))  # tokens of each: where one document weighs most, intervals are wide
     plan = plan_perplexity(
         model,
-        documents,
+        [replace(each, ids=each.ids[:most], ends=each.ends[:most]) for each in long],
         data=corpus if isinstance(corpus, str) else None,
         settings={"chunk": chunk},
         tokenizer=tokenizer,

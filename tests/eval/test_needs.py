@@ -199,6 +199,25 @@ def test_the_plan(text: list[Document]) -> None:
     assert needs._lengths(256, 100, documents)[0] == [256, 384, 512, 1024]
 
 
+def test_every_document_weighs_about_the_same(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is read most makes an interval as wide as if it were alone."""
+    read: dict[str, int] = {}
+
+    class Counting(Oracle):
+        def losses(self, ids: Tensor, first: int, **_: Any) -> Tensor:
+            name = "long" if 120 in ids else "short"  # "u" as ByT5 counts it; no other document has one
+            read[name] = read.get(name, 0) + 1
+            return torch.ones(len(ids) - first)
+
+    monkeypatch.setattr(runner, "TokenScorer", Counting)
+    monkeypatch.setattr(needs, "TASKS", ())
+    monkeypatch.setattr(needs, "PROMPTS", (16, 16))
+    long = Document("long", "u" * 100_000)
+    found = measure(small(), [long, *(Document(str(i), "abc" * 1000) for i in range(3))], target_length=512)
+    assert found.rises[512].items == 4
+    assert read["short"] >= 2 * read["long"]
+
+
 def test_impossible_questions_are_refused(text: list[Document]) -> None:
     with pytest.raises(MethodError, match="at least 1 token"):
         measure(small(), text, target_length=0)
