@@ -59,7 +59,7 @@ def main() -> None:
     rows = []
     for name, model in (("bundled", bundled), ("reader", reader(arguments.steps, arguments.device))):
         started = time.perf_counter()
-        found = need(model, name=name)
+        found = need(model)
         print(found, flush=True)
         rows.append({"model": name, "seconds": round(time.perf_counter() - started)} | found.to_dict())
     result = {

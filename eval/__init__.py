@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.documents import Document
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
     from rope_ext_hf.eval.measuring import perplexity, sweep
-    from rope_ext_hf.eval.needs import Need, need
+    from rope_ext_hf.eval.need_verdicts import Need
+    from rope_ext_hf.eval.needs import need
     from rope_ext_hf.eval.results import Result, Retrieval
     from rope_ext_hf.eval.retrieval import passkey
     from rope_ext_hf.eval.run_folder import read_run
@@ -47,7 +48,7 @@ _MODULES = {
     "Comparison": "comparison",
     "compare_runs": "comparison",
     "Document": "documents",
-    "Need": "needs",
+    "Need": "need_verdicts",
     "Result": "results",
     "Results": "runs",
     "Retrieval": "results",

@@ -5,25 +5,29 @@ print(rope_ext_hf.eval.need(model, "books/*.txt", target_length=65536))
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import CorpusError, FileError, MethodError
+from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Corpus
+from rope_ext_hf.eval.documents import Corpus, Tokens
 from rope_ext_hf.eval.journal import holds_folder
-from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.results import difference
+from rope_ext_hf.eval.measuring import plan_perplexity
+from rope_ext_hf.eval.need_verdicts import ALL_TASKS, Need, share_text, tells
+from rope_ext_hf.eval.plan import EvalPlan, tokenize
+from rope_ext_hf.eval.results import Result, difference
 from rope_ext_hf.eval.retrieval import passkey
+from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.eval.statistics import FEWEST, Estimate, estimate, estimate_share
 from rope_ext_hf.eval.task_suites import tasks
-from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.hub import load_tokenizer, model_by_name
 from rope_ext_hf.patches.describing import Description, describe
 from rope_ext_hf.patches.layer_types import sliding_layers
@@ -31,71 +35,17 @@ from rope_ext_hf.patches.layer_types import sliding_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Need", "need", "reach_in"]
-
-NEED_FILE = "need.json"
-"""The name of the file that a run leaves in its folder."""
+__all__ = ["need"]
 
 SCALES = (1, 1.5, 2, 4)
 """Lengths that are measured, in context lengths."""
-MOST_RISE = 0.02
-"""Nats per token by which the loss may be higher than at the context length."""
-ENOUGH = 0.85
-"""The share of its own score at the context length that a model has to keep, as in RULER (Hsieh et al. 2024, arXiv
-2404.06654, whose threshold is another model's score)."""
-KNOWN = 0.5
-"""The score at the context length from which a task tells anything about a model."""
 TASKS = ("needle", "key-value")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 READ_TOKENS = 4_000_000
-"""About how many tokens are read in all: ten minutes for 7 billion weights at 10^14 operations per second."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """What was found.
-
-    Attributes:
-        model: its name, for the command.
-        context_length: tokens that the model is for as it is, with the patch that it carries.
-        target_length: tokens that are wanted; None: none were stated.
-        rises: by length in tokens: how much higher the loss is than at the context length, in nats per token of the
-            same tokens, and its 95% interval over the documents.
-        scores: by task, then by length: the share of prompts that are answered.
-        reads_to: the longest length up to which nothing that was measured fails.
-        fails: what fails at the next length, in words; empty: nothing does at any.
-        architecture: what says how far a model may read, in sentences.
-        notes: what was not measured, and why.
-        conclusion, command: one sentence, and what to run next.
-    """
-
-    model: str
-    context_length: int
-    target_length: int | None
-    rises: dict[int, tuple[float, float, float]]
-    scores: dict[str, dict[int, float]]
-    reads_to: int
-    fails: str
-    architecture: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    conclusion: str = ""
-    command: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        lengths = list(self.rises)
-        head = f"{'tokens':>24}" + "".join(f"{length:>11,}" for length in lengths)
-        loss = "".join(f"{self.rises[length][0]:>+11.3f}" for length in lengths)
-        half = "".join(f"{(high - low) / 2:>11.3f}" for _, low, high in self.rises.values())
-        lines = [head, f"{'loss, nats per token':>24}{loss}", f"{'+-':>24}{half}"]
-        for task, by_length in self.scores.items():
-            cells = (f"{by_length[length]:>11.0%}" if length in by_length else f"{'-':>11}" for length in lengths)
-            lines.append(f"{task + ', answered':>24}" + "".join(cells))
-        lines += ["", *self.architecture, *self.notes, "", self.conclusion, f"  {self.command}"]
-        return "\n".join(lines)
+"""About how many tokens are read of text, and for each task: ten minutes for 7 billion weights at 10^14 operations per
+second."""
+PROMPTS = (16, 64)
+"""Spans of text and prompts of a task, at least and at most: 29 right answers of 29 are surely 85%, 28 of 28 not."""
 
 
 @holds_folder
@@ -105,31 +55,27 @@ def need(
     *,
     target_length: Length | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    name: str = "MODEL",
     out: str | Path | None = None,
     chunk: int | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Need:
     """Find out whether a model needs extending, by a short fixed plan.
 
-    Read are: the same tokens at 1, 1.5, 2 and 4 times the context length; a statement hidden in text (needle,
-    key-value), and variable tracking of RULER, as far as the model can do these at its context length. A length is read
-    where the loss is not higher than at the context length by more than 0.02 nats per token, and at least 85% of the
-    answers stay.
+    Read are: the same tokens at 1, 1.5, 2 and 4 times the context length; statements hidden in that text (needle,
+    key-value), and variable tracking of RULER, as far as the model can do these at its context length.
 
     Args:
         model: as it is, patched or not, on any device; or a folder, a Hub id or "reference", which is loaded.
-        corpus: the text, as `perplexity` takes it; lengths beyond its longest document are left out.
+        corpus: the text, as `perplexity` takes it; lengths that fewer than three of its documents have are left out.
         target_length: tokens that are wanted, 65536 or "64k": measured too, and no longer ones.
         tokenizer: default: the one beside the model's weights.
-        name: of the model, for the command.
-        out: a folder for the runs and for `need.json`; an interrupted run is continued there. Default: no files.
+        out: a folder for the runs; an interrupted one is continued there. Default: no files.
         chunk: tokens per pass of the decoder, as in `perplexity`.
         report: called with a line of progress.
 
     Raises:
         MethodError: a target length that is not above 0.
-        CorpusError: no document longer than the context length.
+        CorpusError: documents that are not longer than the context length.
         UnsupportedModelError: a model without rotary embeddings.
     """
     target_length = parse_length(target_length)
@@ -140,55 +86,67 @@ def need(
     short = described.extended_length or described.context_length
     tokenizer = tokenizer or load_tokenizer(model.config._name_or_path)
     given = load(corpus)
-    documents = tokenize(given, tokenizer)
-    lengths, notes = _lengths(short, target_length, max(len(each.ids) for each in documents) - 1)
-    repeats = max(4, min(24, READ_TOKENS // (4 * sum(lengths))))
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out}
+    texts = list(given)
+    documents = tokenize(texts, tokenizer)
+    lengths, notes = _lengths(short, target_length, documents)
+    few, many = PROMPTS
+    count = max(few, min(many, READ_TOKENS // sum(lengths)))
     say("reading the same tokens at every length")
-    results = perplexity(
-        model, documents, lengths=lengths, targets=max(1, short // 2), max_spans=repeats, data=given.source, **shared
+    long = [document for document in documents if len(document.ids) >= lengths[-1]]
+    most = lengths[-1] * -(-count // len(long))  # tokens of each: where one document weighs most, intervals are wide
+    plan = plan_perplexity(
+        model,
+        [replace(each, ids=each.ids[:most], ends=each.ends[:most]) for each in long],
+        data=given.source,
+        settings={"chunk": chunk},
+        tokenizer=tokenizer,
+        lengths=[short // 4, *lengths],
+        targets=max(1, short // 8),
+        max_spans=count,
     )
-    first, *_ = results
-    rises = {each.length: difference(each, first) for each in results}
-    scores: dict[str, dict[int, float]] = {}
-
-    def ask(task: str, score: Callable[[Sequence[int]], dict[int, float]]) -> None:
+    by_length = {result.length: result for result in measure(model, plan, out=out).results}
+    first = by_length[short]
+    before = accumulate((len(document.ids) for document in documents), initial=0)
+    hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out}
+    asked: dict[str, Callable[[Sequence[int]], dict[int, list[float]]]] = {
+        **{task: partial(_retrieval, model, task, haystack=hay, trials=count, **options) for task in TASKS},
+        "variable tracking": partial(_tracking, model, samples=count, **options),
+    }
+    shares: dict[str, dict[int, list[float]]] = {}
+    for task, answer in asked.items():
         say(f"asking: {task}")
         try:
-            known = score(lengths[:1])
-            if known[short] >= KNOWN:
-                scores[task] = known | (score(lengths[1:]) if lengths[1:] else {})
+            shares[task] = answer(lengths[:1])
+            if tells(known := estimate_share(shares[task][short])):
+                shares[task] |= answer(lengths[1:])
             else:
-                notes.append(f"{task} tells nothing here: {known[short]:.0%} are answered at {short:,} tokens.")
+                notes.append(
+                    f"{task} tells nothing here: {share_text(known)} is answered at {short:,} tokens, not surely half."
+                )
         except (MethodError, CorpusError, ImportError) as error:
+            shares.pop(task, None)
             notes.append(f"{task} was not asked: {error}.")
-
-    for task in TASKS:
-        ask(task, lambda at, task=task: _retrieval(model, task, at, trials=max(2, repeats // 2), **shared))  # type: ignore[misc]
-    ask("variable tracking", lambda at: _tracking(model, at, samples=max(4, repeats // 2), **shared))
-    reads_to, fails = _reach(lengths, rises, scores)
-    found = Need(name, short, target_length, rises, scores, reads_to, fails, _architecture(model, described), (*notes,))
-    conclusion, command = _conclusion(found, lengths[-1], "" if out is None else f" --need {shlex.quote(str(out))}")
-    made = replace(found, conclusion=conclusion, command=command)
-    if out is not None:
-        write_json(Path(out) / NEED_FILE, made.to_dict())
-    return made
-
-
-def reach_in(folder: str | Path) -> int:
-    """The tokens up to which a model reads as it is, by what `need` left in a folder.
-
-    Raises:
-        FileError: no such file, or a damaged one.
-    """
-    found = read_json(file := Path(folder) / NEED_FILE).get("reads_to")
-    if type(found) is not int or found < 1:
-        raise FileError(f"{str(file)!r} states no length that a model reads to; run rope-ext need again")
-    return found
+    if len(telling := [each for each in shares.values() if len(each) == len(lengths)]) > 1:
+        shares[ALL_TASKS] = {length: [score for each in telling for score in each[length]] for length in lengths}
+    window, sliding = sliding_layers(config := model.config.get_text_config())
+    return Need(
+        context_length=short,
+        target_length=target_length,
+        loss=first.loss,
+        rises={length: difference(by_length[length], first) for length in lengths[1:]},
+        quarter=difference(by_length[short // 4], first),
+        guessing=_over_guessing(first, plan.measurement.plan, documents),
+        scores={task: {n: estimate_share(each) for n, each in at.items()} for task, at in shares.items()},
+        window=window if sliding == config.num_hidden_layers else None,
+        layers=config.num_hidden_layers,
+        architecture=_architecture(model, described),
+        notes=tuple(notes),
+    )
 
 
-def _lengths(short: int, target: int | None, longest: int) -> tuple[list[int], list[str]]:
-    """The lengths to measure, and a note on those that no document reaches.
+def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tuple[list[int], list[str]]:
+    """The lengths to measure, and a note on those that too few documents have.
 
     Raises:
         CorpusError: only the context length could be measured.
@@ -196,44 +154,41 @@ def _lengths(short: int, target: int | None, longest: int) -> tuple[list[int], l
     wanted = {round(scale * short) for scale in SCALES}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}
+    sizes = sorted((len(each.ids) - 1 for each in documents), reverse=True)  # less one for a BOS token
+    longest = sizes[:FEWEST][-1] if sizes else 0
     lengths = sorted(length for length in wanted if length <= longest)
     if len(lengths) < 2:
         raise CorpusError(
-            f"the longest document has {longest + 1:,} tokens, and the model is for {short:,}: give a text with a "
-            "longer document"
+            f"{min(FEWEST, len(sizes))} documents have {longest + 1:,} tokens or more, and the model is for {short:,}: "
+            f"give a text with {FEWEST} longer documents"
         )
     left_out = sorted(wanted - set(lengths))
     listed = ", ".join(f"{length:,}" for length in left_out)
-    return lengths, [f"No document is long enough for {listed} tokens."] if left_out else []
+    return lengths, [f"Fewer than {FEWEST} documents are long enough for {listed} tokens."] if left_out else []
 
 
-def _retrieval(model: Any, task: str, lengths: Sequence[int], trials: int, **shared: Any) -> dict[int, float]:
-    cells = passkey(model, lengths=lengths, depths=DEPTHS, keys=len(DEPTHS), task=task, trials=trials, **shared)
-    return {
-        length: sum(cell.exact_match for cell in cells if cell.length == length) / len(DEPTHS) for length in lengths
+def _over_guessing(result: Result, plan: EvalPlan, documents: Sequence[Tokens]) -> Estimate:
+    """How much higher a loss is than that of guessing each token by its share in all documents, by document."""
+    counts = torch.cat([document.ids for document in documents]).bincount().double()
+    nats = counts.sum().log() - counts.log()  # of each token id
+    guessed = {
+        document.name: sum(float(nats[document.ids[s.score_from : s.score_to]].sum()) for s in spans if s.length == n)
+        for n in [result.length]
+        for document, spans in plan.documents
     }
+    return estimate([d.nats - guessed[d.name] for d in result.documents], [d.tokens for d in result.documents])
 
 
-def _tracking(model: Any, lengths: Sequence[int], samples: int, **shared: Any) -> dict[int, float]:
-    results = tasks(model, lengths=lengths, suite="ruler", tasks=["vt"], samples=samples, **shared)
-    return {result.length: result.score / 100 for result in results}
+def _retrieval(model: Any, task: str, lengths: Sequence[int], **options: Any) -> dict[int, list[float]]:
+    """Of each prompt the share of its questions that are answered; they are about a statement at every depth."""
+    cells = passkey(model, lengths=lengths, depths=DEPTHS, keys=len(DEPTHS), distractors=1, task=task, **options)
+    at = {length: [cell.scores for cell in cells if cell.length == length] for length in lengths}
+    return {n: [fmean(s.exact for s in of_prompt) for of_prompt in zip(*at[n], strict=True)] for n in lengths}
 
 
-def _reach(
-    lengths: Sequence[int], rises: dict[int, tuple[float, float, float]], scores: dict[str, dict[int, float]]
-) -> tuple[int, str]:
-    """The longest length up to which all is well, and what is not at the next."""
-    reached = lengths[0]
-    for length in lengths[1:]:
-        mean, low, _ = rises[length]
-        failing = [f"the loss is {mean:.2f} nats per token higher"] if mean > MOST_RISE and low > 0 else []
-        for task, by_length in scores.items():
-            if by_length[length] < ENOUGH * by_length[lengths[0]]:
-                failing.append(f"{by_length[length]:.0%} of {task} is answered instead of {by_length[lengths[0]]:.0%}")
-        if failing:
-            return reached, f"at {length:,} tokens " + " and ".join(failing)
-        reached = length
-    return reached, ""
+def _tracking(model: Any, lengths: Sequence[int], **options: Any) -> dict[int, list[float]]:
+    results = tasks(model, lengths=lengths, suite="ruler", tasks=["vt"], **options)
+    return {result.length: list(result.scores) for result in results}
 
 
 def _architecture(model: PreTrainedModel, described: Description) -> tuple[str, ...]:
@@ -273,26 +228,3 @@ def _told_apart(wavelengths: Sequence[float], most: int) -> int | None:
         if negative.any():
             return start + int(negative.to(torch.int8).argmax()) - 1
     return None
-
-
-def _conclusion(found: Need, longest: int, option: str) -> tuple[str, str]:
-    """One sentence, and the next command, which takes the result by an option."""
-    target, reach, short, model = found.target_length, found.reads_to, found.context_length, shlex.quote(found.model)
-    if target is not None and reach >= target:
-        return (
-            f"It needs nothing for {target:,} tokens: as it is, it reads them.",
-            f"rope-ext ppl {model} --lengths {short},{target} --data 'texts/*.txt'",
-        )
-    if target is not None and target > longest:
-        text = f"As it is, it reads to {reach:,} tokens of {longest:,} that were measured; {target:,} were not"
-    elif found.fails:
-        text = f"As it is, it reads to {reach:,} tokens; {found.fails}"
-    else:
-        return (
-            f"It reads to at least {reach:,} tokens as it is, {reach / short:g} times its context length: up to there "
-            "it needs nothing.",
-            f"rope-ext need {model} --target-length {2 * reach} --data 'texts/*.txt'",
-        )
-    wanted = target or 4 * short
-    asked = f"--target-length {wanted}{option if reach > short else ''}"
-    return f"{text}. Beyond that it needs extending.", f"rope-ext advise {model} {asked}"

@@ -10,6 +10,7 @@ Every failure a user can cause is a CheckpointError of one line.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.downloads import download, hub_answers
+from rope_ext_hf.downloads import WEIGHT_SUFFIXES, download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
-from rope_ext_hf.files import check_full, read_json
+from rope_ext_hf.files import check_full, disk_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
@@ -47,7 +48,11 @@ __all__ = [
     "model_folder",
     "model_source",
     "read_config",
+    "source_digest",
 ]
+
+_SAMPLES, _SAMPLED_BYTES = 256, 4096
+"""Blocks of a file of weights that count for its digest, and the bytes of each."""
 
 _DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
@@ -109,6 +114,36 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     if _is_folder(Path(source)):
         return Path(source)
     return download(source, revision, weights=True) if weights else download(source, revision, patterns=_CONFIG_FILES)
+
+
+def source_digest(name: str | Path, *, revision: str | None = None) -> str:
+    """A digest of a model by its name, in milliseconds: of a Hub id its commit, of a folder its files.
+
+    JSON files count whole; of a file of weights its size and `_SAMPLES` blocks spread over it do, so that another
+    training is seen, and an edit between two blocks is not.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: as `model_folder`.
+        FileError: a file that cannot be read.
+    """
+    folder = model_folder(name, revision=revision, weights=False)
+    if not _is_folder(Path(model_source(name))):
+        return hashlib.sha256(f"{name} {folder.name}".encode()).hexdigest()
+    digest = hashlib.sha256()
+    with disk_errors(folder):
+        for file in sorted(folder.iterdir()):
+            weights = file.suffix in WEIGHT_SUFFIXES
+            if file.is_file() and (weights or file.suffix == ".json"):
+                size = file.stat().st_size
+                digest.update(f"{file.name} {size} ".encode())
+                with file.open("rb") as stream:
+                    for part in range(_SAMPLES if weights else 1):
+                        stream.seek(part * size // _SAMPLES)
+                        digest.update(stream.read(_SAMPLED_BYTES if weights else -1))
+    return digest.hexdigest()
 
 
 def _hub_options(

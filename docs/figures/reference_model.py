@@ -300,19 +300,23 @@ def learnable() -> str:
 
 @figure
 def needs() -> str:
-    """What `need` found of two models: rises of the loss and answers by length."""
+    """What `need` found of two models: rises of the loss by length."""
     line = last_line("needs")
     names = {"bundled": "the bundled model", "reader": "trained to read further"}
-    lengths = list(line["rows"][0]["rises"])
+    short, *lengths = line["rows"][0]["lengths"]
     rows = []
     for row in line["rows"]:
-        rises = (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" for mean, low, high in row["rises"].values())
-        rows.append([names[row["model"]], *rises, f"{row['reads_to']:,}"])
-    head = ["nats per byte at", *(f"{int(n):,} ({int(n) / int(lengths[0]):g}x)" for n in lengths), "reads to"]
+        rises = (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" for mean, low, high, _ in row["rises"].values())
+        answered = row["scores"].get("key-value", {}).get(str(short))
+        known = "-" if answered is None else f"{answered[0]:.0%}"
+        reads = "cannot tell" if row["reads_to"] is None else f"{row['reads_to']:,}"
+        rows.append([names[row["model"]], f"{row['loss']:.2f}", *rises, known, reads])
+    further = (f"{n:,} ({n / short:g}x)" for n in lengths)
+    head = ["nats per byte at", f"{short:,}", *further, f"key-value at {short:,}", "reads to"]
     note = (
-        f"Differences to the loss at {int(lengths[0]):,}, with their 95% intervals. The second model is the bundled "
-        f"one with theta {line['theta']:,.0f}, trained in {line['steps']} steps on rows of {int(lengths[0]):,} bytes "
-        f"at random positions up to {line['scale'] * int(lengths[0]):,}. "
+        f"The loss at {short:,}, differences to it with their 95% intervals, and the share of key-value prompts that "
+        f"are answered. The second model is the bundled one with theta {line['theta']:,.0f}, trained in "
+        f"{line['steps']} steps on rows of {short:,} bytes at random positions up to {line['scale'] * short:,}. "
     )
     return markdown_table(head, rows, note + stamp(line, f"benchmarks/needs.py --steps {line['steps']}"))
 

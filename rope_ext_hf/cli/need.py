@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rope_ext_hf.bounds import parse_length
+from rope_ext_hf.bounds import MOST_TOKENS, parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.options import EvalOptions, Json, Model
-from rope_ext_hf.files import json_text
+from rope_ext_hf.errors import FileError
+from rope_ext_hf.files import json_text, read_json, write_json
 
-__all__ = ["need"]
+if TYPE_CHECKING:
+    from rope_ext_hf.eval.need_verdicts import Need
+
+__all__ = ["need", "reach_in"]
+
+NEED_FILE = "need.json"
+"""The name of the file that a run leaves in its folder."""
 
 
 def need(
@@ -26,8 +34,13 @@ def need(
         str, typer.Option(metavar="TEXT", help="The text that is read, as in `rope-ext ppl`, with long documents.")
     ] = "stdlib",
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where the result is kept; the same command continues there.")
-    ] = Path("rope-ext-results/need"),
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where the result is kept; the same command continues there. Default: a folder of this model's own in "
+            "rope-ext-results.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find out whether a model needs extending, how far it reads as it is, and what in its architecture says so.
@@ -38,9 +51,11 @@ def need(
     Example: `rope-ext need reference --target-length 512`
     """
     from rope_ext_hf.eval.needs import need as find_need
-    from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.hub import foreign_errors, source_digest
 
     wanted = parse_length(target_length)
+    digest = source_digest(model, revision=load.revision)
+    out = out or Path("rope-ext-results") / f"need-{Path(model).name or 'model'}-{digest[:10]}"
     make_folder(out)
     quiet_transformers()
     with foreign_errors(f"the model {model!r} could not be measured"):
@@ -49,9 +64,48 @@ def need(
             data,
             target_length=wanted,
             tokenizer=load.tokenizer(model),
-            name=model,
             out=out,
             chunk=load.tokens_per_pass,
             report=lambda line: print_note("need", line),
         )
-    print_text(json_text(found.to_dict()) if as_json else str(found))
+    record = {"model": model, "digest": digest} | found.to_dict() | {"command": _next_command(found, model, out)}
+    write_json(out / NEED_FILE, record)
+    print_text(json_text(record) if as_json else f"{found}\n  {record['command']}".rstrip())
+
+
+def _next_command(found: Need, model: str, out: Path) -> str:
+    """The command that follows from what was found; none where every layer's window is too narrow."""
+    from rope_ext_hf.eval.verdicts import Outcome
+
+    short, goal, quoted, text = found.context_length, found.goal, shlex.quote(model), "--data 'texts/*.txt'"
+    lengths = ",".join(str(length) for length in sorted({short, goal}))
+    match found.outcome:
+        case _ if found.too_narrow:
+            return ""
+        case Outcome.WORSE:
+            reach = f" --need {shlex.quote(str(out))}" if (found.reads_to or 0) > short else ""
+            return f"rope-ext advise {quoted} --target-length {goal}{reach}"
+        case Outcome.NO_MEASURE:
+            return f"rope-ext ppl {quoted} --lengths {lengths} --keys-by {quoted} {text}"
+        case Outcome.BETTER if found.target_length:
+            return f"rope-ext ppl {quoted} --lengths {lengths} {text}"
+        case outcome:
+            longer = 2 * goal if outcome is Outcome.BETTER else goal
+            return f"rope-ext need {quoted} --target-length {longer} {text}"
+
+
+def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | None:
+    """The tokens up to which a model reads as it is, by what `need` left in a folder; None: it is not known.
+
+    Raises:
+        FileError: no such file, a damaged one, or one of another model.
+    """
+    from rope_ext_hf.hub import source_digest
+
+    found, file = read_json(folder / NEED_FILE), repr(str(folder / NEED_FILE))
+    if found.get("digest") != source_digest(model, revision=revision):
+        raise FileError(f"{file} was not measured of {model!r} as it is now; run rope-ext need {shlex.quote(model)}")
+    reach, lengths = found.get("reads_to"), found.get("lengths")
+    if reach is not None and not (type(reach) is int and 1 <= reach <= MOST_TOKENS and reach in (lengths or ())):
+        raise FileError(f"{file} states no length that a model reads to; run rope-ext need {shlex.quote(model)} again")
+    return reach

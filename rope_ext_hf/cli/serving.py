@@ -12,6 +12,7 @@ import typer
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
+from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.cli.options import (
     ARGUMENTS,
     EvalOptions,
@@ -161,7 +162,6 @@ def advise(
 
     Example: `rope-ext advise reference --target-length 1k`
     """
-    from rope_ext_hf.eval.needs import reach_in
     from rope_ext_hf.serving.advising import advise as advise_on
 
     wanted = parse_length(target_length)
@@ -176,7 +176,7 @@ def advise(
         over=over,
         context_length=stated,
         batches=[int(number) for number in batches],
-        reads_to=None if need is None else reach_in(need),
+        reads_to=None if need is None else reach_in(need, model, revision=source.revision),
         **source.version,
     )
     print_text(json_text(advice.to_dict()) if as_json else str(advice))

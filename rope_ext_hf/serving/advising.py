@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.bounds import Length, parse_length
+from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length
 from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.engines.comparison import reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
@@ -76,14 +76,15 @@ def advise(
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
-        MethodError: a length or a batch below 1.
+        MethodError: a length or a batch below 1, or one that no model has.
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
     target_length = parse_length(target_length)
-    for name, value in (("target_length", target_length), *(("a batch", each) for each in batches)):
-        if not isinstance(value, int) or value < 1:
-            raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
+    given = [("target_length", target_length), *(("a batch", each) for each in batches)]
+    for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
+        if not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
+            raise MethodError(f"{name} must be a whole number from 1 to {MOST_TOKENS:,}, got {value!r}")
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     name = str(model) if isinstance(model, (str, Path)) else opened.name  # "reference" is no folder of the user's
     specs = opened.specs if over == "own" and context_length is None else []
