@@ -119,7 +119,7 @@ def test_the_search_compares_where_the_result_is_measured(small: Path, tmp_path:
 
 @pytest.mark.slow
 def test_what_surely_reads_better_than_the_fixed_methods_is_written(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"data": "stdlib", "target_length": 320, "passages": 4, "max_spans": 4, "trials": 6}
+    options: dict[str, Any] = {"data": "stdlib", "target_length": 320, "passages": 4, "max_spans": 8, "trials": 6}
     report = search("reference", tmp_path / "run", **options, methods=["linear"], device="cpu")
     assert report.label == "divisors by pair, from linear x1.25"
     assert ", the best fixed method, is lower by 0." in report.decision
