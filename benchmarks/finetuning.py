@@ -82,10 +82,13 @@ def main() -> None:
             for name, losses in report.losses.items()
         },
         "gains": {
-            name: {length: [round(value * in_bits, 4) for value in gain] for length, gain in gains.items()}
+            name: {
+                length: [None if value is None else round(value * in_bits, 4) for value in gain[:3]]
+                for length, gain in gains.items()
+            }
             for name, gains in report.gains.items()
         },
-        "retrieval": {"task": TASK} | report.retrieval,
+        "retrieval": {"task": TASK} | {name: share.value for name, share in report.retrieval.items()},
         "remapped": remapped(report.folder, lengths, arguments.spans),
         "training": {name: {key: ran[key] for key in ("steps", "seconds")} for name, ran in report.training.items()},
         "cpu_seconds": round(resource.getrusage(resource.RUSAGE_SELF).ru_utime),

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.documents import Tokens
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.reference import path
 
 SEED = 0

@@ -20,7 +20,7 @@ from stock import usual_dtype
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.cli.options import parse_length
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.eval import Result, passkey, perplexity
 from rope_ext_hf.eval.results import difference
 from rope_ext_hf.hub import model_source

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.documents import Tokens
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import difference, label
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod, Rotary

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rope_ext_hf.eval.comparison import Comparison, compare_runs
+    from rope_ext_hf.eval.documents import Document
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
     from rope_ext_hf.eval.measuring import perplexity, sweep
     from rope_ext_hf.eval.needs import Need, need
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison",
+    "Document",
     "Need",
     "Result",
     "Results",
@@ -44,6 +46,7 @@ __all__ = [
 _MODULES = {
     "Comparison": "comparison",
     "compare_runs": "comparison",
+    "Document": "documents",
     "Need": "needs",
     "Result": "results",
     "Results": "runs",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class Record(NamedTuple):
 
     def to_line(self) -> bytes:
         line = self._asdict() | {"cell": list(self.cell), "value": self.value.to_record(), "cost": list(self.cost)}
-        return json.dumps(line).encode() + b"\n"
+        return json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ def read_records(folder: Path, layout: Layout, parse: Callable[[str, Any], Value
 
 def _parse_record(line: bytes, layout: Layout, parse: Callable[[str, Any], Value]) -> Record:
     raw = parse_json_object(line)
+    written = raw.pop("crc", None)  # an earlier version wrote none
     if set(raw) != set(Record._fields):
         raise ValueError(f"expected the keys {', '.join(Record._fields)}, got {short(', '.join(map(str, raw)))}")
     method, item, cell = raw["method"], raw["item"], _cell(raw["cell"])
@@ -198,7 +200,15 @@ def _parse_record(line: bytes, layout: Layout, parse: Callable[[str, Any], Value
         raise ValueError(f"expected an item from 0 to {len(layout.items) - 1}, got {short(repr(item))}")
     if cell not in layout.counts:
         raise ValueError(f"the run has no cell {list(cell)}")
-    return Record(method, item, cell, parse(layout.items[item], raw["value"]), Cost.from_record(raw["cost"]))
+    record = Record(method, item, cell, parse(layout.items[item], raw["value"]), Cost.from_record(raw["cost"]))
+    if written not in (None, _checksum(raw)):
+        raise ValueError("the line is not as it was written")
+    return record
+
+
+def _checksum(line: Mapping[str, Any]) -> int:
+    """Of a line without its checksum: a digit that changed is a number, too."""
+    return zlib.crc32(json.dumps(line).encode())
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, short
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.key_tokens import (
     KeyRanges,
@@ -31,7 +31,7 @@ from rope_ext_hf.eval.key_tokens import (
     text_digest,
 )
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import EvalPlan, Tokens, check_vocabulary, prefix_token, tokenize
+from rope_ext_hf.eval.plan import EvalPlan, check_vocabulary, prefix_token, tokenize
 from rope_ext_hf.eval.protocols import Span
 from rope_ext_hf.eval.results import Cost, label
 from rope_ext_hf.eval.runs import Measurement, Run, RunKind, RunPlan, register_run_kind

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.results import provenance
 from rope_ext_hf.foreign_logs import left_out_of_log
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.adapters import tokenizer_source
 from rope_ext_hf.patches.describing import describe
@@ -42,7 +44,7 @@ try:
 
     from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
 except ImportError as error:
-    raise ImportError(f"lm-eval is needed here ({error}): install this package with its extra [eval]") from error
+    raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,7 +115,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         tokenizer: PreTrainedTokenizerBase | None = None,
         method: str | RopeMethod | None = None,
         factor: float | None = None,
-        target_length: int | None = None,
+        target_length: Length | None = None,
         max_length: int | None = None,
         batch_size: int | str = 1,
         add_bos_token: bool | None = None,

@@ -18,9 +18,10 @@ from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.plan import text_of
 from rope_ext_hf.eval.suites import list_suites, suite
 from rope_ext_hf.eval.task_suites import template_tokens
-from rope_ext_hf.files import atomic_file
+from rope_ext_hf.files import atomic_file, disk_errors
 from rope_ext_hf.hub import load_tokenizer
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def write_tasks(folder: str | Path) -> Path:
         FileError: anything the disk refuses.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, of_name in list_suites().items():
         prefix = f"rope_{name.replace('-', '_')}"
         tasks = {f"{prefix}_{task}": task for task in of_name.tasks}
@@ -127,7 +129,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
             length=int(lengths[0]),
             count=int(settings.get("samples", SAMPLES)),
             seed=int(settings.get("seed", self._suite.seed)),
-            haystack="\n\n".join(document.text for document in load(settings.get("haystack", "stdlib"))),
+            haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
             reserved=template_tokens(tokenizer),
         )
         rows = [

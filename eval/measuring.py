@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.bounds import Length, listed
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Corpus
 from rope_ext_hf.eval.key_token_runs import keys_of_run, mark_keys, plan_keys
 from rope_ext_hf.eval.key_tokens import is_file, read_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import Tokens, prepare
+from rope_ext_hf.eval.plan import prepare
 from rope_ext_hf.eval.protocols import check_lengths
 from rope_ext_hf.eval.results import Result
 from rope_ext_hf.eval.runner import Progress, ProgressBar, measure, progress_of_tokens
 from rope_ext_hf.eval.runs import Results, Run, RunPlan
-from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.hub import load_model, load_tokenizer, model_by_name
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
@@ -35,22 +37,22 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_METHODS", "expand", "fit_methods", "perplexity", "plan_perplexity", "sweep"]
 
-Corpus = str | Sequence[Document] | Sequence[Tokens]
-
 DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
 """Methods that follow from a factor alone, or from nothing."""
 
 
-def expand(names: Sequence[str | RopeMethod], factors: Sequence[float], rotary: Rotary) -> list[RopeMethod]:
+def expand(
+    names: str | RopeMethod | Sequence[str | RopeMethod], factors: float | Sequence[float], rotary: Rotary
+) -> list[RopeMethod]:
     """Method objects for names and factors: one per factor where a method takes one, else one.
 
     Raises:
         MethodError: an unknown method, or one that needs more than a factor; give an object for that.
     """
     methods: list[RopeMethod] = []
-    for name in names:
+    for name in listed(names):
         if isinstance(name, str) and accepts_factor(name):
-            methods += [resolve_method(name, rotary, factor=factor) for factor in factors]
+            methods += [resolve_method(name, rotary, factor=factor) for factor in listed(factors)]
         else:
             methods.append(resolve_method(name, rotary))
     return list(dict.fromkeys(methods))
@@ -58,9 +60,9 @@ def expand(names: Sequence[str | RopeMethod], factors: Sequence[float], rotary: 
 
 def fit_methods(
     model: PreTrainedModel,
-    lengths: Sequence[int],
-    methods: Sequence[str | RopeMethod] = DEFAULT_METHODS,
-    factors: Sequence[float] | None = None,
+    lengths: Length | Sequence[Length],
+    methods: str | RopeMethod | Sequence[str | RopeMethod] = DEFAULT_METHODS,
+    factors: float | Sequence[float] | None = None,
     *,
     over: str = "own",
     context_length: int | None = None,
@@ -75,10 +77,10 @@ def fit_methods(
     rotary = patch_geometry(model, **under)
     length = rotary.context_length
     ordered, _ = check_lengths(lengths, None)
-    lengths = sorted({*ordered, length}) if length < ordered[-1] else ordered
-    needed = [each / length for each in lengths if each > length] or [1.0]
+    ordered = sorted({*ordered, length}) if length < ordered[-1] else ordered
+    needed = [each / length for each in ordered if each > length] or [1.0]
     chosen = expand(methods, factors or needed, rotary)
-    return lengths, (None, *(bind(model, method, max(lengths[-1], length), **under) for method in chosen))
+    return ordered, (None, *(bind(model, method, max(ordered[-1], length), **under) for method in chosen))
 
 
 def plan_perplexity(
@@ -96,15 +98,16 @@ def plan_perplexity(
         settings: further fields of the plan; methods are bound to the model.
         **options: those of `perplexity` that say what is read and scored.
     """
-    measurement = PerplexityMeasurement(prepare(model, corpus, **options))
-    return RunPlan(measurement, data or (corpus if isinstance(corpus, str) else "documents"), **(settings or {}))
+    documents = load(corpus)
+    measurement = PerplexityMeasurement(prepare(model, documents, **options))
+    return RunPlan(measurement, data or documents.source, **(settings or {}))
 
 
 def perplexity(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | Path,
     corpus: Corpus,
     *,
-    lengths: Sequence[int],
+    lengths: Length | Sequence[Length],
     protocol: str = "matched",
     targets: int | None = None,
     stride: int = 256,
@@ -122,9 +125,11 @@ def perplexity(
     """Measure the perplexity of a model at several context lengths.
 
     Args:
-        model: a causal language model, patched or not, in any dtype, on any device.
-        corpus: what `rope_ext_hf.eval.corpora.load` takes, documents, or documents already tokenised.
-        lengths: context lengths in tokens.
+        model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
+            "reference", which is loaded.
+        corpus: a list of texts, token ids, a `datasets.Dataset`, documents, or a name: "stdlib", a file, a folder, a
+            pattern, hf:OWNER/NAME; see `rope_ext_hf.eval.corpora.load`.
+        lengths: context lengths in tokens, 4096 or "4k"; one, or several.
         protocol: a name of `rope_ext_hf.eval.protocols.PROTOCOLS`.
         targets: tokens scored per span, under a protocol that uses it; default half the shortest length.
         stride: tokens between the starts of spans, under a protocol that uses it.
@@ -140,7 +145,7 @@ def perplexity(
         offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.
         out: write a run's folder into this folder, as `rope-ext ppl` does, and continue the run where it is there
             already; default: no files.
-        data: what the text is called in the run's folder; default: `corpus` where it is a string.
+        data: what the text is called in the run's folder; default: its name where `corpus` is one.
         progress: called with the number of tokens read, after each pass; True: a bar of tqdm.
 
     Returns:
@@ -155,6 +160,7 @@ def perplexity(
     Length-dependent methods are held at each context length (`fixed_length`). A warning counts the layers whose sliding
     window is shorter than the longest span.
     """
+    model = model_by_name(model)
     plan = plan_perplexity(
         model,
         corpus,
@@ -173,12 +179,12 @@ def perplexity(
 
 
 def sweep(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | Path,
     corpus: Corpus,
     *,
-    lengths: Sequence[int],
-    methods: Sequence[str | RopeMethod] = DEFAULT_METHODS,
-    factors: Sequence[float] | None = None,
+    lengths: Length | Sequence[Length],
+    methods: str | RopeMethod | Sequence[str | RopeMethod] = DEFAULT_METHODS,
+    factors: float | Sequence[float] | None = None,
     data: str | None = None,
     out: str | Path = "rope-ext-results",
     chunk: int | None = None,
@@ -197,10 +203,10 @@ def sweep(
             stride, tokenizer, bos, max_spans).
         lengths: context lengths in tokens; the context length of the model as loaded is added where it is below the
             longest, to show how a method changes the loss there.
-        methods: names, or method objects.
+        methods: names or method objects; one, or several.
         factors: one method object per factor; default: for each length beyond the context length the factor that it
             needs, since a method costs short inputs more the larger its factor is.
-        data: what the text is called in the results; default: `corpus` where it is a string.
+        data: what the text is called in the results; default: its name where `corpus` is one.
         out: the folder that the run's folder is made in.
         chunk, offload_cache: as `TokenScorer` takes them.
         over, context_length: what the methods extend, as `patch` takes them.
@@ -210,6 +216,7 @@ def sweep(
         FileError: another process is writing this run, or its folder is damaged or cannot be written.
         CorpusError, MethodError: as `perplexity` does.
     """
+    model = model_by_name(model)
     under: dict[str, Any] = {"over": over, "context_length": context_length}
     lengths, chosen = fit_methods(model, lengths, methods, factors, **under)
     settings = under | {"methods": chosen, "chunk": chunk, "offload_cache": offload_cache}

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Corpus
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import difference
 from rope_ext_hf.eval.retrieval import passkey
 from rope_ext_hf.eval.task_suites import tasks
 from rope_ext_hf.files import read_json, write_json
-from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.hub import load_tokenizer, model_by_name
 from rope_ext_hf.patches.describing import Description, describe
 from rope_ext_hf.patches.layer_types import sliding_layers
 
@@ -97,10 +98,10 @@ class Need:
 
 
 def need(
-    model: PreTrainedModel,
-    corpus: str | Sequence[Document] = "stdlib",
+    model: PreTrainedModel | str | Path,
+    corpus: Corpus = "stdlib",
     *,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str = "MODEL",
     out: str | Path | None = None,
@@ -115,9 +116,9 @@ def need(
     answers stay.
 
     Args:
-        model: as it is, patched or not, on any device.
+        model: as it is, patched or not, on any device; or a folder, a Hub id or "reference", which is loaded.
         corpus: the text, as `perplexity` takes it; lengths beyond its longest document are left out.
-        target_length: tokens that are wanted: measured too, and no longer ones.
+        target_length: tokens that are wanted, 65536 or "64k": measured too, and no longer ones.
         tokenizer: default: the one beside the model's weights.
         name: of the model, for the command.
         out: a folder for the runs and for `need.json`; an interrupted run is continued there. Default: no files.
@@ -129,18 +130,21 @@ def need(
         CorpusError: no document longer than the context length.
         UnsupportedModelError: a model without rotary embeddings.
     """
+    target_length = parse_length(target_length)
     if target_length is not None and target_length < 1:
         raise MethodError(f"target_length must be at least 1 token, got {target_length}")
+    model = model_by_name(model)
     say, described = report or (lambda line: None), describe(model)
     short = described.extended_length or described.context_length
     tokenizer = tokenizer or load_tokenizer(model.config._name_or_path)
-    documents = tokenize(load(corpus) if isinstance(corpus, str) else corpus, tokenizer)
+    given = load(corpus)
+    documents = tokenize(given, tokenizer)
     lengths, notes = _lengths(short, target_length, max(len(each.ids) for each in documents) - 1)
     repeats = max(4, min(24, READ_TOKENS // (4 * sum(lengths))))
     shared: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out}
     say("reading the same tokens at every length")
     results = perplexity(
-        model, documents, lengths=lengths, targets=max(1, short // 2), max_spans=repeats, data=str(corpus), **shared
+        model, documents, lengths=lengths, targets=max(1, short // 2), max_spans=repeats, data=given.source, **shared
     )
     first, *_ = results
     rises = {each.length: difference(each, first) for each in results}

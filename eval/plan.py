@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, short
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Document
+from rope_ext_hf.eval.documents import MAX_TOKEN_ID, Corpus, Document, Tokens
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.protocols import (
     DefaultPrefix,
@@ -33,39 +33,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EvalPlan",
-    "Tokens",
     "check_vocabulary",
     "own_tokenizer",
     "prefix_token",
     "prepare",
+    "text_of",
     "tokenize",
 ]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """A tokenised document: ids (tokens,) int64 and, per token, where it ends in the text, in UTF-8 bytes.
-
-    `text` is empty where the document came as token ids.
-    """
-
-    name: str
-    ids: Tensor
-    ends: tuple[int, ...]
-    text: str = field(default="", repr=False)
-
-    def bytes_between(self, start: int, stop: int) -> int:
-        """UTF-8 bytes of tokens start..stop."""
-        return self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
-
-
-def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Tokenise documents, no special tokens added.
+def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are.
 
     Raises:
         CorpusError: a text with half a surrogate pair, which UTF-8 cannot hold, or token ids that are none.
     """
-    return [_tokenize(document, tokenizer) for document in documents]
+    return [each if isinstance(each, Tokens) else _tokenize(each, tokenizer) for each in documents]
+
+
+def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Documents end to end, an empty line between them; token ids are decoded."""
+    return "\n\n".join(
+        each.text if each.ids is None or each.text else str(tokenizer.decode(list(each.ids))) for each in documents
+    )
 
 
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -266,7 +256,7 @@ def prefix_token(
 
 def prepare(
     model: PreTrainedModel,
-    corpus: str | Sequence[Document] | Sequence[Tokens],
+    corpus: Corpus,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
@@ -281,7 +271,7 @@ def prepare(
     Raises:
         CorpusError, MethodError: as `perplexity` does.
     """
-    given = load(corpus) if isinstance(corpus, str) else list(corpus)
+    given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):
         tokenizer = own_tokenizer(model, needed=bool(raw))
@@ -293,7 +283,7 @@ def prepare(
     if raw and tokenizer is not None:
         documents += tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
-    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=getattr(given, "left_out", 0), **options)
+    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
     if (warning := sliding_window_warning(model, max(plan.passes))) is not None:
         warnings.warn(warning, stacklevel=4)
     return plan

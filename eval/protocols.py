@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import MethodError, did_you_mean
 
 __all__ = [
@@ -142,16 +143,17 @@ def protocol_help() -> str:
     return "; ".join(f"{protocol.name}: {protocol.description}" for protocol in PROTOCOLS.values())
 
 
-def check_lengths(lengths: Sequence[int], targets: int | None) -> tuple[list[int], int]:
+def check_lengths(lengths: Length | Sequence[Length], targets: int | None) -> tuple[list[int], int]:
     """Return the lengths in ascending order and the number of targets, by default half the shortest length.
 
     Raises:
         MethodError: no lengths, one below 2 or not a whole number, or as many targets as the shortest length.
     """
+    lengths = parse_lengths(lengths)
     whole = all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
     ordered = sorted(set(lengths)) if whole else []
     if not ordered or ordered[0] < 2:
-        raise MethodError(f"lengths must be one or more whole numbers of at least 2 tokens, got {list(lengths)!r}")
+        raise MethodError(f"lengths must be one or more whole numbers of at least 2 tokens, got {lengths!r}")
     scored = ordered[0] // 2 if targets is None else targets
     if not isinstance(scored, int) or not 1 <= scored < ordered[0]:
         raise MethodError(f"targets must be between 1 and {ordered[0] - 1} (below the shortest length), got {scored!r}")

@@ -14,24 +14,25 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from rope_ext_hf.bounds import Length, listed, parse_lengths
 from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token, tokenize
+from rope_ext_hf.eval.documents import Corpus, Document, Tokens
+from rope_ext_hf.eval.plan import check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.results import Retrieval, RetrievalSetting
 from rope_ext_hf.eval.retrieval_prompts import TASKS, Question, Task, ask, other_answers
 from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, Trial
 from rope_ext_hf.eval.runner import measure, progress_of_tokens
 from rope_ext_hf.eval.runs import Results, RunPlan
+from rope_ext_hf.hub import model_by_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -145,13 +146,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def plan_passkey(
     model: PreTrainedModel,
     *,
-    lengths: Sequence[int],
-    depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    lengths: Length | Sequence[Length],
+    depths: float | Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
     tokenizer: PreTrainedTokenizerBase | None = None,
     trials: int = 10,
     keys: int = 1,
     seed: int = 0,
-    haystack: str | Iterable[Document] | None = None,
+    haystack: Corpus | None = None,
     task: str = "passkey",
     distractors: int = 19,
     settings: Mapping[str, Any] | None = None,
@@ -162,13 +163,13 @@ def plan_passkey(
         settings: further fields of the plan; methods are bound to the model.
         others: as `passkey` takes them.
     """
-    chosen = _known(task)
+    chosen, lengths, depths = _known(task), parse_lengths(lengths), listed(depths)
     _check_whole("lengths", lengths, 1)
     for name, value in (("trials", trials), ("distractors", distractors), ("keys", keys)):
         _check_whole(name, [value], 1, MOST[name])
     _check_whole("seed", [seed], None)
     if not depths or not all(isinstance(depth, (int, float)) and 0 <= depth <= 1 for depth in depths):
-        raise MethodError(f"depths must be one or more numbers from 0 to 1, got {list(depths)!r}")
+        raise MethodError(f"depths must be one or more numbers from 0 to 1, got {depths!r}")
     if tokenizer is None:
         tokenizer = own_tokenizer(model, needed=True)
         assert tokenizer is not None
@@ -182,28 +183,32 @@ def plan_passkey(
     made = [trial for trials_there in (by_depth if shared else by_depth[:1]) for trial in trials_there]
     least = max(trial.wording for trial in made)
     if min(lengths) < least:
-        raise MethodError(f"length {min(lengths)} is too short for task {task!r}: its wording alone has {least} tokens")
-    hay = _haystack(chosen, haystack, tokenizer)
+        raise MethodError(f"length {min(lengths)} is too short for task {task!r}; its wording alone has {least} tokens")
+    own = "stdlib" if chosen.filler is None else Document("filler", chosen.filler)
+    documents = load(own if haystack is None else haystack)
+    hay = torch.cat([document.ids for document in tokenize(documents, tokenizer)])
+    if not len(hay):
+        raise CorpusError("the haystack is empty")
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
     if (warning := sliding_window_warning(model, max(lengths))) is not None:
         warnings.warn(warning, stacklevel=3)
     setting = RetrievalSetting(task, keys, distractors, seed)
     measurement = RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
-    given = "" if haystack is None else f" in {haystack if isinstance(haystack, str) else 'documents'}"
+    given = "" if haystack is None else f" in {documents.source}"
     return RunPlan(measurement, f"task {task}{given}", **(settings or {}))
 
 
 def passkey(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | Path,
     *,
-    lengths: Sequence[int],
-    depths: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
+    lengths: Length | Sequence[Length],
+    depths: float | Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
     tokenizer: PreTrainedTokenizerBase | None = None,
     trials: int = 10,
     keys: int = 1,
     seed: int = 0,
-    haystack: str | Iterable[Document] | None = None,
+    haystack: Corpus | None = None,
     task: str = "passkey",
     distractors: int = 19,
     chunk: int | None = None,
@@ -214,8 +219,10 @@ def passkey(
     """Measure retrieval from several depths of several context lengths.
 
     Args:
-        model: a causal language model, patched or not, in any dtype, on any device.
-        lengths: tokens of prompt and answer together; the haystack fills what the wording leaves.
+        model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
+            "reference", which is loaded.
+        lengths: tokens of prompt and answer together, 4096 or "4k"; one, or several. The haystack fills what
+            the wording leaves.
         depths: shares of the haystack that stand before the statement asked for, 0 to 1.
         tokenizer: default: the one beside the model's weights. Its BOS token stands first if it adds one itself.
         trials: prompts per length and depth; names and values are the same at each.
@@ -223,7 +230,7 @@ def passkey(
             more, a statement stands at every depth, and each prompt is read once and asked about all of them: that
             takes as many times less. All others stand at random depths.
         seed: of names, values and of where in the haystack a prompt's text is taken from.
-        haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents; default: the task's own.
+        haystack: what `rope_ext_hf.eval.corpora.load` takes; default: the task's own.
         task: a name of `TASKS`: "passkey" (instructions, repeated filler) and "needle" (a sentence in other text) for
             models of language; "key-value", "assignment", "quote" and "copy", which the bundled model is trained on.
         distractors: wrong answers, of as many tokens, that the right one is ranked among.
@@ -243,6 +250,7 @@ def passkey(
     those before. Length-dependent methods are held at each context length (`fixed_length`). A chat template is not
     applied. Losses that are not finite count as the worst.
     """
+    model = model_by_name(model)
     plan = plan_passkey(
         model,
         lengths=lengths,
@@ -271,14 +279,3 @@ def _known(task: str) -> Task:
     if task not in TASKS:
         raise MethodError(f"unknown task {task!r}.{did_you_mean(task, TASKS)} Known tasks: {', '.join(TASKS)}")
     return TASKS[task]
-
-
-def _haystack(task: Task, haystack: str | Iterable[Document] | None, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """(tokens,) int64; documents end to end."""
-    if haystack is None:
-        haystack = "stdlib" if task.filler is None else [Document("filler", task.filler)]
-    documents = load(haystack) if isinstance(haystack, str) else haystack
-    ids = [document.ids for document in tokenize(documents, tokenizer)]
-    if not sum(map(len, ids)):
-        raise CorpusError("the haystack is empty")
-    return torch.cat(ids)

@@ -46,6 +46,7 @@ from rope_ext_hf.eval.suites import (
     register_suite,
     too_short,
 )
+from rope_ext_hf.installing import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -388,7 +389,7 @@ def _words(kind: str) -> list[str]:
     try:
         text = files("wonderwords.assets").joinpath(f"{kind}list.txt").read_text(encoding="utf-8")
     except ImportError as error:
-        raise ImportError("this task draws words from wonderwords: pip install 'rope-ext-hf[tasks]'") from error
+        raise ImportError(f"this task draws words from wonderwords: {install_command('tasks')}") from error
     return [word.rstrip() for word in text.removesuffix("\n").split("\n")]
 
 
@@ -420,7 +421,7 @@ def _splitter() -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import PunktSentenceTokenizer, sent_tokenize
     except ImportError as error:
-        raise ImportError("this task cuts sentences with nltk: pip install 'rope-ext-hf[tasks]'") from error
+        raise ImportError(f"this task cuts sentences with nltk: {install_command('tasks')}") from error
     try:
         sent_tokenize("One. Two.")
     except LookupError:

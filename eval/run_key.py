@@ -31,7 +31,7 @@ from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
 
-__all__ = ["Basis", "find_basis", "model_key"]
+__all__ = ["Basis", "code_digest", "find_basis", "model_key"]
 
 _COMPUTING = ("attention", "engines", "eval", "methods", "patches", "rotary", "serving")
 """The folders of this package that make numbers, here or by an engine that they configure."""
@@ -103,7 +103,7 @@ def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Bas
         "patches": [spec.to_dict() for spec in specs] if None in methods else [],
         # beyond what the method and its basis say; a patch without these arguments has neither
         "of_patch": _more_of_patch(specs[-1]) if specs and as_it_is else {},
-        "code": _code_digest(model),
+        "code": code_digest(model),
     }
 
 
@@ -113,7 +113,7 @@ def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
     return length | ({"native": True} if spec.native else {})
 
 
-def _code_digest(model: nn.Module) -> str:
+def code_digest(model: nn.Module) -> str:
     """A digest of the source that computes the numbers: of this package, its plug-ins, and code that came with a model.
 
     The version alone would not do: a copy from git has the same one for months.

@@ -43,6 +43,7 @@ from rope_ext_hf.eval.run_key import Basis, find_basis, model_key
 from rope_ext_hf.eval.runs import Run, RunPlan, run_kind
 from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
+from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
 
@@ -274,7 +275,7 @@ def measure(
     """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
 
     Args:
-        model: the model with its weights.
+        model: the model with its weights; it is measured in eval mode, and its modules have their own modes afterwards.
         plan: what is measured.
         out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
         workers: the processes that share the run; default: this one alone.
@@ -288,7 +289,7 @@ def measure(
     """
     workers = workers or Workers()
     measurement = plan.measurement
-    with closing(progress or Progress()) as shown:
+    with closing(progress or Progress()) as shown, evaluating(model):
         job = _Job.from_plan(model, plan)
         settings = job.settings(in_folder=out is not None)
         if out is None:

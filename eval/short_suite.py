@@ -17,6 +17,7 @@ from typing import Any
 
 from rope_ext_hf.errors import CorpusError, MethodError, one_line
 from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens, register_suite
+from rope_ext_hf.installing import install_command
 
 __all__: list[str] = []
 
@@ -74,7 +75,7 @@ def _questions(task: str) -> Any:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError(f"the suite short needs lm-eval ({error}): install the extra [eval]") from error
+        raise ImportError(f"the suite short needs lm-eval ({error}): {install_command('eval')}") from error
     file, path, part = DATA_SETS[task]
     with _offline():
         try:

@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 S = TypeVar("S", bound="type[Suite]")
+
+
+_TRIED = 32  # times a length that is too short, where a longer one is looked for
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,34 @@ class Suite(ABC):
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.
-            MethodError: the task does not fit into the length.
+            MethodError: the task does not fit into the length; the message has one that it fits into.
         """
-        return self.make(task, PromptSettings(tokenizer, **settings))
+        wanted = PromptSettings(tokenizer, **settings)
+        try:
+            return self.make(task, wanted)
+        except TooShortError as error:
+            least = self._least_length(task, wanted)
+            longer = f"ask for {least:,} tokens, or" if least else f"nor into {_TRIED} times as many tokens;"
+            raise MethodError(f"{error}; {longer} leave the task out with --tasks") from error
+
+    def _least_length(self, task: str, wanted: PromptSettings) -> int | None:
+        """The least length that these prompts fit into, to a sixteenth; None: none up to `_TRIED` times theirs."""
+
+        def fits(length: int) -> bool:
+            try:
+                return bool(self.make(task, replace(wanted, length=length)))
+            except MethodError:
+                return False
+
+        low = high = wanted.length
+        while not fits(high := 2 * high):
+            low = high
+            if high >= _TRIED * wanted.length:
+                return None
+        while high - low > high // 16:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
 
     @abstractmethod
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
@@ -178,11 +206,15 @@ def _fits(sample: Callable[[int], Sample], room: int, size: int) -> bool:
     return sample(size).length <= room
 
 
-def too_short(task: str, length: int) -> MethodError:
+class TooShortError(MethodError):
+    """A length that the smallest prompt of a task does not fit into."""
+
+
+def too_short(task: str, length: int) -> TooShortError:
     """The error of a task whose smallest prompt does not fit."""
-    return MethodError(
+    return TooShortError(
         f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its generation "
-        "budget do not fit; ask for a longer length, or leave the task out with --tasks"
+        "budget do not fit"
     )
 
 

@@ -11,7 +11,7 @@ ranked among others by likelihood. The suites are files: see `suites.py`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -20,17 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import Length, listed, parse_lengths
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Corpus, Tokens
 from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.plan import Tokens, check_vocabulary, own_tokenizer, prefix_token
+from rope_ext_hf.eval.plan import check_vocabulary, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.eval.preflight import sliding_window_warning
 from rope_ext_hf.eval.runner import measure, progress_of_tokens
 from rope_ext_hf.eval.runs import Results, RunPlan
 from rope_ext_hf.eval.suites import Sample, count_tokens
 from rope_ext_hf.eval.suites import suite as find_suite
 from rope_ext_hf.eval.task_runs import TaskMeasurement, TaskPrompt, TaskResult, TaskSetting
+from rope_ext_hf.hub import model_by_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,14 +45,14 @@ MOST_SAMPLES = 10_000
 
 
 def tasks(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | Path,
     *,
-    lengths: Sequence[int],
+    lengths: Length | Sequence[Length],
     suite: str = "ruler",
-    tasks: Sequence[str] | None = None,
+    tasks: str | Sequence[str] | None = None,
     samples: int = 20,
     seed: int | None = None,
-    haystack: str | Iterable[Document] = "stdlib",
+    haystack: Corpus = "stdlib",
     score: str | None = None,
     chat_template: str = "auto",
     extra_tokens: int = 0,
@@ -63,14 +65,14 @@ def tasks(
     """Measure a suite of tasks at several context lengths.
 
     Args:
-        model: a causal language model, patched or not, in any dtype, on any device.
-        lengths: tokens of prompt and generation together, at most.
+        model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
+            "reference", which is loaded.
+        lengths: tokens of prompt and generation together, at most, 4096 or "4k"; one, or several.
         suite: "ruler", "json-kv", "graphwalks", "babilong", "short", or a suite of your own.
         tasks: which of the suite's; default: all.
         samples: prompts per task and length.
         seed: of the prompts; default: the suite's own, 42 for RULER.
-        haystack: what `rope_ext_hf.eval.corpora.load` takes, or documents: the text that facts are hidden in, of tasks
-            that use one.
+        haystack: what `rope_ext_hf.eval.corpora.load` takes: the text that facts are hidden in, of tasks that use one.
         score: "generate": greedy decoding, scored by the share of the right answers that it holds; "rank": whether the
             first right answer has the highest likelihood per token, among up to 19 others. Default: "generate"; of the
             suite "short" "rank".
@@ -95,6 +97,7 @@ def tasks(
     Length-dependent methods are held at the tokens of the prompt and its budget (`fixed_length`). Nothing is
     downloaded.
     """
+    model = model_by_name(model)
     plan = plan_tasks(
         model,
         lengths=lengths,
@@ -115,12 +118,12 @@ def tasks(
 def plan_tasks(
     model: PreTrainedModel,
     *,
-    lengths: Sequence[int],
+    lengths: Length | Sequence[Length],
     suite: str = "ruler",
-    tasks: Sequence[str] | None = None,
+    tasks: str | Sequence[str] | None = None,
     samples: int = 20,
     seed: int | None = None,
-    haystack: str | Iterable[Document] = "stdlib",
+    haystack: Corpus = "stdlib",
     score: str | None = None,
     chat_template: str = "auto",
     extra_tokens: int = 0,
@@ -133,9 +136,9 @@ def plan_tasks(
         settings: further fields of the plan; methods are bound to the model.
         others: as `tasks` takes them.
     """
-    chosen = find_suite(suite)
+    chosen, lengths = find_suite(suite), parse_lengths(lengths)
     score = chosen.score_by if score is None else score
-    wanted = chosen.tasks if tasks is None else tuple(tasks)
+    wanted = chosen.tasks if tasks is None else tuple(listed(tasks))
     names = tuple(name for name in chosen.tasks if name in wanted)
     for name in wanted:
         if name not in chosen.tasks:
@@ -163,8 +166,8 @@ def plan_tasks(
     if tokenizer is None:
         tokenizer = own_tokenizer(model, needed=True)
         assert tokenizer is not None
-    documents = load(haystack) if isinstance(haystack, str) else list(haystack)
-    text = "\n\n".join(document.text for document in documents)
+    documents = load(haystack)
+    text = text_of(documents, tokenizer)
     encode = _Encoder(tokenizer, chat=chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None)))
     prompts: dict[Cell, list[TaskPrompt]] = {}
     for length in sorted(set(lengths)):
@@ -192,8 +195,7 @@ def plan_tasks(
     chance = fmean(1 / len(p.candidates) if p.candidates else 0.0 for some in prompts.values() for p in some)
     setting = TaskSetting(suite, ",".join(names), score, chosen_seed, encode.chat, extra_tokens, chance)
     measurement = TaskMeasurement(setting, prompts, chosen.score, encode.decode, _stop_tokens(model, tokenizer))
-    given = haystack if isinstance(haystack, str) else "documents"
-    return RunPlan(measurement, f"suite {suite} in {given}", **(settings or {}))
+    return RunPlan(measurement, f"suite {suite} in {documents.source}", **(settings or {}))
 
 
 def _candidates(sample: Sample, made: Sequence[Sample]) -> tuple[str, ...]:

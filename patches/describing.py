@@ -16,7 +16,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.geometry import check_pairing, undo_saved_patch
+from rope_ext_hf.patches.geometry import before_patches, check_pairing, undo_saved_patch
 from rope_ext_hf.patches.layer_types import rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_state import PatchState
@@ -169,7 +169,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         save_route=f"as it was loaded (rope type {rope_type})",
         patched=False,
         notes=tuple(text for text in (note, described.note) if text),
-        recipe=recipe_note(slot.config, rotary, method if specs else None),
+        recipe=recipe_note(config, rotary, method if specs else None),
     )
 
 
@@ -206,7 +206,7 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
         short_inputs=cost_notes(method, rotary),
-        recipe=recipe_note(slot.config, rotary, method),
+        recipe=recipe_note(before_patches(slot.config), rotary, method),
     )
 
 

@@ -13,11 +13,13 @@ __all__ = ["evaluating"]
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, every module of a model is in eval mode; at the end each is back in its own mode."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    modes = {name: module.training for name, module in model.named_modules()}
+    for module in model.modules():
+        if module.training:
+            module.training = False
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for name, module in model.named_modules():  # by name: a patch may have put another module in the place
+            if module.training != (before := modes.get(name, module.training)):
+                module.training = before

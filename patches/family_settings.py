@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rope_ext_hf.bounds import advice, limit
-from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, choose, family, look_up
 from rope_ext_hf.patches.family_hooks import check_architecture
@@ -15,6 +15,7 @@ from rope_ext_hf.patches.family_hooks import check_architecture
 __all__ = [
     "LayerConfig",
     "check_sizes",
+    "check_stated",
     "class_pairing",
     "config_number",
     "config_pairing",
@@ -42,6 +43,30 @@ def check_sizes(config: Any) -> None:
                     f"the config of this {part.model_type!r} has {value:,.0f} {words}; at most {most:,} are supported. "
                     f"Correct the config; {advice(name)}"
                 )
+
+
+_MOST_STATED: dict[str, float] = {
+    "partial_rotary_factor": 1,
+    "rotary_pct": 1,
+    "rope_theta": 1e30,  # beyond 1e38 the slowest frequencies are 0 in float32
+    "rotary_emb_base": 1e30,
+    **dict.fromkeys(("num_labels", *_LAYERS), 1_000_000),
+}
+"""What a config may state at most. Of the counts transformers makes lists, of any length, when it reads a config."""
+
+
+def check_stated(values: Any) -> None:
+    """Check numbers of a config, and of the configs inside it, before a class of transformers reads it.
+
+    Raises:
+        CheckpointError: a number larger than any model has.
+    """
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        check_stated(value)
+        if isinstance(value, (int, float)) and value > (most := _MOST_STATED.get(key, math.inf)):
+            raise CheckpointError(
+                f"the config states {short(str(value))} as its {key}; at most {most:,} is supported. Correct the config"
+            )
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from rope_ext_hf.patches.config import (
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slots import Slot, find_slots, present_specs
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "base_rope",
     "base_rope_of_config",
     "base_rope_of_model",
+    "before_patches",
     "bind",
     "bind_to",
     "check_pairing",
@@ -80,7 +82,7 @@ def base_rope(
     _check_over(over, context_length)
     if over == "patched":
         return _over_present_patch(model, slots, context_length)
-    return base_rope_of_config(config_rope(slots, config), over, context_length)
+    return base_rope_of_config(config_rope(slots, config), over, context_length, config)
 
 
 def _check_over(over: str, context_length: int | None) -> None:
@@ -91,12 +93,16 @@ def _check_over(over: str, context_length: int | None) -> None:
         raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
 
 
-def base_rope_of_config(described: ConfigRope, over: str = "own", context_length: int | None = None) -> BaseRope:
-    """What a new patch starts from, by the config alone.
+def base_rope_of_config(
+    described: ConfigRope, over: str = "own", context_length: int | None = None, config: Any = None
+) -> BaseRope:
+    """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
     Args:
         over: "own" or "original", see `Over`.
-        context_length: overrides the context length that the config states, in tokens.
+        context_length: overrides the context length that the config states or its publisher does, in tokens.
+        config: the text config without patches, for what is published of a model without a scaling of its own; None:
+            nothing is.
 
     Raises:
         MethodError: an unknown `over`, "patched", or a `context_length` below 1.
@@ -109,6 +115,10 @@ def base_rope_of_config(described: ConfigRope, over: str = "own", context_length
         rotary, rule = described.plain, "the original length of the config"
     if context_length is not None:
         rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
+    elif over == "own" and config is not None and rotary.own is None:
+        published = published_length(config, rotary.context_length)
+        if published is not None:
+            rotary, rule = _with_context_length(rotary, published), "as published"
     return BaseRope(rotary, rule)
 
 
@@ -135,26 +145,28 @@ def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
 
 
 def config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
-    """The one rotary embedding of all full-attention layers, as a config describes it.
+    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers.
 
     Raises:
         UnsupportedModelError: there are several, or none.
     """
+    some_attend = any(slot.scaled_layers for slot in slots)
     described = {
         (rope := read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)).rotary: rope
         for slot in slots
-        for own in [config if slot.config is slots[0].config else _before_patches(slot.config)]
-        for layer_type in slot.scaled_layers
+        for own in [config if slot.config is slots[0].config else before_patches(slot.config)]
+        for layer_type in (slot.scaled_layers if some_attend else slot.as_loaded)
     }
     if len(described) != 1:
-        several = "; ".join(map(str, described)) or "none: every layer has a sliding window"
+        several = "; ".join(map(str, described))
         raise UnsupportedModelError(
             f"one method needs one rotary embedding over all full-attention layers; this model has {several}"
         )
     return next(iter(described.values()))
 
 
-def _before_patches(config: Any) -> Any:
+def before_patches(config: Any) -> Any:
+    """A copy of a text config without the patches that are recorded in it."""
     before = copy.deepcopy(config)
     undo_saved_patch(before)
     return before
@@ -227,7 +239,7 @@ def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: i
         UnsupportedModelError: a model without rotary embeddings.
     """
     slots = find_slots(model)
-    return base_rope(model, slots, _before_patches(slots[0].config), over, context_length)
+    return base_rope(model, slots, before_patches(slots[0].config), over, context_length)
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
+from rope_ext_hf.patches.config import PATCH_KEY, saved_specs
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import rope_key
 from rope_ext_hf.patches.family_settings import values_of
@@ -16,6 +18,7 @@ __all__ = [
     "Layers",
     "choose_layer_types",
     "layers_of_types",
+    "nothing_to_extend",
     "rotating_layers",
     "sliding_layers",
 ]
@@ -32,18 +35,46 @@ Layers = str | int | Sequence[str | int]
 
 
 def layer_types(config: Any) -> list[str]:
-    """The type of every layer; "full_attention" where the config has none."""
-    count = config.num_hidden_layers
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * count)[:count]
+    """The type of every layer.
+
+    Where the config has none, "sliding_attention" under a window shorter than the length that the config states, as in
+    Mistral 7B v0.1, else "full_attention": no input of that length reaches beyond a longer window.
+    """
+    count, window = config.num_hidden_layers, _window(config)
+    only = "sliding_attention" if window and window < _stated_length(config) else "full_attention"
+    return list(getattr(config, "layer_types", None) or [only] * count)[:count]
+
+
+def _stated_length(config: Any) -> int:
+    """The length in tokens that a config states, without the patches recorded in it; 0: none."""
+    if (record := vars(config).get(PATCH_KEY)) is not None:
+        with suppress(MethodError):  # a damaged record is refused by whoever reads the patch
+            return saved_specs(record)[0].rotary.context_length
+    stated = getattr(config, "max_position_embeddings", None)
+    return stated if isinstance(stated, int) else 0
+
+
+def _window(config: Any) -> int | None:
+    """The window in tokens of the sliding-window layers; None: there is none."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    stated = [*values_of(config, "sliding_window"), *values_of(config, "attention_chunk_size")]
+    return max((each for each in stated if isinstance(each, int) and each > 0), default=None)
+
+
+def nothing_to_extend(config: Any) -> UnsupportedModelError:
+    """The error for a model whose every layer sees a window, whatever the RoPE method."""
+    window = _window(config)
+    return UnsupportedModelError(
+        f"every layer of this model has a sliding window{f' of {window:,} tokens' if window else ''} and sees no "
+        "further, whatever the RoPE method; there is nothing to extend. layers='sliding_attention' "
+        "(--layers sliding_attention) changes these layers all the same"
+    )
 
 
 def sliding_layers(config: Any) -> tuple[int | None, int]:
     """The window in tokens of the sliding-window layers, and how many layers those are."""
-    stated = [*values_of(config, "sliding_window"), *values_of(config, "attention_chunk_size")]
-    window = max((each for each in stated if each), default=None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    layers = getattr(config, "layer_types", None)
+    window, layers = _window(config), getattr(config, "layer_types", None)
     if not window:
         return None, 0
     return window, sum(kind in SLIDING for kind in layers) if layers else config.num_hidden_layers
@@ -104,7 +135,10 @@ def choose_layer_types(config: Any, served: Served, layers: Layers | None = None
     types = layer_types(config)
     if layers is None:
         if list(served) == [None]:
-            return (None,) if served[None] and not _other_thetas(config, types, served[None]) else ()
+            attend = any(_attends_to_all(types[i]) for i in served[None])
+            apart = len(served[None]) < len(types)  # a module of its own theta, maybe for windows alone
+            windows = getattr(config, "layer_types", None) is None and all(kind in SLIDING for kind in types)
+            return (None,) if served[None] and (attend or not (apart or windows)) else ()
         full = tuple(key for key, indices in served.items() if any(_attends_to_all(types[i]) for i in indices))
         return full or tuple(key for key, indices in served.items() if not indices and key not in SLIDING)
     wanted = _indices(config, types, served, layers)
@@ -115,12 +149,6 @@ def choose_layer_types(config: Any, served: Served, layers: Layers | None = None
                 f"{_listed(rest)}; a method applies to all of them or to none"
             )
     return tuple(key for key, indices in served.items() if wanted & set(indices))
-
-
-def _other_thetas(config: Any, types: Sequence[str], indices: tuple[int, ...]) -> bool:
-    """Whether a module for some layers of its own theta serves sliding windows only, while others attend to all."""
-    some_attend = any(_attends_to_all(types[i]) for i in indices)
-    return len(indices) < len(types) and not some_attend
 
 
 def _indices(config: Any, types: Sequence[str], served: Served, layers: Layers) -> set[int]:

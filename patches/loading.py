@@ -16,11 +16,12 @@ from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
+from rope_ext_hf.patches.applying import replay
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
-from rope_ext_hf.patches.family_settings import check_sizes
+from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
-from rope_ext_hf.patches.patching import replay
 from rope_ext_hf.patches.slots import find_slots
+from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +41,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None.
 
     Raises:
-        CheckpointError: no such folder or Hub id, or a record that contradicts the config.
+        CheckpointError: no such folder or Hub id, a number that no model has, or a record that contradicts the config.
     """
     from transformers import AutoConfig
     from transformers.configuration_utils import PreTrainedConfig
@@ -54,6 +55,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
         raise CheckpointError(f"the config of {name!r} could not be read: {one_line(error)}") from error
     if not raw:
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
+    check_stated(raw)
     inner = next((key for key, value in raw.items() if isinstance(value, dict) and PATCH_KEY in value), None)
     record = (raw[inner] if inner else raw).get(PATCH_KEY)
     if record is None:
@@ -92,7 +94,7 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
     is a peft.PeftModel.
 
     Args:
-        path: a local folder or a Hub id.
+        path: a local folder, a Hub id, or "reference" for the bundled model.
         auto_class: the class of transformers to load with, e.g. "AutoModel"; default: the class that the config names
             in `architectures`, AutoModelForCausalLM where it names none; of an adapter, what its task asks for.
         **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...), and of an adapter
@@ -105,6 +107,7 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
         FileError: a damaged adapter_config.json.
         FingerprintError: the loaded model rotates otherwise than the saved one did; the message names how.
     """
+    path = folder_of(path)
     config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
     if adapter is None:
         return _load_patched(path, config, record, auto_class, kwargs)
@@ -154,7 +157,7 @@ def class_to_load(config: Any, auto_class: str | None = None) -> Any:
         auto_class: the name of a class to take instead.
 
     Raises:
-        CheckpointError: an `auto_class` that transformers does not have.
+        CheckpointError: an `auto_class` that transformers does not have, or `architectures` that are no names.
     """
     import transformers
 
@@ -162,7 +165,10 @@ def class_to_load(config: Any, auto_class: str | None = None) -> Any:
         if not hasattr(getattr(transformers, auto_class, None), "from_pretrained"):
             raise CheckpointError(f"auto_class must be a model class of transformers, got {auto_class!r}")
         return getattr(transformers, auto_class)
-    name = next(iter(getattr(config, "architectures", None) or ()), None)
+    names = getattr(config, "architectures", None) or []
+    if not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+        raise CheckpointError(f"'architectures' in the config must be a list of names, got {short(repr(names))}")
+    name = next(iter(names), None)
     if name is None:
         autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel)
         return next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])

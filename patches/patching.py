@@ -3,61 +3,74 @@
     model = patch(model, "yarn", factor=8)
     unpatch(model)
 
-Nothing of transformers is changed: a patched model gets its own copy of its config and our module in its slots, and
-both go when it is unpatched. What changes is planned first (planning.py), then applied here.
+What changes is planned first (planning.py), then applied (applying.py). A model may be given by its name.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, is_number
-from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.angle_tables import fill_slot
-from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
-from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
-from rope_ext_hf.patches.forward_hooks import install_forward_hooks
+from rope_ext_hf.patches.applying import apply_plan, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.length_hooks import LengthHooks
-from rope_ext_hf.patches.length_profiles import ProfileHooks, install_generate
-from rope_ext_hf.patches.patch_spec import PatchSpec
-from rope_ext_hf.patches.planning import PatchPlan, plan_patch, plan_replay
-from rope_ext_hf.patches.saving import attach_saving, detach_saving
-from rope_ext_hf.patches.slots import PatchedSlot, find_slots, patch_state, patched_slots, present_specs
+from rope_ext_hf.patches.loading import from_pretrained
+from rope_ext_hf.patches.planning import plan_patch
+from rope_ext_hf.patches.slots import find_slots, patched_slots, present_specs
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-__all__ = ["apply_plan", "fixed_length", "patch", "patched", "patched_method", "profiles", "replay", "reset", "unpatch"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["fixed_length", "patch", "patched", "patched_method", "profiles", "reset", "unpatch"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@overload
 def patch(
     model: M,
     method: str | RopeMethod,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     layers: Layers | None = None,
     native: bool = False,
     **params: Any,
-) -> M:
+) -> M: ...
+@overload
+def patch(model: str | Path, method: str | RopeMethod, **options: Any) -> PreTrainedModel: ...
+def patch(
+    model: Any,
+    method: str | RopeMethod,
+    *,
+    factor: float | None = None,
+    target_length: Length | None = None,
+    over: str = "own",
+    context_length: int | None = None,
+    layers: Layers | None = None,
+    native: bool = False,
+    **params: Any,
+) -> Any:
     """Change the RoPE method of a loaded model, in place; a patched model gets the new method instead of the old.
 
     Args:
         model: a transformers model with rotary embeddings, bare or inside PEFT, DDP and the like; the whole model,
-            because a decoder taken out of it has no hold on the config that is saved.
+            because a decoder taken out of it has no hold on the config that is saved. A folder, a Hub id or "reference"
+            is loaded by `rope_ext_hf.from_pretrained` with its defaults.
         method: a name of `rope_ext_hf.list_methods()`, or a method object.
         factor: how many times its context length the model is to reach. Where the method has no factor, it states the
             extended length, and parameters that follow from that are fitted.
-        target_length: the same in tokens.
+        target_length: the same in tokens; also as text, "32k".
         over: what is extended. "own": the model as loaded, with the scaling it was trained under. "original": the model
             without that scaling, counted from its original length. "patched": the present patch, live or recorded in
             the folder the model was loaded from, for a model that was trained under it.
@@ -75,10 +88,12 @@ def patch(
         MethodError: unknown method or parameter, a value it cannot work with, or layers that do not exist.
         UnsupportedModelError: a model without rotary embeddings, or with some that cannot be replaced; layers that
             share theirs with others.
+        CheckpointError: a name that is no model's.
 
     The model is unchanged when an exception is raised.
     """
-
+    if isinstance(model, (str, Path)):
+        model = from_pretrained(model)
     plan = plan_patch(
         model,
         method,
@@ -136,55 +151,6 @@ def profiles(
     return patch(model, "profiles", factor=factor, smaller=smaller, frequency=method, **underneath, **params)
 
 
-def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
-    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
-    """
-    apply_plan(plan_replay(model, specs))
-    return model
-
-
-def apply_plan(plan: PatchPlan) -> None:
-    """Change a model as planned: the only place where a patch changes anything.
-
-    A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made.
-    """
-    model, state, method = plan.model, plan.state, plan.state.spec.method
-    modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
-    _strip(model)
-    _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
-    if isinstance(method, RemappingMethod):
-        _attend_by(plan)
-    for swap in state.configs:
-        swap.note_written()
-    for slot, module in zip(plan.slots, modules, strict=True):
-        module.train(slot.module.training)
-        setattr(slot.parent, slot.attribute, module)
-        if "config" in slot.module.__dict__:
-            slot.module.config = slot.config  # the replaced module keeps the config it was built from
-    if isinstance(method, RemappingMethod):
-        install_forward_hooks(model, RemappingHooks)
-    elif method.one_per_cache:
-        install_forward_hooks(model, ProfileHooks)
-        install_generate(model, modules[0])
-    elif method.depends_on_length(state.spec.rotary):
-        install_forward_hooks(model, LengthHooks)
-    attach_saving(model, modules[0])
-
-
-def _attend_by(plan: PatchPlan) -> None:
-    """Have the attention modules of a plan run our attention function, by the name in their configs."""
-    register()
-    attach(plan.attention)
-    text = {id(plan.slots[0].config)}
-    text |= {id(module.config) for module, _ in plan.attention if hasattr(module, "config")}
-    for swap in plan.state.configs:
-        if id(swap.original) in text or id(swap.patched) in text:
-            swap.patched._attn_implementation = ATTENTION_NAME
-
-
 def unpatch(model: M) -> M:
     """Take the last patch off: modules, configs, hooks. A model that is not patched is left alone.
 
@@ -192,25 +158,8 @@ def unpatch(model: M) -> M:
     same `.to` calls. A patch that was put over another one (over="patched") gives way to that one.
     """
     below = present_specs(model)[:-1]
-    _strip(model)
+    take_off(model)
     return replay(model, below) if below else model
-
-
-def _strip(model: nn.Module) -> None:
-    """Take every patch off."""
-    state = patch_state(model)
-    configs = state.configs if state else []
-    for parent in list(model.modules()):
-        for attribute, child in list(parent.named_children()):
-            if isinstance(child, PatchedSlot):
-                setattr(parent, attribute, child.replaced)
-                for hook in child.hooks:
-                    hook.remove()
-    for swap in configs:
-        swap.sync_user_changes()
-    _swap_configs(model, {id(swap.patched): swap.original for swap in configs})
-    detach_saving(model)
-    detach(model)
 
 
 @contextmanager
@@ -221,7 +170,7 @@ def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
     try:
         yield model
     finally:
-        _strip(model)
+        take_off(model)
         if before:
             replay(model, before)
 
@@ -269,14 +218,6 @@ def _tables(model: nn.Module) -> list[RotaryEmbedding]:
         for module in slot.tables.values()
         if isinstance(module, RotaryEmbedding)
     ]
-
-
-def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
-    """Give every module that holds one of these configs (by id) the other one."""
-    for module in model.modules():
-        config = module.__dict__.get("config")
-        if id(config) in other:
-            module.config = other[id(config)]
 
 
 def patched_method(model: nn.Module) -> RopeMethod | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
@@ -35,7 +36,7 @@ from rope_ext_hf.patches.geometry import (
     stated_length,
     undo_saved_patch,
 )
-from rope_ext_hf.patches.layer_types import Layers, rotating_layers
+from rope_ext_hf.patches.layer_types import Layers, nothing_to_extend, rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
@@ -68,7 +69,7 @@ def plan_patch(
     method: str | RopeMethod,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     layers: Layers | None = None,
@@ -82,6 +83,7 @@ def plan_patch(
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
     """
+    target_length = parse_length(target_length)
     chosen = None if layers is None else (layers,) if isinstance(layers, (str, int)) else tuple(layers)
 
     def make_spec(base: BaseRope) -> PatchSpec:
@@ -118,6 +120,8 @@ def _plan(
     # 1. where, and on top of what
     check_pairing(model)
     slots = find_slots(model, layers)
+    if not any(slot.scaled_layers for slot in slots):
+        raise nothing_to_extend(slots[0].config)
     configs = _copied_configs(model, slots[0].config)
     config = next(swap.patched for swap in configs if swap.original is slots[0].config)
     undo_saved_patch(config)

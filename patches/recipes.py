@@ -7,7 +7,6 @@ The comments at the top of recipes.toml explain every field.
 """
 
 # No postponed annotations: `strict` checks values against the types themselves.
-import copy
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +16,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.config import PATCH_KEY
-from rope_ext_hf.patches.geometry import undo_saved_patch
 
-__all__ = ["find_recipe", "recipe_note", "recipe_warning", "recipes"]
+__all__ = ["find_recipe", "published_length", "recipe_note", "recipe_warning", "recipes"]
 
 
 @strict
@@ -96,19 +93,29 @@ def find_recipe(config: Any) -> Recipe | None:
     return next((recipe for recipe in recipes() if recipe.fits(config)), None)
 
 
+def published_length(config: Any, stated: int) -> int | None:
+    """The published context length in tokens, where it is another than the config states: it is what is extended.
+
+    It holds beyond the published extended length too.
+
+    Args:
+        config: the text config without patches.
+        stated: the length in tokens that the model is for, as its config is read.
+    """
+    recipe = find_recipe(config)
+    return None if recipe is None or recipe.context_length == stated else recipe.context_length
+
+
 def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
     """What is published about the context of a model, with the arguments of `patch` that give it.
 
     Args:
-        config: the text config, patched or not.
+        config: the text config without patches.
         rotary, method: the result; no method: the model as loaded.
 
     Returns:
         One line; None where nothing is published, or the model as loaded is what is.
     """
-    if PATCH_KEY in vars(config):
-        config = copy.deepcopy(config)
-        undo_saved_patch(config)
     recipe = find_recipe(config)
     if recipe is None:
         return None
@@ -127,7 +134,7 @@ def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -
 
 
 def recipe_warning(config: Any, rotary: Rotary, method: RopeMethod, length: int | None) -> str | None:
-    """`recipe_note` where a patch is easily taken for what is published: the same factor or length, over another one.
+    """`recipe_note` where a patch is easily taken for what is published: by its factor, its length or its base.
 
     Args:
         length: the extended length in tokens.
@@ -136,6 +143,7 @@ def recipe_warning(config: Any, rotary: Rotary, method: RopeMethod, length: int 
     if recipe is None or recipe.entry is None or recipe.equals(method, rotary):
         return None
     same = length == recipe.extended_length or getattr(method, "factor", None) == recipe.entry["factor"]
-    if method.name != recipe.entry["rope_type"] or not same:
+    another_base = rotary.own is None and rotary.context_length != recipe.context_length
+    if method.name != recipe.entry["rope_type"] or not (same or another_base):
         return None
     return f"this patch is not the published one. {recipe_note(config, rotary, method)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import json
 import re
 import warnings
@@ -34,11 +35,15 @@ from rope_ext_hf.patches.slots import PatchedSlot, patch_state, patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attach_saving", "detach_saving", "engine_agreement", "save_patched_folder"]
+__all__ = ["attach_saving", "detach_saving", "engine_agreement", "save_patched_folder", "unlike_copies"]
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
 that with the base class, whose reading of `rope_scaling` fails without a length (transformers 5.23)."""
+
+
+_CHANGED_COPIES = {"tokenizer_config.json": "model_max_length", ADAPTER_CONFIG: PATCH_KEY}
+"""Files that a patched copy changes, and the key that changes in them."""
 
 
 class RewritingSave:
@@ -174,10 +179,13 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
         model._keys_to_ignore_on_save = before
 
 
-def rewrite_config(folder: Path, model: nn.Module) -> None:
+def rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
     The record gets the fingerprint of the model.
+
+    Args:
+        name: what warnings call the folder, which gets its name later.
 
     Warns of engines known to run another model from it.
     """
@@ -196,8 +204,8 @@ def rewrite_config(folder: Path, model: nn.Module) -> None:
             part[PATCH_KEY] |= fingerprint
             if disagreeing:
                 warnings.warn(
-                    f"{', '.join(disagreeing)} would load {str(folder)!r} without an error and run another model: of "
-                    "these rope settings such programs read a part only",
+                    f"{', '.join(disagreeing)} would load {str(name or folder)!r} without an error and run another "
+                    "model: of these rope settings such programs read a part only",
                     stacklevel=3,
                 )
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -235,7 +243,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         if adapter is None:
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
-            rewrite_config(staging, model)
+            rewrite_config(staging, model, out)
             _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
@@ -243,6 +251,35 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
                 write_json(staging / file, with_record(read_json(staging / file), record))
         card = _card(model, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
+
+
+def unlike_copies(source: Path, out: Path) -> list[str]:
+    """Names of the files of a model's folder that its patched copy lacks, or has with other bytes.
+
+    Both folders are read, as fast as the disk allows: copying takes as long. A file that `save_patched_folder` changes
+    on the way is compared by its JSON, without what is changed there.
+
+    Raises:
+        FileError: a file of the source leads out of it.
+    """
+    unlike = []
+    for name in list_files(source):
+        mine, copied = source / name, out / name
+        if _left_out(Path(name)):
+            continue
+        if not copied.is_file():
+            unlike.append(name)
+        elif Path(name).name in _CHANGED_COPIES:
+            settings = [_without(read_json(path), _CHANGED_COPIES[Path(name).name]) for path in (mine, copied)]
+            if settings[0] != settings[1]:
+                unlike.append(name)
+        elif not filecmp.cmp(mine, copied, shallow=False):
+            unlike.append(name)
+    return unlike
+
+
+def _without(settings: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name.partition(":")[0] != key}
 
 
 def _raise_tokenizer_length(file: Path, extended: int | None) -> None:

@@ -27,10 +27,11 @@ _NAMES = {
     "methods.base": "Frequencies RopeMethod Rotary",
     "methods.registry": "frequencies list_methods register_method",
     "modules.standalone": "NTKAwareRoPE apply_rotary_pos_emb",
+    "patches.applying": "apply_plan",
     "patches.describing": "Description describe",
     "patches.fingerprint": "Fingerprint",
     "patches.loading": "from_pretrained",
-    "patches.patching": "apply_plan fixed_length patch patched profiles reset unpatch",
+    "patches.patching": "fixed_length patch patched profiles reset unpatch",
     "patches.planning": "PatchPlan plan_patch",
     "rotary.embedding": "RotaryEmbedding",
     "serving.advice": "Advice",
@@ -86,11 +87,11 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.registry import register_method as register_method
     from rope_ext_hf.modules.standalone import NTKAwareRoPE as NTKAwareRoPE
     from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from rope_ext_hf.patches.applying import apply_plan as apply_plan
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
-    from rope_ext_hf.patches.patching import apply_plan as apply_plan
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched

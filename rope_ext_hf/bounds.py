@@ -1,18 +1,25 @@
 """Limits on what a model folder may ask for, checked before time or memory is spent; each can be raised.
 
-with limits(layers=5_000):                  # on the command line: --raise-limit layers=5000
-    model = from_pretrained("deep-model")
+    with limits(layers=5_000):                  # on the command line: --raise-limit layers=5000
+        model = from_pretrained("deep-model")
+
+And lengths in tokens, as users write them: 4096, "4k", "1M".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, overload
 
-from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.errors import MethodError, did_you_mean, short
 
-__all__ = ["LIMITS", "MOST_TOKENS", "advice", "limit", "limits"]
+__all__ = ["LIMITS", "MOST_TOKENS", "Length", "advice", "limit", "limits", "listed", "parse_length", "parse_lengths"]
+
+Length = int | str
+"""A number of tokens, or its text: "4096", "4k", "1M"."""
 
 MOST_TOKENS = 2**40  # a longer context has no meaning; keeps numbers of 400 digits out of every computation
 
@@ -58,3 +65,36 @@ def limits(**values: int) -> Iterator[None]:
         yield
     finally:
         _raised.reset(token)
+
+
+@overload
+def parse_length(given: None) -> None: ...
+@overload
+def parse_length(given: Length) -> int: ...
+def parse_length(given: Length | None) -> int | None:
+    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens; what is no text stays as it is.
+
+    Raises:
+        MethodError: another text.
+    """
+    if not isinstance(given, str):
+        return given
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", given.strip())
+    tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0
+    if not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
+        raise MethodError(f"not a length in tokens: {short(given)!r}; write 4096, 4k or 1M")
+    return int(tokens)
+
+
+def parse_lengths(given: Length | Iterable[Length]) -> list[int]:
+    """One length, several, or a comma list of them.
+
+    Raises:
+        MethodError: a text that is no length.
+    """
+    return [parse_length(part) for part in (given.split(",") if isinstance(given, str) else listed(given))]
+
+
+def listed(given: Any) -> list[Any]:
+    """Several values as a list, and one value, a text among them, as a list of one."""
+    return [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)

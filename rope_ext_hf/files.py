@@ -338,10 +338,12 @@ def atomic_file(path: Path, *, fsync: bool = True) -> Iterator[Path]:
             everything in it.
 
     Raises:
-        FileError: anything the disk refuses.
+        FileError: a device or a pipe, or anything the disk refuses.
     """
     part = path.with_name(f"{path.name}.part")
     with disk_errors(path) if fsync else nullcontext():
+        if path.exists() and not (path.is_file() or path.is_dir()):  # whoever may write there could replace /dev/null
+            raise FileError(f"{str(path)!r} is no regular file but a device or a pipe; give the name of a file")
         part.unlink(missing_ok=True)  # of a run that was killed; or a link, which must not be written through
         try:
             yield part

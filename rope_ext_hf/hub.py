@@ -27,7 +27,7 @@ from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
-from rope_ext_hf.reference import path as reference_folder
+from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +43,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "loading",
+    "model_by_name",
     "model_folder",
     "model_source",
     "read_config",
@@ -78,7 +79,7 @@ def model_source(name: str | Path) -> str:
     Raises:
         CheckpointError: a path where there is no folder.
     """
-    source = str(reference_folder()) if str(name) == "reference" else str(name)
+    source = str(folder_of(name))
     if not source:
         raise CheckpointError("an empty name is no model; give a folder, a Hub id or 'reference'")
     path = Path(source).expanduser()
@@ -165,14 +166,16 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
     Raises:
         CheckpointError: no such model can be built, or it would have more layers or wider heads than any model has.
     """
-    loader = class_to_load(config)
     try:
+        loader = class_to_load(config)
         check_sizes(config)
         with torch.device("meta"):
             if hasattr(loader, "_model_mapping"):
                 model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
             else:
                 model = loader._from_config(config)
+        if next(model.parameters(), None) is None:
+            raise CheckpointError(f"{type(model).__name__}, which 'architectures' in the config names, has no weights")
     except RopeExtError:
         raise
     except Exception as error:  # model classes raise anything on bad values
@@ -244,6 +247,15 @@ def load_model(
         model = from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code, **options)
         check_pairing(model)
     return model.eval()
+
+
+def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
+    """A model that is given by its name, loaded by `load_model`; a model in memory as it is.
+
+    Raises:
+        CheckpointError: no such model.
+    """
+    return load_model(model) if isinstance(model, (str, Path)) else model
 
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:

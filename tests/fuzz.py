@@ -26,6 +26,7 @@ from typing import TextIO
 if __name__ == "__main__":  # `python tests/fuzz.py` has tests/ in its path, not what tests/ is in
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from rope_ext_hf.cli.app import app
 from tests.fuzzing.cases import COMMANDS, Case, make_case
 from tests.fuzzing.inputs import Inputs, make_inputs
 from tests.fuzzing.running import Answer, Snapshot, problems, run
@@ -112,13 +113,14 @@ def campaign(
     inputs: Inputs, seed: int, numbers: range, root: Path, command: str | None = None, until: float = float("inf")
 ) -> Iterator[tuple[str, Outcome]]:
     """Run cases until the numbers or the time end; yields the command's name and the outcome."""
+    names = {registered.name for registered in app.registered_commands}
     for number in numbers:
         if time.monotonic() > until:
             return
         folder = root / f"case {number}"
         outcome = run_case(inputs, seed, number, folder, command)
         first = next(iter(outcome.case.arguments), "")
-        yield (first if first in COMMANDS else "none"), outcome
+        yield (first if first in names else "none"), outcome
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -139,7 +141,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--command", choices=COMMANDS, help="cases of one command alone")
+    parser.add_argument("--command", choices=COMMANDS, help="cases of one kind alone")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="one case, printed in full, its files kept")
     parser.add_argument("--log", type=Path, help="also write everything here")
     options = parser.parse_args()

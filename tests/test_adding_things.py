@@ -25,7 +25,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import perplexity, sweep
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.protocols import PROTOCOLS, ProtocolOptions, Span, protocol_help, register_protocol
 from rope_ext_hf.eval.results import label
 from rope_ext_hf.methods import registry

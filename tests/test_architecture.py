@@ -22,7 +22,7 @@ PACKAGE = "rope_ext_hf"
 FOLDERS = {ROOT / PACKAGE: PACKAGE, ROOT / "patches": f"{PACKAGE}.patches", ROOT / "eval": f"{PACKAGE}.eval"}
 FLOORS = (
     ("errors", "reference"),
-    ("bounds", "foreign_logs"),
+    ("bounds", "foreign_logs", "installing"),
     ("files",),
     ("downloads",),
     ("methods",),

@@ -171,6 +171,17 @@ def test_a_link_in_the_way_of_a_file_is_not_written_through(link: str, tmp_path:
     assert not (tmp_path / "file").is_symlink()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_and_a_device_are_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("pipe", "null"):
+        with pytest.raises(rope.FileError, match="is no regular file but a device or a pipe"):
+            write(tmp_path / name, "new")
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "null").is_symlink()
+
+
 @pytest.mark.parametrize("fsync", [True, False])
 def test_a_file_is_on_disk_before_it_gets_its_name(
     fsync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

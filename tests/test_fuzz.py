@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import campaign, describe, import_libraries
-from tests.fuzzing import running
+from tests.fuzzing import continued, running
 from tests.fuzzing.cases import make_case
 from tests.fuzzing.inputs import Inputs, make_inputs
 from tests.fuzzing.running import Answer, Snapshot, problems, run
@@ -36,6 +36,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 def test_damaged_inputs_and_odd_options(inputs: Inputs, tmp_path: Path) -> None:
     wrong = [describe(outcome) for _, outcome in campaign(inputs, 0, range(15), tmp_path) if outcome.wrong]
     assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "share"), [("extend", 0.3), pytest.param("search", 0.2, marks=pytest.mark.thorough)]
+)
+def test_a_damaged_folder_that_is_reused_gives_the_right_result_or_an_error(
+    command: str, share: float, tmp_path: Path
+) -> None:
+    wrong: list[str] = []
+    continued.make_inputs(tmp_path)
+    counts = continued.damage_all(command, tmp_path, 1, share, wrong.append)
+    assert not wrong, "\n".join(wrong)
+    assert counts.total() >= 3
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from training_prompts import Part
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.documents import Tokens
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.retrieval_prompts import HELD_OUT_WORDS, TRAINING_WORDS
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
 from rope_ext_hf.hub import load_tokenizer

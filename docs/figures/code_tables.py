@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.measurements import factor_for, measured_reach
+from rope_ext_hf.methods.measurements import reach_text
 from rope_ext_hf.methods.remapping import RemappingMethod
 
 from .measurements import unchanged_share
@@ -70,26 +70,15 @@ def choosing() -> str:
         kept = unchanged_share(method, rotary)
         short = f"the same up to {kept} of the context length" if kept else "change"
         short = "the same" if method.unchanged_length(rotary) >= UNBOUNDED else short
-        cells = (static, plain, guidance.unmeasured or _worth(name), short)
+        cells = (static, plain, guidance.unmeasured or reach_text(name), short)
         groups.setdefault(cells, []).append(f"`{name}`")
-    head = ["method", "static", "loads plainly", "worth trying without training", "short inputs"]
+    head = ["method", "static", "loads plainly", "helped without training", "short inputs"]
     return markdown_table(head, ((", ".join(names), *cells) for cells, names in groups.items()))
 
 
 def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
     """A method with its parameters filled in, for no target length."""
     return method.bind(rotary, None) if isinstance(method, RemappingMethod) else method
-
-
-def _worth(name: str) -> str:
-    """Up to how many times the context length a method is worth trying, by what was measured on every model."""
-    reach, longest = measured_reach(name)
-    if longest == 1:
-        return "not measured"
-    if reach > 1:
-        return f"up to {reach:g} times" + (", the longest measured" if reach == longest else "")
-    factor = factor_for(name, 2)
-    return "no" if factor is None else f"up to 2 times, with a factor of {factor:g}"
 
 
 @figure
@@ -100,7 +89,7 @@ def choosing_purposes() -> str:
     rows = (
         (purpose, ", ".join(f"`{name}`" for name, each in guided if purpose in each.purposes)) for purpose in PURPOSES
     )
-    return markdown_table(["what you want", "first choice"], rows)
+    return markdown_table(["what you want", "candidates"], rows)
 
 
 @figure

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.patches.evaluating import evaluating
 
@@ -99,7 +100,7 @@ _SETTINGS = {key: (key,) for key in _SAME_SETTINGS} | {
 """The settings of RoFormer, and the names that they have in the configs of other encoders."""
 
 
-def migrate_to_rope(model: nn.Module, *, target_length: int | None = None) -> PreTrainedModel:
+def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) -> PreTrainedModel:
     """Give an encoder rotary positions in place of those that it adds to its embeddings.
 
     The new model has every weight of the old one but its positions, and the pooler of a model without a head. Until it
@@ -125,6 +126,7 @@ def migrate_to_rope(model: nn.Module, *, target_length: int | None = None) -> Pr
     import transformers
 
     family, head = _family_and_head(model)
+    target_length = parse_length(target_length)
     if target_length is not None and (not isinstance(target_length, int) or target_length < 1):
         raise MethodError(f"target_length must be a whole number of at least 1 token, got {target_length!r}")
     if any(parameter.is_meta for parameter in model.parameters()):

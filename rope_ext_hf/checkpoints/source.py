@@ -30,7 +30,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import check_sizes, config_pairing, stated_rotary
+from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.loading import load_config
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -187,6 +187,7 @@ def _remote_config(where: str | Path) -> Any | None:
     from transformers.configuration_utils import PreTrainedConfig
 
     values, _ = PreTrainedConfig.get_config_dict(where)
+    check_stated(values)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or family(model_type).remote_attention is None:
         return None

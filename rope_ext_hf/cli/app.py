@@ -19,9 +19,9 @@ from typer.core import TyperCommand, TyperGroup
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, serving, training
-from rope_ext_hf.cli.console import print_error, print_text, results_to, short_warnings
+from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
-from rope_ext_hf.errors import MethodError, RopeExtError, short
+from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
 __all__ = ["app", "main"]
 
@@ -131,11 +131,14 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         try:
-            return super().invoke(ctx)
-        except RopeExtError as error:
+            with all_results():
+                return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (RopeExtError, OSError) as error:
             if ctx.params["traceback"]:
                 traceback.print_exception(error)
-            print_error(str(error))
+            print_error(_message(error))
             raise typer.Exit(2) from error
         except (KeyboardInterrupt, typer.Abort) as error:  # the second at a question
             hint = _CONTINUE.get(ctx.invoked_subcommand or "")
@@ -145,8 +148,13 @@ class Group(TyperGroup):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Parse the arguments, run the command, exit with its code."""
         try:
-            with short_warnings():
+            with all_results(), short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
+        except BrokenPipeError:  # the reader has seen enough
+            code = 1
+        except (RopeExtError, OSError) as error:
+            print_error(_message(error))
+            code = 2
         except Exception as error:
             if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
                 raise
@@ -154,6 +162,14 @@ class Group(TyperGroup):
             print_error(text + _PATTERN_HINT if "unexpected extra argument" in text else text)
             code = 2
         raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _message(error: RopeExtError | OSError) -> str:
+    """What an error says; of one of the disk, which a library met, the file too."""
+    if isinstance(error, RopeExtError):
+        return str(error)
+    where = repr(str(error.filename)) if error.filename else "a file"
+    return f"{where} could not be read or written: {error.strerror or one_line(error)}"
 
 
 def _method_parameters() -> set[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers
-from rope_ext_hf.cli.options import Json, Model, SourceOptions, parse_length
+from rope_ext_hf.cli.options import Json, Model, SourceOptions
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import json_text
 
@@ -45,7 +47,8 @@ def convert(
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 
     quiet_transformers()
-    with progress_bar(new_folder.name, unit="bytes") as bar:
+    with progress_bar(new_folder.name, unit="bytes") as bar, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         report = convert_checkpoint(
             source_folder,
             new_folder,
@@ -55,10 +58,13 @@ def convert(
             resume=resume,
             verify=verify,
             model_parallel=model_parallel,
-            context_length=parse_length(context_length) if context_length else None,
+            context_length=parse_length(context_length),
             **source.version,
             progress=bar.set,
         )
+    for warning in caught:  # the report has those of the conversion among its notes
+        if str(warning.message) not in report.notes:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     print_text(json_text(report.to_dict()) if as_json else str(report))
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
+    "all_results",
     "make_folder",
     "print_error",
     "print_note",
@@ -55,13 +56,33 @@ def _results_stream() -> Iterator[TextIO | None]:
         yield stream
         if stream is not None:
             stream.flush()
-    except BrokenPipeError:  # the reader has seen enough, which typer ends quietly
-        raise
     except OSError as error:
         if stream is not None:
-            with open(os.devnull, "w") as nothing:  # noqa: PTH123
-                os.dup2(nothing.fileno(), stream.fileno())
+            _give_up(stream)
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough, which ends quietly
+            raise
         raise FileError(f"the results could not be printed: {error.strerror or error}") from error
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let a stream that cannot be written end in nothing, so that what it holds is no error at the end either."""
+    with open(os.devnull, "w") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+@contextmanager
+def all_results() -> Iterator[None]:
+    """Inside, results may be printed without the functions of this module, as the help of a command is.
+
+    Raises:
+        FileError: a full disk.
+        BrokenPipeError: nobody reads them.
+    """
+    try:
+        yield
+    finally:
+        with _results_stream():
+            pass
 
 
 def print_text(text: str) -> None:
@@ -72,12 +93,21 @@ def print_text(text: str) -> None:
 
 def print_note(name: str, text: str) -> None:
     """Print one line of information, under a name, on standard error."""
-    print(printable(f"{name:<9}{text}"), file=sys.stderr)
+    _print_aside(f"{name:<9}{text}")
 
 
 def print_error(text: str) -> None:
     """Print an error as one line on standard error, long values in it cut short."""
-    print(f"rope-ext: {printable(bounded(text))}", file=sys.stderr)
+    _print_aside(f"rope-ext: {bounded(text)}")
+
+
+def _print_aside(line: str) -> None:
+    """Print a line on standard error, where that takes any."""
+    try:
+        if sys.stderr is not None:
+            print(printable(line), file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
 
 
 def print_table(table: Table) -> None:

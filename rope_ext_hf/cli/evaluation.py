@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import (
     make_folder,
     print_error,
@@ -29,13 +30,13 @@ from rope_ext_hf.cli.options import (
     Model,
     Out,
     SpanOptions,
-    parse_lengths,
     parse_numbers,
 )
 from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions
 from rope_ext_hf.errors import MethodError, duration, short
 from rope_ext_hf.eval.suites import suite_names
 from rope_ext_hf.files import json_text
+from rope_ext_hf.installing import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +49,6 @@ __all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
-_NO_PICTURE = "none; pictures need matplotlib, of the extra [eval] of this package"
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,12 @@ def demo(
     rotary = patch_geometry(model)
     trained = rotary.context_length
 
-    def methods(longest: int) -> dict[str, Any]:
-        """As loaded, and the demo's methods for texts up to this length."""
-        resolved = (resolve_method(name, rotary, target_length=longest) for name in _DEMO_METHODS)
-        return {"methods": (None, *(bind(model, method, longest) for method in resolved))}
-
-    read = [trained * 2**doublings for doublings in range(4)]
-    text = plan_perplexity(model, "stdlib", lengths=read, max_spans=spans, settings=methods(read[-1]))
-    asked = [trained * 2**doublings for doublings in range(6)]
+    lengths = [trained * 2**doublings for doublings in range(4)]
+    resolved = (resolve_method(name, rotary, target_length=lengths[-1]) for name in _DEMO_METHODS)
+    settings = {"methods": (None, *(bind(model, method, lengths[-1]) for method in resolved))}
+    text = plan_perplexity(model, "stdlib", lengths=lengths, max_spans=spans, settings=settings)
     questions = plan_passkey(
-        model, lengths=asked, task="key-value", keys=5, trials=trials, distractors=4, settings=methods(asked[-1])
+        model, lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4, settings=settings
     )
     make_folder(out)
     loss = _measure(context, model, text, out)
@@ -112,8 +108,8 @@ def demo(
     page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
     try:
         comparison.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
-    except ImportError:
-        note = _NO_PICTURE
+    except ImportError as error:
+        note = f"none; {error}"
     else:
         note = str(picture)
     if as_json:
@@ -457,7 +453,7 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
             print_text(f"\n{text}\n")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
     if run.kind.has_picture and not (run.folder / f"{run.kind.name}.png").exists():
-        print_text(f"picture  {_NO_PICTURE}")
+        print_text(f"picture  none; pictures need matplotlib: {install_command('eval')}")
 
 
 def _stop_if_not_finite(run: Run[Any]) -> None:

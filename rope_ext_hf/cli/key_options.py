@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note
-from rope_ext_hf.cli.options import EvalOptions, parse_length
+from rope_ext_hf.cli.options import EvalOptions
 from rope_ext_hf.errors import MethodError
 
 if TYPE_CHECKING:

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.layer_options import LayerOptions
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, parse_length
+from rope_ext_hf.cli.options import Json, LoadOptions, Model
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.installing import install_command
 
 __all__ = ["lm_eval", "lm_eval_tasks"]
 
@@ -29,7 +31,7 @@ def lm_eval_tasks(
     try:
         from rope_ext_hf.eval.lm_eval_tasks import write_tasks
     except ImportError as error:
-        raise MethodError(f"lm-eval is needed here ({error}): install the extra [eval] of this package") from error
+        raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
     print_text(str(write_tasks(folder)))
 
 
@@ -69,14 +71,14 @@ def lm_eval(
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
     if chat_template not in _TEMPLATE:
         raise MethodError(f"--chat-template must be {', '.join(_TEMPLATE)}, got {short(chat_template)!r}")
-    length = parse_length(max_length) if max_length else None
+    length = parse_length(max_length)
     try:
         from lm_eval.utils import make_table
 
         from rope_ext_hf.eval.lm_eval_adapter import evaluate
         from rope_ext_hf.eval.lm_eval_tasks import long_suite
     except ImportError as error:
-        raise MethodError(f"lm-eval is needed here ({error}): install the extra [eval] of this package") from error
+        raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
     quiet_transformers()
     names = tasks.split(",")
     for fetched in dict.fromkeys(filter(None, map(long_suite, names))):

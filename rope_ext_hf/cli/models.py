@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, quiet_transformers
 from rope_ext_hf.cli.layer_options import LayerOptions
-from rope_ext_hf.cli.options import Json, LoadOptions, MethodOptions, Model, Out, SourceOptions, parse_length
+from rope_ext_hf.cli.options import Json, LoadOptions, MethodOptions, Model, Out, SourceOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.options import EvalOptions, Json, Model, parse_length
+from rope_ext_hf.cli.options import EvalOptions, Json, Model
 from rope_ext_hf.files import json_text
 
 __all__ = ["need"]
@@ -39,7 +40,7 @@ def need(
     from rope_ext_hf.eval.needs import need as find_need
     from rope_ext_hf.hub import foreign_errors
 
-    wanted = None if target_length is None else parse_length(target_length)
+    wanted = parse_length(target_length)
     make_folder(out)
     quiet_transformers()
     with foreign_errors(f"the model {model!r} could not be measured"):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.bounds import MOST_TOKENS, parse_length
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.protocols import protocol_help
 
@@ -45,8 +45,6 @@ __all__ = [
     "SourceOptions",
     "SpanOptions",
     "expand_options",
-    "parse_length",
-    "parse_lengths",
     "parse_numbers",
     "parse_parameters",
     "split_list",
@@ -189,7 +187,7 @@ class SpanOptions:
         """Keyword arguments of `rope_ext_hf.eval.perplexity` beside the corpus and the lengths."""
         return {
             "protocol": self.protocol,
-            "targets": parse_length(self.targets) if self.targets else None,
+            "targets": parse_length(self.targets),
             "stride": self.stride,
             "max_spans": self.most_spans,
             "bos": self.bos,
@@ -235,8 +233,15 @@ class MethodOptions:
 
     @property
     def names(self) -> list[str]:
-        """The methods by name, in the order given."""
-        return split_list(self.method or [])
+        """The methods by name, in the order given.
+
+        Raises:
+            MethodError: an option that names none, of a script whose variable is empty, say.
+        """
+        names = split_list(self.method or [])
+        if self.method and not names:
+            raise MethodError("--method names no method; leave it out to have the model as loaded")
+        return names
 
     @property
     def factors(self) -> list[float]:
@@ -246,12 +251,12 @@ class MethodOptions:
     @property
     def extended_length(self) -> int | None:
         """--target-length in tokens."""
-        return parse_length(self.target_length) if self.target_length else None
+        return parse_length(self.target_length)
 
     @property
     def underneath(self) -> dict[str, Any]:
         """--over and --context-length, as `rope_ext_hf.patch` takes them."""
-        length = parse_length(self.context_length) if self.context_length else None
+        length = parse_length(self.context_length)
         return {"over": self.over, "context_length": length}
 
     @property
@@ -414,28 +419,6 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
 def split_list(values: Sequence[str]) -> list[str]:
     """The parts of comma lists, blanks around them left out."""
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
-
-
-def parse_length(text: str) -> int:
-    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens.
-
-    Raises:
-        MethodError: anything else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
-    tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0
-    if not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
-        raise MethodError(f"not a length in tokens: {short(text)!r}; write 4096, 4k or 1M")
-    return int(tokens)
-
-
-def parse_lengths(text: str) -> list[int]:
-    """A comma list of lengths.
-
-    Raises:
-        MethodError: no length, or something that is none.
-    """
-    return [parse_length(part) for part in text.split(",")]
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[float]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
 from rope_ext_hf.cli.options import (
     ARGUMENTS,
@@ -19,8 +20,6 @@ from rope_ext_hf.cli.options import (
     Model,
     PatchOptions,
     SourceOptions,
-    parse_length,
-    parse_lengths,
     parse_numbers,
 )
 from rope_ext_hf.engines.base import list_engines
@@ -99,10 +98,10 @@ def extend(
         measure=measure,
         out=out,
         over=over,
-        context_length=parse_length(context_length) if context_length else None,
+        context_length=parse_length(context_length),
         **load.version,
     )
-    written, verdict = carries(plan), None
+    written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
         if not yes:
@@ -178,7 +177,7 @@ def advise(
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    stated = parse_length(context_length) if context_length else None
+    stated = parse_length(context_length)
     quiet_transformers()
     advice = advise_on(
         model,

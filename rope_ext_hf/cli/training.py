@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, parse_length, split_list
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, split_list
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
@@ -60,7 +61,7 @@ def finetune(
     Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
     The trained model, in FOLDER/model, loads plainly wherever the method does.
 
-    Example: `rope-ext finetune reference --method yarn --factor 4 --data books/*.txt --minutes 10 --out longer`
+    Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
     from rope_ext_hf.training.finetuning import finetune as train
 
@@ -68,29 +69,32 @@ def finetune(
     if source.device_map is not None:
         raise MethodError("a model that is spread over devices is not trained here; leave out --device-map")
     quiet_transformers()
-    report = train(
-        model,
-        out,
-        data=data,
-        **methods.arguments,
-        minutes=minutes,
-        steps=steps,
-        eval_data=eval_data,
-        train_all=train_all,
-        rank=rank,
-        learning_rate=learning_rate,
-        batch=batch,
-        accumulate=accumulate,
-        guard=guard,
-        control=control,
-        retrieval=retrieval,
-        max_spans=max_spans,
-        seed=seed,
-        dtype="float32" if source.dtype == "auto" else source.dtype,
-        device=source.device,
-        **source.version,
-        report=lambda line: print_note("finetune", line),
-    )
+    try:
+        report = train(
+            model,
+            out,
+            data=data,
+            **methods.arguments,
+            minutes=minutes,
+            steps=steps,
+            eval_data=eval_data,
+            train_all=train_all,
+            rank=rank,
+            learning_rate=learning_rate,
+            batch=batch,
+            accumulate=accumulate,
+            guard=guard,
+            control=control,
+            retrieval=retrieval,
+            max_spans=max_spans,
+            seed=seed,
+            dtype="float32" if source.dtype == "auto" else source.dtype,
+            device=source.device,
+            **source.version,
+            report=lambda line: print_note("finetune", line),
+        )
+    except ImportError as error:
+        raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
 
 
@@ -151,7 +155,7 @@ def search(
     same command continues where it was stopped. Where what was found does not surely read better than the best fixed
     method, that is written.
 
-    Example: `rope-ext search reference --target-length 2k --data books/*.txt --budget 10m --out found`
+    Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """
     from rope_ext_hf.training.searching import search as find
 
@@ -165,7 +169,7 @@ def search(
         target_length=parse_length(target_length),
         minutes=None if budget is None else _minutes(budget),
         trials=trials,
-        methods=None if methods is None else split_list([methods]),
+        methods=None if methods is None else _names(methods),
         static=static,
         most_lost=most_lost_at_1x,
         fitness=fitness,
@@ -173,7 +177,7 @@ def search(
         passages=passages,
         max_spans=max_spans,
         over=over,
-        context_length=None if context_length is None else parse_length(context_length),
+        context_length=parse_length(context_length),
         seed=seed,
         dtype=source.dtype,
         device=source.device,
@@ -181,6 +185,12 @@ def search(
         report=lambda line: print_note("search", line),
     )
     print_text(json_text(report.to_dict()) if as_json else str(report))
+
+
+def _names(text: str) -> list[str]:
+    if not (names := split_list([text])):
+        raise MethodError("--methods names no method; leave it out to begin with the default ones")
+    return names
 
 
 def _minutes(text: str) -> float:

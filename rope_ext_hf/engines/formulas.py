@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rope_ext_hf.errors import ServingError
+
 __all__ = ["divided", "linear", "llama3", "longrope_magnitude", "plain", "yarn", "yarn_magnitude"]
 
 
@@ -73,5 +75,11 @@ def llama3(theta: float, dim: int, factor: float, original: float, low: float, h
 
 
 def longrope_magnitude(scale: float, original: float) -> float:
-    """sqrt(1 + ln s / ln L0); 1 up to s = 1."""
+    """sqrt(1 + ln s / ln L0); 1 up to s = 1.
+
+    Raises:
+        ServingError: an original length that has no logarithm above zero.
+    """
+    if not original > 1:
+        raise ServingError(f"longrope needs an original length above 1, and it is {original:g}")
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rope_ext_hf.engines.base import GEOMETRY_KEYS, Encoding, ServingConfig, Target
+from rope_ext_hf.installing import install_command
 
 __all__ = ["PLUGIN_TYPE", "REMAPPING_KEY", "plugin_encoding", "plugin_frequencies", "plugin_note", "plugin_settings"]
 
@@ -51,4 +52,4 @@ def plugin_frequencies(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], 
 
 def plugin_note(config: ServingConfig, title: str) -> tuple[str, ...]:
     """The notes of a config, and what to install beside an engine for it."""
-    return (*config.notes, f"Install this package beside {title}, which loads it: pip install --no-deps rope-ext-hf.")
+    return (*config.notes, f"Install this package beside {title}, which loads it: {install_command('', '--no-deps')}")

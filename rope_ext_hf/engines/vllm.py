@@ -174,7 +174,10 @@ class VLLM(ConfigEngine):
             return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale)
         if model_type == "gpt_oss":
             for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-                needed(settings, key)
+                try:
+                    needed(settings, key)
+                except ServingError as error:
+                    raise ServingError(f"its file of gpt-oss hands on YaRN's keys alone, and {error}") from error
             kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
             if settings.get("attention_factor") is not None or kind != "yarn":
                 notes.append("gpt-oss: run as yarn, without attention_factor.")

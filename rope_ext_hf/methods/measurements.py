@@ -11,7 +11,6 @@ lengths, and what was not measured is answered by the next larger factor or leng
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,20 +23,17 @@ from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 __all__ = [
     "Rise",
     "cost_notes",
-    "factor_for",
+    "helped",
     "measured_models",
-    "measured_reach",
+    "measured_reaches",
+    "reach_text",
     "rises_at",
     "rises_for_short_inputs",
-    "worth_trying",
 ]
 
 AS_LOADED = "as loaded"
 RECOVERED = 2 / 3
-"""A method is worth trying where it takes away this share of what the model as loaded loses at the length."""
-
-FEW_DIMS = 32
-"""Up to so many rotated dims, pairs are far apart in wavelength, and a ramp moves many of them at once."""
+"""A method helps where it takes away this share of what the model as loaded loses at the length."""
 
 
 class Rise(NamedTuple):
@@ -125,26 +121,31 @@ def _smallest(method: str, fits: Callable[[Rise], bool]) -> tuple[Rise, ...]:
     return tuple(min(some, key=lambda rise: (rise.factor or 0, rise.scale)) for some in fitting) if all(fitting) else ()
 
 
-def worth_trying(rises: Sequence[Rise]) -> bool:
-    """Whether, on every model, the method takes away `RECOVERED` of what the model as loaded loses at the length."""
-    return bool(rises) and all(rise.increase <= (1 - RECOVERED) * rise.as_loaded for rise in rises)
+def helped(rises: Sequence[Rise]) -> tuple[MeasuredModel, ...]:
+    """The models on which the method takes away `RECOVERED` of what the model as loaded loses at the length."""
+    return tuple(rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded)
 
 
-def factor_for(method: str, scale: float) -> float | None:
-    """The smallest measured factor with which a method is worth trying at a length; None: there is none."""
-    factors = sorted({rise.factor for each in _measurements().values() for rise in each.get(method, ()) if rise.factor})
-    for factor in factors:
-        at_scale = _smallest(method, lambda rise, factor=factor: rise.factor == factor and rise.scale >= scale)  # type: ignore[misc]
-        if worth_trying(at_scale):
-            return factor
-    return None
-
-
-def measured_reach(method: str) -> tuple[float, float]:
-    """Up to how many context lengths a method is worth trying (1: none), and up to how many it was measured."""
+def measured_reaches(method: str) -> tuple[dict[MeasuredModel, float], float]:
+    """Up to how many context lengths a method helped each model (1: at none), and up to how many it was measured."""
     scales = sorted({rise.scale for each in _measurements().values() for rise in each.get(method, ())})
-    worth = takewhile(lambda scale: scale == 1 or worth_trying(rises_at(method, scale)), scales)
-    return max(worth, default=1.0), max(scales, default=1.0)
+    reaches = {
+        model: max(takewhile(lambda n, m=model: n == 1 or m in helped(rises_at(method, n)), scales), default=1.0)  # type: ignore[misc]
+        for model in measured_models()
+    }
+    return reaches, max(scales, default=1.0)
+
+
+def reach_text(method: str) -> str:
+    """Where a method helped, model by model, in words; models do not agree, and what decides it is not known."""
+    reaches, longest = measured_reaches(method)
+    if longest == 1:
+        return "not measured"
+    names = [f"to {reach:g}x" if reach > 1 else "no" for reach in reaches.values()]
+    if len(set(names)) == 1:
+        count = "both" if len(names) == 2 else f"all {len(names)}"
+        return f"{names[0]} on {count if reaches and names[0] != 'no' else count.replace('both', 'either')}"
+    return ", ".join(f"{name} on the {model.name}" for name, model in zip(names, reaches, strict=True))
 
 
 def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
@@ -158,12 +159,7 @@ def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
         measured = " and ".join(f"{rise.increase:+.2f} on the {rise.model.name}" for rise in rises)
         notes.append(
             f"Inputs within the context length lose as well: with a factor of {rises[0].factor:g}, {measured}, in bits "
-            "per byte. Take the smallest factor that reaches the length you need."
-        )
-        nearest = min(measured_models(), key=lambda model: abs(math.log(model.rotated_dims / rotary.dim)))
-        few = "Few pairs of dims rotate here: of" if rotary.dim <= FEW_DIMS else "Of"
-        notes.append(
-            f"{few} the models measured, the {nearest.name}, of {nearest.rotated_dims} rotated dims, is nearest to "
-            f"this one, of {rotary.dim}."
+            "per byte. How much this model loses is known when it is measured. Take the smallest factor that reaches "
+            "the length you need."
         )
     return (*notes, *method.cautions(rotary))

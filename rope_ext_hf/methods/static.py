@@ -237,7 +237,8 @@ class RampedMethod(RopeMethod):
             return ()
         return (
             f"At least half of the interpolation falls on {int(slowed.sum())} of {len(cycles)} pairs that complete "
-            f"{MANY_CYCLES} cycles or more within the context length; beta_fast={MANY_CYCLES} leaves them as they are.",
+            f"{MANY_CYCLES} cycles or more within the context length; a smaller beta_fast leaves them as they are. "
+            "Models differ in whether that helps: compare the two on your own text.",
         )
 
 

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from rope_ext_hf.errors import printable, short
+from rope_ext_hf.installing import install_command
 
 __all__ = [
     "COLOURS",
@@ -57,7 +58,7 @@ def picture(path: str | Path | None, width: float, height: float) -> Iterator[An
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: install this package with its extra [eval]") from error
+        raise ImportError(f"pictures need matplotlib: {install_command('eval')}") from error
 
     class Shown(Figure):
         def _repr_png_(self) -> bytes:  # IPython shows other figures only once pyplot is imported

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.pictures.attention_vectors import mean_scores
 from rope_ext_hf.pictures.drawing import PLAIN, Line, colour_bar, draw_lines, finish_axes, picture
@@ -161,7 +162,7 @@ def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, cont
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
-        raise ImportError("t-SNE needs scikit-learn: install this package with its extra [eval]") from error
+        raise ImportError(f"t-SNE needs scikit-learn: {install_command('eval')}") from error
     inv_freq = rotary.inv_freq()
     pairs, few = len(inv_freq), positions // 4
     vectors = torch.randn(contents, 1, pairs, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["path"]
+__all__ = ["folder_of", "path"]
 
 
 def path() -> Path:
     """The folder of the model, tokenizer and model card; it loads with plain transformers."""
     return Path(__file__).parent
+
+
+def folder_of(name: str | Path) -> str | Path:
+    """The folder that "reference" means; any other name as it is."""
+    return path() if str(name) == "reference" else name

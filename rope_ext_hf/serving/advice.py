@@ -26,12 +26,12 @@ class MethodAdvice:
     Attributes:
         method: its name.
         kind: "static", "length-dependent", "remapping" or "trained".
-        fits: whether it is worth trying at this length without training, by what was measured.
-        why: why it fits or does not.
+        fits: whether it helped a measured model at this length, without training.
+        why: where it helped.
         measured: how much the loss rose at this length, by the model that it was measured on, in bits per byte.
         short_inputs: what it does to inputs within the context length.
         decode, when: see `Guidance`.
-        purposes: what it is the first choice for; names of `PURPOSES`.
+        purposes: what it is a candidate for; names of `PURPOSES`.
         engines: how each engine serves it, by the engine's name; None: it refuses.
         refusals: why, by the engine's name.
     """
@@ -60,8 +60,8 @@ class Advice:
         context_length, context_rule: the length that the model is for, and how that is known.
         extended_by: the scalings and patches that it has already, the last one first.
         factor: the target length over the context length.
-        methods: every method, the fitting ones first; empty where no method is needed.
-        choices: the methods to take first, by purpose.
+        methods: every method, those first that helped a measured model; empty where no method is needed.
+        choices: the candidates, by purpose; they are not ranked.
         served: the method that is advised for each engine; "": the model as it is.
         memory: of keys and values, at the context length and at the target length.
         commands: what to run next, by what for.
@@ -99,7 +99,7 @@ class Advice:
         if not self.methods:
             lines += ["", "No method is needed."]
         if self.choices:
-            lines += ["", *_columns([("for", "take"), *((key, ", ".join(v)) for key, v in self.choices.items())])]
+            lines += ["", *_columns([("for", "candidates"), *((key, ", ".join(v)) for key, v in self.choices.items())])]
         if self.methods:
             lines += ["", *self._measured_table()]
             engines = [name for name in list_engines() if any(name in each.engines for each in self.methods)]
@@ -118,9 +118,10 @@ class Advice:
         fitting = [each for each in self.methods if each.fits]
         lines = ["Without training, measured on:", *(f"  the {model}" for model in measured_models())]
         lines.append("A rise is in bits per byte, over the loss of the model as loaded at its context length.")
-        lines.append("Small models rank methods; they do not predict a large one. Measure yours.")
+        lines.append("They do not agree, and what decides it is not known: they differ in size, text, dims and base.")
+        lines.append("Which candidate reads best here is known when it is measured, by the first command below.")
         if fitting:
-            head = ("worth trying", "kind", "inputs within the context length", "rise at this length")
+            head = ("helped", "kind", "inputs within the context length", "rise at this length")
             rows = ((m.method, m.kind, m.short_inputs, " / ".join(signed(m.measured.values()))) for m in fitting)
             lines += ["", *_columns([head, *rows]), ""]
             lines += ["take", *(f"  {each.method} when {each.when}" for each in fitting if each.when)]
@@ -130,7 +131,7 @@ class Advice:
         if others:
             lines += [
                 "",
-                "not advised at this length",
+                "not shown to help at this length",
                 *(f"  {', '.join(names)}: {why}" for why, names in others.items()),
             ]
         return lines

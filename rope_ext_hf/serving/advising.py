@@ -13,21 +13,21 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import ServingConfig, list_engines
 from rope_ext_hf.engines.comparison import reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.eval.preflight import estimate_flops
-from rope_ext_hf.hub import empty_model
+from rope_ext_hf.hub import empty_model, foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import (
     Rise,
     cost_notes,
-    factor_for,
-    measured_reach,
+    helped,
+    reach_text,
     rises_at,
     rises_for_short_inputs,
-    worth_trying,
 )
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -51,9 +51,10 @@ _SUSTAINED = 1e14
 """Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 
 
+@foreign_errors("no advice can be given on this model")
 def advise(
     model: nn.Module | str | Path,
-    target_length: int,
+    target_length: Length,
     *,
     over: str = "own",
     context_length: int | None = None,
@@ -79,12 +80,15 @@ def advise(
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
+    target_length = parse_length(target_length)
     for name, value in (("target_length", target_length), *(("a batch", each) for each in batches)):
         if not isinstance(value, int) or value < 1:
             raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    own = base_rope_of_config(opened.described, over, context_length)
-    rotary, rule, specs = own.rotary, own.rule, opened.specs if over == "own" and context_length is None else []
+    name = str(model) if isinstance(model, (str, Path)) else opened.name  # "reference" is no folder of the user's
+    specs = opened.specs if over == "own" and context_length is None else []
+    own = base_rope_of_config(opened.described, over, context_length, opened.config)
+    rotary, rule = own.rotary, own.rule
     reached, extended_by = rotary.context_length, [str(each) for each in scalings_underneath(rotary)]
     if specs:
         top = specs[-1]
@@ -93,7 +97,7 @@ def advise(
         extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
     if reads_to is not None and reads_to > reached:
         reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
-    run = _Planner(opened, rotary, target_length, {"over": over, "context_length": context_length})
+    run = _Planner(opened, name, rotary, target_length, {"over": over, "context_length": context_length})
     needed = target_length > reached
     methods = run.methods() if needed else []
     choices = _choices(methods)
@@ -107,7 +111,7 @@ def advise(
     published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})
     return Advice(
-        model=opened.name,
+        model=name,
         model_type=opened.config.model_type,
         target_length=target_length,
         original_length=rotary.trained_length,
@@ -131,10 +135,10 @@ def _sliding_rope(opened: Model) -> Any:
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """The methods to take at this length, by purpose: the candidates that fit, by what was measured.
+    """The candidates at this length, by purpose: those that helped a measured model. They are not ranked.
 
-    Where no candidate for serving fits: the fitting method with the lowest loss that an engine serves. Fine-tuning
-    needs no fit.
+    Where no candidate for serving helped: the methods that did and that an engine serves. Fine-tuning needs no
+    measurement.
     """
 
     def served(each: MethodAdvice) -> bool:
@@ -146,16 +150,17 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
 
     chosen = {purpose: tuple(m.method for m in methods if takes(m, purpose)) for purpose in PURPOSES}
     if not chosen[SERVING]:
-        fitting = [each for each in methods if each.fits and served(each)]
-        lowest = sorted(fitting, key=lambda each: sum(each.measured.values()))
-        chosen[SERVING] = tuple(each.method for each in lowest[:1])
+        chosen[SERVING] = tuple(each.method for each in methods if each.fits and served(each))
     return {purpose: names for purpose, names in chosen.items() if names}
 
 
 class _Planner:
     """One model on its way to one length."""
 
-    def __init__(self, opened: Model, rotary: Rotary, target_length: int, underneath: dict[str, Any]) -> None:
+    def __init__(
+        self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
+    ) -> None:
+        self.name = name
         self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
         given = {key: value for key, value in underneath.items() if value not in (None, "own")}
         self.options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
@@ -186,7 +191,7 @@ class _Planner:
             why = guidance.unmeasured or one_line(error)
         else:
             kind = _kind(method)
-            fits = worth_trying(rises)
+            fits = bool(helped(rises))
             why = self._why(name, guidance, rises)
             short = self._short_inputs(method, factor)
         if kind == "static":
@@ -206,18 +211,11 @@ class _Planner:
         )
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
-        factor = self.target_length / self.rotary.context_length
-        reach, longest = measured_reach(name)
-        if longest == 1:
-            return guidance.unmeasured or "not measured"
         if not rises:
-            return f"not measured beyond {longest:g} times the context length; worth trying up to {reach:g} times"
-        if worth_trying(rises):
-            return f"worth trying (up to {reach:g} times the context length)"
-        larger = factor_for(name, factor)
-        if larger is not None:
-            return f"worth trying with a larger factor, {larger:g} and not {factor:.3g}"
-        return f"the loss rose too much: {' / '.join(signed(rise.increase for rise in rises))}"
+            return guidance.unmeasured or f"not measured at this length; helped {reach_text(name)}"
+        if models := helped(rises):
+            return f"helped at this length on the {' and the '.join(model.name for model in models)}"
+        return f"helped none of the {len(rises)} small models that were measured"
 
     def _short_inputs(self, method: RopeMethod, factor: float) -> str:
         kept = method.unchanged_length(self.rotary)
@@ -293,7 +291,7 @@ class _Planner:
         reached: int,
     ) -> dict[str, tuple[str, ...]]:
         """What to run next, by what for."""
-        model, target = self.opened.name, str(self.target_length)
+        model, target = self.name, str(self.target_length)
         quoted = shlex.quote(model)
         first = next(iter(choices.get(SERVING, ())), None)
         compared = list(dict.fromkeys(name for names in choices.values() for name in names))

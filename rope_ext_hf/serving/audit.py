@@ -26,13 +26,13 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_hooks import angle_table
+from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.serving.gguf_files import read_file_rope
-from rope_ext_hf.serving.target import describe_config
+from rope_ext_hf.serving.target import describe_config, refuse_adapter
 
 __all__ = ["Audit", "audit"]
 
@@ -119,21 +119,20 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
         return _audit_gguf(file)
     if file.suffix != ".json":
         folder = model_folder(path, revision=revision, weights=False)
-        if find_adapter(folder) is not None:
-            raise CheckpointError(
-                f"{short(str(path))!r} is an adapter of PEFT, without a config of its own; audit its base model, or "
-                "merge it (merge_and_unload, save_pretrained) and audit the result"
-            )
+        refuse_adapter(path, folder)
         file = folder / "config.json"
     return audit_config(read_json(file), str(file))
 
 
+@foreign_errors("this config cannot be audited")
 def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     """`audit` of a config that has been read.
 
     Raises:
+        CheckpointError: a number that no model has.
         ServingError: a model whose angles are a table in its weights, which no config describes.
     """
+    check_stated(config)
     model_type = str(config.get("model_type"))
     if angle_table(model_type) is not None:
         raise ServingError(

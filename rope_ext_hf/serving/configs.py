@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
 from rope_ext_hf.errors import short
 from rope_ext_hf.files import read_json
+from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.serving.target import make_targets, open_model
@@ -26,13 +28,14 @@ DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 """Keys by which configs state layers that draft tokens (multi-token prediction), such as DeepSeek's."""
 
 
+@foreign_errors("this model cannot be configured for the engine")
 def serving_config(
     model: nn.Module | str | Path,
     engine: str,
     method: str | RopeMethod | None = None,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     engine_version: str | None = None,

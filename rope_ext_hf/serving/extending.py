@@ -15,18 +15,20 @@ from typing import Any
 
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.engines.comparison import usual_server
-from rope_ext_hf.errors import MethodError, ServingError
+from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.measures import Evidence, Measure
 from rope_ext_hf.eval.results import Result, method_key
 from rope_ext_hf.eval.runs import Run
 from rope_ext_hf.eval.statistics import Estimate
 from rope_ext_hf.eval.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.methods.guidance import SERVING
 from rope_ext_hf.methods.measurements import rises_for_short_inputs
 from rope_ext_hf.patches.recipes import find_recipe
+from rope_ext_hf.patches.saving import unlike_copies
 from rope_ext_hf.serving.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.serving.advising import advise
-from rope_ext_hf.serving.target import open_model
+from rope_ext_hf.serving.target import needs_nothing, open_model
 
 __all__ = ["Extension", "ExtensionVerdict", "carries", "judge", "plan_extension"]
 
@@ -197,9 +199,6 @@ def plan_extension(
             f"model it was made from, or serve it: `rope-ext serve-config {shlex.quote(model)} --engine {engine}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    published = recipe is not None and recipe.reaches(target_length)
-    if recipe is not None and published:
-        context_length = recipe.context_length
     advice = advise(
         model,
         target_length,
@@ -210,8 +209,10 @@ def plan_extension(
     )
     chosen = _choose(advice, engine)
     reason = f"{chosen.method} is the first choice for serving at {advice.factor:.3g} times the context length"
-    if recipe is not None and published and recipe.entry and chosen.method == recipe.entry["rope_type"]:
-        reason = f"{chosen.method} over {context_length:,} tokens is published for {recipe.name}: {recipe.source}"
+    if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
+        where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
+        longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
+        reason = f"{where}{longer}: {recipe.source}"
     folder = str(out or f"{Path(model).name}-{target_length}")
     loading = ["--revision", revision] if revision else []
     loading += ["--trust-remote-code"] if trust_remote_code else []
@@ -248,10 +249,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
     if not advice.methods:
         served = advice.commands.get(f"serve with {engine}", ())
         how = f" Serve it as it is: {served[-1]}" if served else ""
-        raise MethodError(
-            f"{advice.model} is for {advice.context_length:,} tokens ({advice.context_rule}); "
-            f"{advice.target_length:,} needs no extension.{how}"
-        )
+        raise MethodError(f"{needs_nothing(advice.context_length, advice.target_length, advice.context_rule)}{how}")
     fitting = [each for each in advice.methods if each.fits and each.engines]
     if not fitting:
         raise MethodError(
@@ -269,15 +267,22 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
     return chosen
 
 
-def carries(extension: Extension) -> bool:
-    """Whether the folder is there already, with the patch of an extension.
+def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+    """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
+
+    Its files are compared with those of the model, which takes as long as to copy them.
+
+    Args:
+        revision, trust_remote_code: as `plan_extension` takes them.
 
     Raises:
-        MethodError: it is there without that patch.
+        MethodError: it is there without that patch, or was made from another model or other weights.
+        CheckpointError, FingerprintError: its config is damaged.
     """
-    if not Path(extension.out).exists():
+    out = Path(extension.out)
+    if not out.exists():
         return False
-    specs = open_model(extension.out).specs if (Path(extension.out) / "config.json").is_file() else []
+    specs = open_model(extension.out).specs if (out / "config.json").is_file() else []
     spec = specs[-1] if len(specs) == 1 else None
     same = spec is not None and (spec.method.name, spec.target_length, spec.rotary.context_length) == (
         extension.method,
@@ -286,7 +291,26 @@ def carries(extension: Extension) -> bool:
     )
     if not same:
         raise MethodError(f"{extension.out!r} exists already and is something else; give --out another name")
+    load_empty(out, trust_remote_code=trust_remote_code)  # refuses a record that contradicts itself
+    unlike = unlike_copies(model_folder(extension.model, revision=revision), out)
+    given, copied = (
+        read_config(name, trust_remote_code=trust_remote_code, **where)[0]
+        for name, where in ((extension.model, {"revision": revision}), (out, {}))
+    )
+    if _plain(given) != _plain(copied):
+        unlike.append("config.json")
+    if unlike:
+        raise MethodError(
+            f"{extension.out!r} was not made from {extension.model!r} as it is now: {short(', '.join(unlike))} "
+            "changed since, or belong to another model; give --out another name, or remove the folder"
+        )
     return True
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The settings of a config without its name, the version that wrote it, and what another folder may state again."""
+    values: dict[str, Any] = config.to_dict()
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def judge(extension: Extension, run: Run[Result]) -> ExtensionVerdict:

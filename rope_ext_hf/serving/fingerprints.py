@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.files import read_json
-from rope_ext_hf.hub import empty_model, load_empty
+from rope_ext_hf.hub import empty_model, foreign_errors, load_empty
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 
 __all__ = ["fingerprint"]
 
 
+@foreign_errors("this model has no fingerprint")
 def fingerprint(
     model: nn.Module | str | Path | Any, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Fingerprint:

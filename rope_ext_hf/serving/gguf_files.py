@@ -17,6 +17,7 @@ from rope_ext_hf.engines.llama_cpp import FileRope
 from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files import atomic_file, check_destination
 from rope_ext_hf.hub import foreign_errors
+from rope_ext_hf.installing import install_command
 
 __all__ = ["read_file_rope", "rewrite"]
 
@@ -32,7 +33,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         import gguf
     except ImportError as error:
-        raise MethodError("GGUF files need the gguf package: pip install 'rope-ext-hf[gguf]'") from error
+        raise MethodError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
     failure = f"the GGUF file {short(str(path))!r} cannot be read"
     if not path.is_file():
         raise CheckpointError(f"{failure}: there is no regular file")

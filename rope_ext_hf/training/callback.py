@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rope_ext_hf.errors import FingerprintError, MethodError
+from rope_ext_hf.bounds import Length, parse_lengths
+from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.eval.results import label
+from rope_ext_hf.files import atomic_file, json_text, read_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
+from rope_ext_hf.patches.loading import find_config
 from rope_ext_hf.patches.parallelism import check_context_parallel
+from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.serving.fingerprints import fingerprint
 
 if TYPE_CHECKING:
@@ -35,13 +39,14 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
     """Stop a training whose model does not rotate as asked for, and log its loss at several lengths.
 
     The model is compared with `expected` when training begins, after the first step, and at every save, in every
-    process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json.
+    process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json, and the
+    checkpoint that a training goes on from: `args.resume_from_checkpoint`, or the one of its step in the output folder.
 
     Args:
         expected: a `Fingerprint`, or what `rope.fingerprint` takes: a model, a folder, a config; None: the model as it
             is when training begins.
         data: text whose loss is measured, as `rope_ext_hf.eval.perplexity` takes it; None: none is.
-        lengths: context lengths in tokens that it is measured at, on the same target tokens.
+        lengths: context lengths that it is measured at, in tokens, 4096 or "4k", on the same target tokens.
         every: steps between measurements.
         max_spans: spans of text per length.
         tokenizer: of the text; default: the one beside the model's weights.
@@ -59,7 +64,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         expected: Fingerprint | nn.Module | str | Path | Any = None,
         *,
         data: Any = None,
-        lengths: Sequence[int] = (),
+        lengths: Length | Sequence[Length] = (),
         every: int = 100,
         max_spans: int = 8,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -69,7 +74,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if every < 1:
             raise MethodError(f"every must be at least 1 step, got {every}")
         self.expected = expected if isinstance(expected, Fingerprint) or expected is None else fingerprint(expected)
-        self.data, self.lengths, self.every, self.max_spans = data, tuple(lengths), every, max_spans
+        self.data, self.lengths, self.every, self.max_spans = data, parse_lengths(lengths), every, max_spans
         self.tokenizer = tokenizer
         self._first = True
 
@@ -80,6 +85,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self.expected = self.expected or fingerprint_of(model)
         self._first = True
         self._check(fingerprint_of(model), "the model that is to be trained")
+        self._check_checkpoint(model, args, state)
         parallelism = getattr(args, "parallelism_config", None)
         if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
             check_context_parallel(model)
@@ -99,8 +105,26 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
             with atomic_file(folder / FILE) as part:
                 part.write_text(json_text(self.expected.to_dict()) + "\n", encoding="utf-8")
-            if any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):  # shards come without
-                self._check(fingerprint(folder), f"the folder {str(folder)!r}")
+            if (saved := _rotated_by(folder)) is not None:
+                self._check(saved, f"the folder {str(folder)!r}")
+
+    def _check_checkpoint(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
+        """Check that the checkpoint that a training goes on from was trained as this model rotates."""
+        if not state.global_step:
+            return
+        given = args.resume_from_checkpoint
+        folder = Path(given if isinstance(given, str) else f"{args.output_dir}/checkpoint-{state.global_step}")
+        trained = fingerprint(folder / FILE) if (folder / FILE).is_file() else _rotated_by(folder)
+        assert self.expected is not None
+        if trained is not None and (sentences := self.expected.differences(trained)):
+            method = patched_method(model)
+            raise FingerprintError(
+                f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
+                f"{trained.digest}), and the model that would go on from it runs "
+                f"{label(method.to_dict() if method else None)} (fingerprint {self.expected.digest}). In the "
+                f"checkpoint: {' '.join(sentences)} Patch the model as that was trained, or train "
+                "in another folder"
+            )
 
     def _check(self, actual: Fingerprint, what: str) -> None:
         assert self.expected is not None
@@ -112,11 +136,30 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if self.data is None:
             return
         tokenizer = self.tokenizer or kwargs.get("processing_class")
-        training = model.training
         results = perplexity(model, self.data, lengths=self.lengths, max_spans=self.max_spans, tokenizer=tokenizer)
-        model.train(training)
         losses = {f"loss_at_{result.length}": result.loss for result in results}
         state.log_history.append({"step": state.global_step, **losses})
+
+
+def _rotated_by(folder: Path) -> Fingerprint | None:
+    """What a folder says that is loaded from it.
+
+    None where it does not say: shards come without a config, and the adapter of a model that was made in memory without
+    the name of that model.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        return fingerprint(folder) if named else None
+    return fingerprint(folder) if (folder / "config.json").is_file() else None
+
+
+def _method_in(folder: Path) -> str:
+    """The label of the method that a checkpoint's folder records."""
+    try:
+        _, record, _ = find_config(folder)
+    except CheckpointError:  # shards, or the adapter of a model that was made in memory
+        return "another method"
+    return label(record and record["method"])
 
 
 def _unwrapped(model: Any) -> Any:

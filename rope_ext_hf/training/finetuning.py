@@ -8,32 +8,44 @@ The same call continues where it was interrupted. The folder `longer/model` load
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.bounds import Length, parse_length
+from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Corpus, Tokens, corpus_name
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
 from rope_ext_hf.eval.retrieval import passkey
-from rope_ext_hf.files import write_json
-from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.eval.statistics import Estimate, estimate_share, estimate_share_change
+from rope_ext_hf.eval.verdicts import Verdict, verdict
+from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.training.recipe import Budget, Rows, train
-from rope_ext_hf.training.run_folder import open_run, split
+from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model, split
 
-__all__ = ["FinetuneReport", "finetune"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["FinetuneReport", "Finetuning", "finetune"]
 
 HELD_OUT = 10
 """One document of so many is measured on instead of trained on."""
 RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
+MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
 
 @dataclass(frozen=True)
@@ -45,10 +57,11 @@ class FinetuneReport:
         context_length, target_length: tokens.
         losses: by model ("as loaded", "patched", "trained", and with a control "control" and "control, patched"), then
             by length in tokens: the loss.
-        gains: by model other than "trained", then by length: how much lower the loss of the trained model is, and its
+        gains: by model other than "trained", then by length: how much lower the loss of the trained model is, with its
             95% interval, paired by document; "as loaded at 1x" compares with the context length of the model as loaded.
-        retrieval: by model with the patch, the share of prompts at the target length that are answered exactly; empty:
-            not measured.
+        retrieval: by model with the patch, the share of prompts at the target length that are answered exactly, with
+            its interval over prompts; empty: not measured.
+        retrieval_gains: by such a model other than "trained", by how much the share of the trained model is larger.
         training: steps, seconds and losses of the training, and of the control.
         folder: the trained model.
     """
@@ -57,67 +70,56 @@ class FinetuneReport:
     context_length: int
     target_length: int
     losses: dict[str, dict[str, float]]
-    gains: dict[str, dict[str, tuple[float, float, float]]]
-    retrieval: dict[str, float]
+    gains: dict[str, dict[str, Estimate]]
+    retrieval: dict[str, Estimate]
+    retrieval_gains: dict[str, Estimate]
     training: dict[str, dict[str, Any]]
     folder: str
 
+    @property
+    def verdicts(self) -> dict[str, dict[str, Verdict]]:
+        """By model other than "trained", then by length: how its loss compares with that of the trained model."""
+        return {
+            name: {length: verdict(gain, unit="nats") for length, gain in by_length.items()}
+            for name, by_length in self.gains.items()
+        }
+
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready; an estimate is its value, the ends of its interval, and the number of documents or prompts."""
         return asdict(self)
 
     def __str__(self) -> str:
         lengths = list(self.losses["trained"])
-        width = max(map(len, (*self.losses, *self.gains, "nats per token"))) + 2
+        width = max(map(len, (*self.losses, "nats per token"))) + 2
         lines = [f"{'nats per token':{width}}" + "".join(f"{int(length):>12,}" for length in lengths)]
         for name, by_length in self.losses.items():
             lines.append(f"{name:{width}}" + "".join(f"{by_length[length]:>12.4f}" for length in lengths))
-        lines += ["", f"lower than ...{'':{width - 14}}" + "".join(f"{int(length):>12,}" for length in lengths)]
-        for name, gain_at in self.gains.items():
-            lines.append(f"{name:{width}}" + "".join(f"{gain_at[length][0]:>12.4f}" for length in lengths))
-            half = ((gain_at[length][2] - gain_at[length][1]) / 2 for length in lengths)
-            lines.append(f"{'  +-':{width}}" + "".join(f"{value:>12.4f}" for value in half))
-        lines += ["", *(f"retrieval, {name}: {share:.0%}" for name, share in self.retrieval.items())]
+        for name, told in self.verdicts.items():
+            lines += ["", f"loss of the model {name!r}, against the trained one"]
+            lines += [f"{int(length):>12,}: {each}" for length, each in told.items()]
+        if self.retrieval:
+            lines += ["", f"prompts of {self.target_length:,} tokens that are answered exactly"]
+            lines += [f"  {name}: {_share_text(share)}" for name, share in self.retrieval.items()]
+        for name, gain in self.retrieval_gains.items():
+            more = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
+            lines.append(f"  trained, against {name!r}: {more}")
         ran = self.training["trained"]
-        lines.append(f"{ran['steps']} steps in {ran['seconds'] / 60:.1f} minutes; the model is in {self.folder}")
+        lines += ["", f"{ran['steps']} steps in {ran['seconds'] / 60:.1f} minutes; the model is in {self.folder}"]
         return "\n".join(lines)
 
 
-def finetune(
-    model: str | Path,
-    out: str | Path,
-    *,
-    data: str,
-    method: str | RopeMethod,
-    factor: float | None = None,
-    target_length: int | None = None,
-    over: str = "own",
-    context_length: int | None = None,
-    minutes: float | None = None,
-    steps: int | None = None,
-    eval_data: str | None = None,
-    train_all: bool = False,
-    rank: int = 16,
-    learning_rate: float = 2e-4,
-    batch: int = 1,
-    accumulate: int = 4,
-    guard: float = 1.0,
-    control: bool = False,
-    retrieval: str | None = None,
-    max_spans: int = 48,
-    seed: int = 0,
-    dtype: str = "float32",
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    report: Callable[[str], None] | None = None,
-    **params: Any,
-) -> FinetuneReport:
-    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
+def _share_text(share: Estimate) -> str:
+    if share.low is None or share.high is None:
+        return f"{share.value:.0%} of {share.items} prompts"
+    return f"{share.value:.0%} [{share.low:.0%} to {share.high:.0%}]"
 
-    Args:
+
+@dataclass(frozen=True, kw_only=True)
+class Finetuning:
+    """What is asked of a fine-tuning.
+
+    Attributes:
         model: a folder, a Hub id or "reference".
-        out: the folder of the run; the trained model is in its folder `model`.
         data: the text to train on, as `rope_ext_hf.eval.perplexity` takes it.
         method, factor, target_length, over, context_length, params: as `rope_ext_hf.patch` takes them.
         minutes, steps: how long is trained; one of the two. With minutes the result depends on the machine's speed.
@@ -137,107 +139,235 @@ def finetune(
         dtype, device: of the model.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
+        params: parameters of the method.
+
+    Raises:
+        MethodError: not one of minutes and steps.
+    """
+
+    model: str
+    data: Corpus
+    method: str | RopeMethod
+    factor: float | None = None
+    target_length: Length | None = None
+    over: str = "own"
+    context_length: int | None = None
+    minutes: float | None = None
+    steps: int | None = None
+    eval_data: Corpus | None = None
+    train_all: bool = False
+    rank: int = 16
+    learning_rate: float = 2e-4
+    batch: int = 1
+    accumulate: int = 4
+    guard: float = 1.0
+    control: bool = False
+    retrieval: str | None = None
+    max_spans: int = 48
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_length", parse_length(self.target_length))
+        minutes, steps = self.minutes, self.steps
+        if (minutes is None) == (steps is None):
+            raise MethodError("give one of minutes and steps: how long is trained")
+        if not (minutes is None or minutes > 0) or not (steps is None or steps > 0):
+            raise MethodError(f"the training must be longer than nothing, got minutes={minutes}, steps={steps}")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        texts = {"data": corpus_name(self.data), "eval_data": corpus_name(self.eval_data)}
+        return values | texts | {"method": self.method if isinstance(self.method, str) else self.method.to_dict()}
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Where the model is."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    def load(self) -> Any:
+        """The model as loaded."""
+        gc.collect()  # a Trainer and the model before refer to each other
+        return load_model(self.model, dtype=self.dtype, device=self.device, **self.source)
+
+    def patched(self, model: Any) -> Any:
+        """A model with the patch, in place."""
+        under: dict[str, Any] = {"over": self.over, "context_length": self.context_length, **self.params}
+        return patch(model, self.method, factor=self.factor, target_length=self.target_length, **under)
+
+
+def finetune(
+    model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **asked: Any
+) -> FinetuneReport:
+    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
+
+    Args:
+        model: a folder, a Hub id or "reference".
+        out: the folder of the run; the trained model is in its folder `model`.
         report: called with a line of progress.
+        **asked: the fields of `Finetuning`: data, method, one of minutes and steps, and more; others are parameters of
+            the method.
 
     Raises:
         MethodError: not one of minutes and steps, or no length to extend to.
         CorpusError: too short a text.
-        FileError: the folder holds a run of other settings.
+        FileError: the folder holds a run of other settings, or of a model, tokenizer or text that changed since.
+        ImportError: PEFT is not installed, which adapters take.
+
+    A training continues from its last checkpoint that is as it was written; damaged ones are removed and reported.
     """
-    if (minutes is None) == (steps is None):
-        raise MethodError("give one of minutes and steps: how long is trained")
-    if not (minutes is None or minutes > 0) or not (steps is None or steps > 0):
-        raise MethodError(f"the training must be longer than nothing, got minutes={minutes}, steps={steps}")
-    settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
-    settings |= {"model": str(model), "method": method if isinstance(method, str) else method.to_dict()}
-    folder, say = Path(out), report or (lambda line: None)
-    open_run(folder, settings)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = load_tokenizer(model, **source)
-    training, held_out = split(tokenize(load(data), tokenizer), HELD_OUT)
-    if eval_data is not None:
-        training, held_out = training + held_out, tokenize(load(eval_data), tokenizer)
-    budget = Budget(minutes, steps)
+    known = {each.name for each in fields(Finetuning)} - {"model", "params"}
+    of_method = {name: value for name, value in asked.items() if name not in known}
+    question = Finetuning(model=str(model), params=of_method, **{name: asked[name] for name in asked.keys() & known})
+    if not question.train_all and find_spec("peft") is None:
+        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
+    return _answer(question, Path(out), report or (lambda line: None))
 
-    def fresh() -> Any:
-        return load_model(model, dtype=dtype, device=device, **source)
 
-    def patched(loaded: Any) -> Any:
-        under: dict[str, Any] = {"over": over, "context_length": context_length, **params}
-        return patch(loaded, method, factor=factor, target_length=target_length, **under)
+def _answer(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> FinetuneReport:
+    run = _prepare(asked, folder, say)
+    run.measure_untrained()
+    for name in ("trained", "control") if asked.control else ("trained",):
+        run.train_one(name)
+    made = run.report()
+    with atomic_file(folder / "report.json") as part:
+        part.write_text(json_text(made.to_dict()) + "\n", encoding="utf-8")
+    return made
 
-    learner = patched(fresh())
-    described = describe(learner)
+
+def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Run:
+    """Find the lengths, cut the text and open the folder, before anything is measured."""
+    if is_adapter(asked.model, revision=asked.revision):
+        raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
+    described = describe(asked.patched(load_empty(asked.model, **asked.source)))
     short, long = described.context_length, described.extended_length
     if long is None or long <= short:
         raise MethodError(f"{described.method} states no length to train at; give factor or target_length")
-    lengths = _doubling(short, long)
-    measured: dict[str, list[Result]] = {}
-    retrieved: dict[str, float] = {}
+    tokenizer = load_tokenizer(asked.model, **asked.source)
+    training, held_out = split(tokenize(load(asked.data), tokenizer), HELD_OUT)
+    if asked.eval_data is not None:
+        training, held_out = training + held_out, tokenize(load(asked.eval_data), tokenizer)
+    if (tokens := sum(len(each.ids) for each in training)) < long:
+        raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
+    base = asked.load()
+    open_run(folder, asked.settings, digest_inputs(base, tokenizer, training, held_out))
+    return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base)
 
-    def measure(name: str, subject: Any) -> None:
-        say(f"measuring: {name}")
-        measured[name] = list(
-            perplexity(
-                subject,
-                held_out,
-                lengths=lengths,
-                targets=short // 2,
-                max_spans=max_spans,
-                tokenizer=tokenizer,
-                out=folder / "measured",
-                data=eval_data or data,
-            )
-        )
-        if retrieval is not None and name in ("patched", "trained", "control, patched"):
-            cells = passkey(
-                subject,
-                lengths=[long],
-                task=retrieval,
-                trials=RETRIEVAL_TRIALS,
-                tokenizer=tokenizer,
-                out=folder / "measured",
-            )
-            retrieved[name] = sum(cell.exact_match for cell in cells) / len(cells)
 
-    base = fresh()
-    measure("as loaded", base)
-    measure("patched", patched(base))
-    del base
-    rows = {
-        "trained": Rows([each.ids for each in training], long, short, end=tokenizer.eos_token_id, seed=seed),
-        "control": Rows([each.ids for each in training], short, short, end=tokenizer.eos_token_id, seed=seed),
-    }
-    trained: dict[str, dict[str, Any]] = {}
-    for name in ("trained", *(["control"] if control else [])):
-        subject = learner if name == "trained" else fresh()
-        torch.manual_seed(seed)
-        wrapped = subject if train_all else _with_adapters(subject, rank)
-        wrapped.train()
-        say(f"training: {name}")
-        trained[name] = train(
-            wrapped,
-            fresh().requires_grad_(False) if guard else None,
-            rows[name],
-            folder / f"checkpoints of {name}",
-            budget,
-            learning_rate=learning_rate,
-            batch=batch * (1 if name == "trained" else round(long / short)),
-            accumulate=accumulate,
-            guard=guard,
-            device="cpu" if next(subject.parameters()).device.type == "cpu" else device,
-            report=lambda step, loss, used: say(f"step {step}, loss {loss:.4f}, {used:.0%} of the time"),
+@dataclass
+class _Run:
+    """A fine-tuning in its folder.
+
+    Attributes:
+        asked: what is asked.
+        folder: of the run.
+        say: called with a line of progress.
+        tokenizer: of the model.
+        training, held_out: what is trained on, and what is measured.
+        short, long: the context length and the extended one, in tokens.
+        base: the model as loaded, until it is measured.
+        measured: results by model.
+        answered: by model, the share of each prompt that is answered exactly, over its depths.
+        trained: what `train` returns, by model.
+    """
+
+    asked: Finetuning
+    folder: Path
+    say: Callable[[str], None]
+    tokenizer: PreTrainedTokenizerBase
+    training: list[Tokens]
+    held_out: list[Tokens]
+    short: int
+    long: int
+    base: Any
+    measured: dict[str, list[Result]] = field(default_factory=dict)
+    answered: dict[str, list[float]] = field(default_factory=dict)
+    trained: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def measure_untrained(self) -> None:
+        """Measure the model as loaded and with the patch; it is let go then."""
+        self._measure("as loaded", self.base)
+        self._measure("patched", self.asked.patched(self.base))
+        self.base = None
+
+    def _measure(self, name: str, model: Any) -> None:
+        self.say(f"measuring: {name}")
+        asked, kept = self.asked, {"tokenizer": self.tokenizer, "out": self.folder / "measured"}
+        self.measured[name] = perplexity(
+            model,
+            self.held_out,
+            lengths=_doubling(self.short, self.long),
+            targets=self.short // 2,
+            max_spans=asked.max_spans,
+            data=corpus_name(asked.data if asked.eval_data is None else asked.eval_data),
+            **kept,
         )
-        whole = wrapped if train_all else wrapped.merge_and_unload()
-        measure(name, whole)
-        if name == "trained":
-            whole.save_pretrained(folder / "model")
-            tokenizer.save_pretrained(folder / "model")
+        if asked.retrieval is not None and name not in ("as loaded", "control"):
+            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=RETRIEVAL_TRIALS, **kept)
+            exact = ([float(score.exact) for score in cell.scores] for cell in cells)
+            self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
+
+    def train_one(self, name: str) -> None:
+        """Train the patched model ("trained") or the one without ("control"), and measure it; the first is saved."""
+        asked, extended = self.asked, name == "trained"
+        model = asked.patched(asked.load()) if extended else asked.load()
+        torch.manual_seed(asked.seed)
+        learner = model if asked.train_all else _with_adapters(model, asked.rank)
+        learner.train()
+        self.say(f"training: {name}")
+        length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
+        self.trained[name] = train(
+            learner,
+            asked.load().requires_grad_(False) if asked.guard else None,
+            Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
+            self.folder / f"checkpoints of {name}",
+            Budget(asked.minutes, asked.steps),
+            learning_rate=asked.learning_rate,
+            batch=asked.batch * (1 if extended else round(self.long / self.short)),
+            accumulate=asked.accumulate,
+            guard=asked.guard,
+            device="cpu" if next(model.parameters()).device.type == "cpu" else asked.device,
+            report=lambda step, loss, used: self.say(f"step {step}, loss {loss:.4f}, {used:.0%} of the time"),
+            say=self.say,
+        )
+        model = learner if asked.train_all else learner.merge_and_unload()
+        self._measure(name, model)
+        if extended:
+            save_model(model, self.tokenizer, self.folder / "model")
         else:
-            measure("control, patched", patched(whole))
-    made = _report(settings, short, long, measured, retrieved, trained, str(folder / "model"))
-    write_json(folder / "report.json", made.to_dict())
-    return made
+            self._measure("control, patched", asked.patched(model))
+
+    def report(self) -> FinetuneReport:
+        """What the training changed."""
+        order = [name for name in MODELS if name in self.measured]
+        base, ours = self.measured["as loaded"][0], self.measured["trained"]
+        gains = {"as loaded at 1x": {str(each.length): difference(base, each) for each in ours}}
+        for name in order:
+            if name != "trained":
+                pairs = zip(self.measured[name], ours, strict=True)
+                gains[name] = {str(each.length): difference(theirs, each) for theirs, each in pairs}
+        answered = {name: self.answered[name] for name in order if name in self.answered}
+        return FinetuneReport(
+            settings=self.asked.settings,
+            context_length=self.short,
+            target_length=self.long,
+            losses={name: {str(each.length): each.loss for each in self.measured[name]} for name in order},
+            gains=gains,
+            retrieval={name: estimate_share(shares) for name, shares in answered.items()},
+            retrieval_gains={
+                name: estimate_share_change([a - b for a, b in zip(answered["trained"], shares, strict=True)])
+                for name, shares in answered.items()
+                if name != "trained"
+            },
+            training=self.trained,
+            folder=str(self.folder / "model"),
+        )
 
 
 def _doubling(short: int, long: int) -> list[int]:
@@ -267,33 +397,3 @@ def _with_adapters(model: Any, rank: int) -> Any:
         ensure_weight_tying=bool(model.config.get_text_config().tie_word_embeddings),
     )
     return get_peft_model(model, settings)
-
-
-def _report(
-    settings: dict[str, Any],
-    short: int,
-    long: int,
-    measured: dict[str, list[Result]],
-    retrieved: dict[str, float],
-    trained: dict[str, dict[str, Any]],
-    folder: str,
-) -> FinetuneReport:
-    order = [name for name in ("as loaded", "patched", "trained", "control", "control, patched") if name in measured]
-    base = measured["as loaded"][0]
-    gains: dict[str, dict[str, tuple[float, float, float]]] = {
-        "as loaded at 1x": {str(each.length): difference(base, each) for each in measured["trained"]}
-    }
-    for name in order:
-        if name != "trained":
-            pairs = zip(measured[name], measured["trained"], strict=True)
-            gains[name] = {str(ours.length): difference(theirs, ours) for theirs, ours in pairs}
-    return FinetuneReport(
-        settings=settings,
-        context_length=short,
-        target_length=long,
-        losses={name: {str(each.length): each.loss for each in measured[name]} for name in order},
-        gains=gains,
-        retrieval={name: retrieved[name] for name in order if name in retrieved},
-        training=trained,
-        folder=folder,
-    )

@@ -9,8 +9,11 @@ model loses at short inputs what it gains at long ones.
 from __future__ import annotations
 
 import math
+import re
+import shutil
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from rope_ext_hf.files import read_json, write_json
+from rope_ext_hf.errors import FileError
 from rope_ext_hf.training.callback import RopeCallback
+from rope_ext_hf.training.run_folder import read_whole, saving, write_whole
 
-__all__ = ["Budget", "Rows", "train"]
+__all__ = ["Budget", "Rows", "find_checkpoint", "train"]
 
 CLOCK = "clock.json"
-COMPLETE = "rope_fingerprint.json"  # the last file of a checkpoint: RopeCallback writes it, atomically
+"""The last file of a checkpoint, written atomically: the seconds of training, and a checksum of each other file."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 _ENDLESS = 10**9  # steps
 
 
@@ -116,12 +121,19 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
             loss = loss + self.guard * divergence
         return (loss, outputs) if return_outputs else loss
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with saving(Path(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Counts the seconds of training, over interruptions, and ends it when the budget is used."""
+    """Counts the seconds of training, over interruptions, and ends it when the budget is used.
+
+    It is the last callback: what it writes makes a checkpoint whole.
+    """
 
     def __init__(self, budget: Budget, seconds: float) -> None:
         self.budget, self.seconds, self.steps = budget, seconds, 0
@@ -138,12 +150,51 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            write_json(Path(args.output_dir) / f"checkpoint-{state.global_step}" / CLOCK, {"seconds": self.seconds})
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_whole(folder / CLOCK, {"seconds": self.seconds, "files": _checksums(folder)})
 
     def rate(self, step: int) -> float:
         """The learning rate's share of its peak: a short rise over 5% of the budget, then a cosine down to 0."""
         used = self.budget.share_used(self.seconds, step)
         return min(1.0, (used + 0.002) / 0.05) * 0.5 * (1 + math.cos(math.pi * used))
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """The CRC-32 of each file of a checkpoint but the clock's own; one core reads 2 GB/s.
+
+    A file that is damaged otherwise loads without an error, and trains other weights.
+    """
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != CLOCK:
+            with path.open("rb") as file:
+                sum_of_file = 0
+                while block := file.read(2**22):
+                    sum_of_file = zlib.crc32(block, sum_of_file)
+            sums[str(path.relative_to(folder))] = sum_of_file
+    return sums
+
+
+def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, float] | None:
+    """The newest checkpoint that is as it was written, with its seconds of training; None: there is none.
+
+    Newer ones, which are damaged or were not finished, are removed and reported to `say`.
+    """
+    numbers = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
+    for number in sorted(numbers, reverse=True):
+        path = numbers[number]
+        try:
+            clock = read_whole(path / CLOCK)
+            now = _checksums(path)
+            changed = sorted(name for name, value in clock["files"].items() if now.get(name) != value)
+            if not changed:
+                return path, float(clock["seconds"])
+            why = f"{', '.join(changed)} changed since it was written"
+        except FileError:
+            why = f"its {CLOCK}, which is written last, is missing or damaged"
+        say(f"{path.name} is removed: {why}. The training goes on from the one before, or else from its beginning")
+        shutil.rmtree(path)
+    return None
 
 
 def train(
@@ -159,7 +210,8 @@ def train(
     guard: float = 1.0,
     save_every: int = 20,
     device: str = "auto",
-    report: Any = None,
+    report: Callable[[int, float, float], object] | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
 
@@ -169,13 +221,13 @@ def train(
         accumulate: passes of so many rows per step.
         save_every: steps between checkpoints.
         report: called with the step, the loss and the share of the budget that is used, at every log.
+        say: called with a sentence on each checkpoint that is left out.
 
     Returns:
         The steps, the seconds, and the mean loss of every ten steps.
     """
-    whole = [path for path in folder.glob("checkpoint-*") if (path / COMPLETE).is_file() and (path / CLOCK).is_file()]
-    last = max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
-    clock = Clock(budget, float(read_json(last / CLOCK)["seconds"]) if last else 0.0)
+    last, seconds = find_checkpoint(folder, say) or (None, 0.0)
+    clock = Clock(budget, seconds)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -210,7 +262,7 @@ def train(
         train_dataset=rows,
         data_collator=Rows.collate,
         optimizers=(optimizer, schedule),
-        callbacks=[clock, Report(), RopeCallback()],  # the last one writes the file that makes a checkpoint whole
+        callbacks=[Report(), RopeCallback(), clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
         guard=guard,
     )
@@ -219,6 +271,7 @@ def train(
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
     else:  # stopped between the last step and what follows the training
         trainer._load_from_checkpoint(str(last))
+        trainer.state = TrainerState.load_from_json(str(last / "trainer_state.json"))
     curve = [{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry]
     model.eval()
     return {"steps": clock.steps, "seconds": round(clock.seconds, 1), "losses": curve}

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.key_token_runs import find_keys
 from rope_ext_hf.eval.key_tokens import find_key_tokens
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import Tokens, prefix_token
+from rope_ext_hf.eval.plan import prefix_token
 from rope_ext_hf.eval.retrieval import make_trials
 from rope_ext_hf.eval.retrieval_prompts import TASKS
 from rope_ext_hf.eval.scorer import TokenScorer

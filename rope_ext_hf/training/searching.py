@@ -17,23 +17,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.bounds import Length, listed, parse_length
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
 from rope_ext_hf.eval.corpora import load
+from rope_ext_hf.eval.documents import Corpus, corpus_name
 from rope_ext_hf.eval.journal import exclusive
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import prepare, tokenize
 from rope_ext_hf.eval.results import Result, difference
+from rope_ext_hf.eval.run_key import code_digest
 from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.eval.statistics import Estimate, estimate
-from rope_ext_hf.files import atomic_file, read_json
+from rope_ext_hf.files import atomic_file
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
-from rope_ext_hf.training.run_folder import open_run, split, write_whole
+from rope_ext_hf.training.run_folder import digest_inputs, open_run, read_whole, save_model, split, write_whole
 from rope_ext_hf.training.search_report import SearchReport, decide
 from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 from rope_ext_hf.training.search_trials import (
@@ -75,15 +78,15 @@ def search(
     model: str | Path,
     out: str | Path,
     *,
-    data: str,
-    target_length: int,
+    data: Corpus,
+    target_length: Length,
     minutes: float | None = None,
     trials: int | None = None,
-    methods: Sequence[str] | None = None,
+    methods: str | Sequence[str] | None = None,
     static: bool = False,
     most_lost: float = 0.02,
     fitness: str = "loss",
-    eval_data: str | None = None,
+    eval_data: Corpus | None = None,
     passages: int = 24,
     max_spans: int = 32,
     over: str = "own",
@@ -126,7 +129,8 @@ def search(
         MethodError: not one of minutes and trials, a target length within the context length, or no candidate that
             holds the bound.
         CorpusError: too short a text, or one with too few key tokens.
-        FileError: the folder holds a run of other settings, or another process is writing it.
+        FileError: the folder holds a run of other settings, of a model, tokenizer, text or code that changed since, or
+            damaged trials; or another process is writing it.
     """
     if (minutes is None) == (trials is None):
         raise MethodError("how long is searched? Give minutes (--budget) or trials, one of the two")
@@ -135,8 +139,14 @@ def search(
             f"minutes, trials, passages and max_spans must be above 0, got minutes={minutes}, trials={trials}, "
             f"passages={passages}, max_spans={max_spans}"
         )
+    target_length = parse_length(target_length)
     settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
-    settings |= {"model": str(model), "methods": list(methods or fixed_methods())}
+    settings |= {
+        "data": corpus_name(data),
+        "eval_data": corpus_name(eval_data),
+        "model": str(model),
+        "methods": listed(methods) if methods else list(fixed_methods()),
+    }
     folder, say = Path(out), report or (lambda line: None)
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     underneath: dict[str, Any] = {"over": over, "context_length": context_length}
@@ -150,11 +160,13 @@ def search(
     targets = settings["targets"] = scored_tokens(rotary.context_length)
     for name in settings["methods"]:  # a wrong name is refused before anything is read
         resolve_method(name, rotary, target_length=target_length)
-    open_run(folder, settings, may_differ=("minutes", "trials"))
+    searched, held_out = split(tokenize(load(data), tokenizer), 2)
+    if eval_data is not None:
+        searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
+    inputs = digest_inputs(loaded, tokenizer, searched, held_out) | {"the code of this package": code_digest(loaded)}
+    open_run(folder, settings, inputs, may_differ=("minutes", "trials"))
+    _read_trials(folder / "trials.json")  # a damaged file is refused before anything is measured
     with exclusive(folder, 0):
-        searched, held_out = split(tokenize(load(data), tokenizer), 2)
-        if eval_data is not None:
-            searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
         if sum(len(each.ids) >= target_length for each in held_out) < FEW_DOCUMENTS:
             held_out = pieces(held_out, target_length, max_spans)
         if not held_out:
@@ -181,9 +193,9 @@ def search(
         measured_seconds = max_spans * (len(run.fixed) + 3) * (1 + rotary.context_length / target_length)
         best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
         say("measuring on text that the search did not read")
-        best, made = run.measured(best, measurement, eval_data or data, asked)
-        _save(loaded, method_from_dict(best.method), target_length, folder / "model", underneath)
-        tokenizer.save_pretrained(folder / "model")
+        best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], asked)
+        _patch(loaded, method_from_dict(best.method), target_length, underneath)
+        save_model(loaded, tokenizer, folder / "model")
         run.draw(best)
         write_whole(folder / "report.json", made.to_dict())
         return made
@@ -412,9 +424,9 @@ class _HeldOut:
 
     def rename(self, before: str, after: str) -> None:
         """Call a method by another name."""
-        for row in (self.results, self.answers):
-            if before in row:
-                row[after] = row.pop(before)
+        self.results[after] = self.results.pop(before)
+        if self.asked:
+            self.answers[after] = self.answers.pop(before)
 
     @property
     def counted(self) -> str:
@@ -446,16 +458,13 @@ def _read_trials(file: Path) -> list[Trial]:
     if not file.is_file():
         return []
     try:
-        return [Trial.from_dict(each) for each in read_json(file)["trials"]]
+        return [Trial.from_dict(each) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
 
 
-def _save(
-    model: PreTrainedModel, method: RopeMethod, target_length: int, folder: Path, underneath: dict[str, Any]
-) -> None:
+def _patch(model: PreTrainedModel, method: RopeMethod, target_length: int, underneath: dict[str, Any]) -> None:
     values = method.to_dict()
     name = values.pop("method")
     stated: dict[str, Any] = {} if "factor" in values else {"target_length": target_length}
     patch(model, name, **values, **stated, **underneath)
-    model.save_pretrained(folder)

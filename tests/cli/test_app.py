@@ -10,20 +10,24 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer import Context
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError, __version__, hub
+from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import Command, app
-from rope_ext_hf.cli.options import MethodOptions, parse_length, parse_parameters
+from rope_ext_hf.cli.options import MethodOptions, parse_parameters
 from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.methods.remapping import SelfExtend
 from rope_ext_hf.reference import path
+from tests.support.models import build
 
 runner = CliRunner()
 
@@ -104,12 +108,53 @@ QUICK = {
 }
 
 
-def example(command: str) -> list[str]:
-    """The arguments of the example in a command's help."""
+def example_line(command: str) -> str:
+    """The example in a command's help, less the program."""
     text = inspect.getdoc(next(c.callback for c in app.registered_commands if c.name == command and c.callback)) or ""
     match = re.search(r"Example: `rope-ext ([^`]*)`", text)
     assert match is not None, text
-    return match[1].split()
+    return match[1]
+
+
+def example(command: str) -> list[str]:
+    """The arguments of the example."""
+    return shlex.split(example_line(command))
+
+
+@pytest.mark.parametrize("command", [str(command.name) for command in app.registered_commands])
+def test_the_example_of_every_command_parses_as_a_shell_hands_it_over(command: str, tmp_path: Path) -> None:
+    """In a folder with files that its patterns match."""
+    for name in ("books/one.txt", "books/two.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text", encoding="utf-8")
+    shell = ["sh", "-c", f"printf '%s\\n' {example_line(command)}"]
+    printed = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    group: Any = typer.main.get_command(app)
+    with group.make_context("rope-ext", [], resilient_parsing=True) as context:
+        group.commands[command].make_context(command, printed.splitlines()[1:], parent=context)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ppl", "reference", "--lengths", "256", "--method", ""], "--method names no method"),
+        (["describe", "reference", "--method", " , "], "--method names no method"),
+        (["patch", "reference", "--method", "", "--out", "new"], "--method names no method"),
+        (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--target-length", ""], "not a length in tokens"),
+        (["ppl", "reference", "--lengths", "256", "--data", ""], "'' is no name"),
+        (
+            ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--out", "new", "--methods", ""],
+            "--methods names no",
+        ),
+    ],
+)
+def test_an_option_with_nothing_in_it_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*arguments)
+    assert (code, message in err) == (2, True), err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -288,6 +333,98 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert err.strip().count("\n") == 0
     assert len(err) < 1200
     assert "Traceback" not in err
+
+
+_NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "change", "code", "message"),
+    [
+        ("advise", {"architectures": 63}, 0, ""),
+        ("describe", {"architectures": [63]}, 2, "must be a list of names, got [63]"),
+        ("advise", {"architectures": ["PreTrainedModel"]}, 0, ""),
+        ("describe", {"architectures": ["LlamaPreTrainedModel"]}, 2, "LlamaPreTrainedModel, which 'architectures'"),
+        ("advise", {"sliding_window": "yarn"}, 0, ""),
+        ("advise", {"original_max_position_embeddings": 1e-320}, 0, ""),
+        ("advise", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
+        (
+            "advise",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e308}},
+            2,
+            "states 1e+308 as its rope_theta",
+        ),
+        ("serve-config", {"rope_parameters": _NESTED}, 0, ""),
+        ("describe", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
+        ("audit", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
+        ("diff", {"text_config": {"num_hidden_layers": 2**53}}, 2, "states 9007199254740992 as its num_hidden_layers"),
+    ],
+)
+def test_one_damaged_value_of_a_config(
+    command: str, change: dict[str, object], code: int, message: str, tmp_path: Path
+) -> None:
+    """Each was a traceback, or a list of that many entries."""
+    build("llama").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None} | change), encoding="utf-8")
+    more = {"advise": ["--target-length", "1k"], "serve-config": ["--engine", "gguf"], "diff": ["reference"]}
+    given, _, err = run(command, str(tmp_path), *more.get(command, []))
+    assert given == code, err
+    assert message in err
+    assert err.count("\n") == (code > 0)
+
+
+@pytest.mark.slow
+def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None:
+    """Of the sliding-window layers, whose rotary embedding is read for a note alone."""
+    config = build("gemma3").config.to_dict()
+    config["rope_parameters"]["sliding_attention"]["rope_theta"] = {"factor": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, _, err = run("advise", str(tmp_path), "--target-length", "1k")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no advice can be given on this model: TypeError" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["file", "file/below", "n" * 300])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["finetune", "reference", "--method", "yarn", "--factor", "4", "--data", "stdlib", "--steps", "1", "--out"],
+        ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--trials", "1", "--out"],
+        ["extend", "reference", "--target-length", "2k", "--no-measure", "--yes", "--out"],
+        ["lm-eval-tasks"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_place_where_no_folder_can_be_made(command: list[str], place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept", encoding="utf-8")
+    if command[0] == "lm-eval-tasks":
+        pytest.importorskip("lm_eval")
+    code, _, err = run(*command, str(tmp_path / place))
+    assert code == 2
+    assert [line for line in err.splitlines() if line.startswith("rope-ext: ")] == err.splitlines()[-1:]
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("command", ["--help", "describe --help", "--version", "methods"])
+def test_results_on_a_full_disk_are_one_error(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rope_ext_hf", *command.split()], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+        assert done.stderr == "rope-ext: the results could not be printed: No space left on device\n"
+        assert done.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_an_error_on_a_full_disk_keeps_its_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run([sys.executable, "-m", "rope_ext_hf", "nope"], stderr=full).returncode == 2
 
 
 def test_a_method_with_no_near_name_gets_no_suggestion() -> None:
@@ -525,3 +662,20 @@ def test_prints_of_compiled_code_are_kept_out_of_the_results() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, "noisy"], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("[]\n", "a remark\n")
+
+
+def test_a_conversion_says_each_thing_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("convert", "reference", "other", "--to", "interleaved")
+    assert code == 0
+    assert (out + err).count("holds interleaved weights") == 1
+
+
+def test_advice_on_the_bundled_model_calls_it_by_its_name() -> None:
+    code, out, _ = run("advise", "reference", "--target-length", "1k", "--json")
+    assert code == 0
+    advice = json.loads(out)
+    own = [line for lines in advice["commands"].values() for line in lines if line.startswith("rope-ext")]
+    assert own
+    assert advice["model"] == "reference"
+    assert not [line for line in own if str(path()) in line]

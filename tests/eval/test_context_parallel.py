@@ -19,8 +19,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.eval.context_parallel import Share, SpreadScorer, spread_over
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.measuring import plan_perplexity
-from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.runner import Workers
 from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.methods.remapping import ReRoPE

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
+import torch
 from training_text import stdlib_training
 
 from rope_ext_hf import CorpusError
-from rope_ext_hf.eval import corpora
+from rope_ext_hf.eval import corpora, text_files
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Document
 from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
@@ -405,7 +408,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes | 
 def test_a_compressed_file_expands_so_far_and_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt.gz"
     file.write_bytes(gz(b"x" * 200_000))
-    monkeypatch.setattr(corpora, "_FREE_EXPANSION", 1000)
+    monkeypatch.setattr(text_files, "_FREE_EXPANSION", 1000)
     with pytest.raises(CorpusError, match=r"a\.txt\.gz' expands to more than [\d,]+ bytes; .*\?max_expansion=NUMBER"):
         load(str(file))
     assert texts(f"{file}?max_expansion=2000") == ["x" * 200_000]
@@ -551,5 +554,116 @@ def test_a_missing_package_says_what_to_install(
     Path("a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
-    with pytest.raises(CorpusError, match=rf"need the package {package}: install this package with its extra \[eval\]"):
+    with pytest.raises(CorpusError, match=rf"need the package {package}: pip install .*\[eval\]"):
         load(data)
+
+
+# --- values in memory ----------------------------------------------------------------------------------------------
+
+
+TEXT = "import os\n" * 40
+IDS = [1, 2, 3, 1000]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [TEXT],
+        Document("own", TEXT),
+        [Document("own", TEXT)],
+        [{"text": TEXT, "pages": 3}],
+        datasets.Dataset.from_dict({"text": [TEXT], "title": ["t"]}),
+        datasets.Dataset.from_dict({"body": [TEXT], "title": ["t"]})["body"],
+        datasets.Dataset.from_dict({"text": [TEXT]}).to_iterable_dataset(),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_texts_in_memory(given: Any) -> None:
+    documents = load(given)
+    assert [(document.text, document.ids) for document in documents] == [(TEXT, None)]
+    assert documents.source == "documents"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        IDS,
+        tuple(IDS),
+        [IDS],
+        torch.tensor(IDS),
+        torch.tensor([IDS], dtype=torch.int32),
+        [torch.tensor(IDS)],
+        [np.int64(token) for token in IDS],
+        np.array([IDS]),
+        [{"text": IDS}],
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_token_ids_in_memory(given: Any) -> None:
+    (document,) = load(given, column="text") if isinstance(given, list) and isinstance(given[0], dict) else load(given)
+    assert document.text == ""
+    assert document.ids is not None
+    assert list(document.ids) == IDS
+
+
+def test_documents_in_memory_have_distinct_names_and_take_options() -> None:
+    documents = load(["a", "bb", "ccc"], min_bytes=2, max_documents=1)
+    assert ([document.name for document in documents], documents.left_out) == (["text 2"], 1)
+    (joined,) = load(["a", "b"], join=True)
+    assert joined.text == "a\n\nb"
+    assert load(documents) is documents
+    assert [each.text for each in load([{"a": "1", "b": "2"}, {"a": "3", "b": "4"}], column="b")] == ["2", "4"]
+
+
+def test_paths_are_files_whatever_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a/x.txt", "b/x.txt", "stdlib", "what?column=x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert [each.text for each in load(Path("stdlib"))] == ["stdlib"]
+    assert [each.text for each in load(Path("what?column=x.txt"))] == ["what?column=x.txt"]
+    assert [(each.name, each.text) for each in load([Path("a/x.txt"), Path("b")])] == [
+        ("a/x.txt", "a/x.txt"),
+        ("b/x.txt", "b/x.txt"),
+    ]
+    with pytest.raises(CorpusError, match=r"strings in a list are texts.*give pathlib\.Path\('a/x.txt'\)"):
+        load(["a/x.txt"])
+
+
+@pytest.mark.parametrize(
+    "text", ["A text. It is long enough.", "two\nlines", "x" * 400, "bokos/*.txt", "", " ", "a\0b"]
+)
+def test_a_string_that_names_nothing_is_never_a_text(text: str) -> None:
+    with pytest.raises(CorpusError, match=r"a text itself is given in a list: \[text\]") as caught:
+        load(text)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (None, "NoneType"),
+        (3, "int"),
+        (b"bytes", "bytes"),
+        ({"text": TEXT}, "dict; give one of its entries: text"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": [TEXT]})}), "DatasetDict.* train"),
+        ((each for each in [TEXT]), "generator"),
+        ([1.5, 2.5], "float"),
+        (torch.tensor([1.5]), "float"),
+        ([True], "bool"),
+        ([None], "NoneType"),
+        ([TEXT, 3], "int"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_anything_else_is_refused_by_its_type(given: Any, kind: str) -> None:
+    with pytest.raises(CorpusError, match=rf"a corpus is a name, a list of texts.* got {kind}"):
+        load(given)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**31], [1, "a"], [[1]]])
+def test_wrong_token_ids_in_memory(ids: list[Any]) -> None:
+    with pytest.raises(CorpusError, match=r"text 1: .* is not a token id"):
+        load([ids])
+    with pytest.raises(CorpusError, match="there is no column 'body'"):
+        load([TEXT], column="body")

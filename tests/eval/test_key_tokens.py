@@ -23,9 +23,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, FileError
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.key_tokens import KeyRanges, KeySetting, find_key_tokens, key_setting, merged, read_keys
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.scorer import TokenScorer

@@ -3,23 +3,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import perplexity
+from rope_ext_hf.eval import perplexity, sweep
 from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Document
-from rope_ext_hf.eval.plan import Tokens, tokenize
+from rope_ext_hf.eval.documents import Document, Tokens
+from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.protocols import PROTOCOLS
 from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reference import path
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, build, from_config
 from tests.support.oracles import NAIVE_PROTOCOLS, nats
+
+TEXT = "import os\n" * 40
 
 
 def tokens(name: str, count: int, seed: int) -> Tokens:
@@ -266,7 +271,7 @@ def test_refusals() -> None:
     model, tokenizer = build("llama"), AutoTokenizer.from_pretrained(path())
     with pytest.raises(rope.CorpusError, match=r"no document has 128 tokens.*has 64"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[128], bos=False)
-    with pytest.raises(rope.CorpusError, match=r"no document has"):
+    with pytest.raises(rope.CorpusError, match=r"no document has any text"):
         perplexity(model, [], lengths=[128], bos=False)
     with pytest.raises(rope.CorpusError, match=r"token id 400 is outside the model's vocabulary of 97"):
         perplexity(model, [Tokens("a", torch.full((64,), 400), tuple(range(64)))], lengths=[64], bos=False)
@@ -279,7 +284,7 @@ def test_refusals() -> None:
             perplexity(model, [Tokens("a", ids, tuple(range(64)))], lengths=[64], bos=False)
     with pytest.raises(rope.CorpusError, match="a: not text: surrogates not allowed at character 1"):
         perplexity(model, [Document("a", "x\ud800")], lengths=[64], tokenizer=tokenizer)
-    for lengths in (["4"], [4.0], [True], [None]):
+    for lengths in (["1"], [4.0], [True], [None]):
         with pytest.raises(rope.MethodError, match="lengths must be"):
             perplexity(model, [tokens("a", 64, 1)], lengths=lengths, bos=False)  # type: ignore[arg-type]
     for chunk in (-5, 0, 1.5, "64"):
@@ -313,3 +318,55 @@ def test_bytes_of_a_tokenizer_with_offsets() -> None:
     (document,) = tokenize([Document("x", "a Grüße 漢字")], PreTrainedTokenizerFast(tokenizer_object=words))
     assert document.ids.tolist() == [3, 1, 2]
     assert document.ends == (1, 9, 16)  # "a" ends at 1; " Grüße" is 8 bytes, " 漢字" is 7
+
+
+def test_a_model_in_train_mode_is_measured_in_eval_mode(tmp_path: Path) -> None:
+    """With dropout, and with each module's own mode afterwards, also where a patch gives way to another."""
+    model = rope.patch(build("gpt_neox", attention_dropout=0.5, hidden_dropout=0.5), "yarn", factor=2)
+    options: dict[str, Any] = {"lengths": [32, 64], "bos": False}
+    text = [tokens("a", 150, 1)]
+    expected = [result.loss for result in perplexity(model.eval(), text, **options)]
+    model.train()
+    model.get_decoder().layers[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert [result.loss for result in perplexity(model, text, **options)] == expected
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    run = sweep(model, text, lengths=[64], methods="linear", factors=2, bos=False, out=tmp_path)
+    assert len({result.loss for result in run.results}) > 1
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+def test_lengths_and_methods_as_users_write_them(tmp_path: Path) -> None:
+    model, text = build("llama"), [tokens("a", 3000, 1)]
+
+    def lengths(given: Any) -> list[int]:
+        return [result.length for result in perplexity(model, text, lengths=given, bos=False, max_spans=1)]
+
+    assert lengths(256) == [256]
+    assert lengths("2k") == [2048]
+    assert lengths(["1k", 64, "128"]) == lengths("64,128,1k") == [64, 128, 1024]
+    with pytest.raises(rope.MethodError, match="not a length in tokens: '2q'"):
+        lengths(["2q"])
+    one = sweep(model, text, lengths="256", methods="yarn", factors=4, bos=False, max_spans=1, out=tmp_path)
+    same = sweep(model, text, lengths=[256], methods=Yarn(factor=4.0), bos=False, max_spans=1, out=tmp_path)
+    assert [result.method for result in one.results] == [result.method for result in same.results]
+    assert {result.method and result.method["method"] for result in one.results} == {None, "yarn"}
+
+
+def test_a_model_by_its_name() -> None:
+    (by_name,) = perplexity("reference", [TEXT], lengths=256)
+    model = AutoModelForCausalLM.from_pretrained(path())
+    assert by_name.loss == perplexity(model, [TEXT], lengths=256)[0].loss
+    with pytest.raises(rope.CheckpointError, match="no such model folder"):
+        perplexity("./nowhere", [TEXT], lengths=256)
+
+
+def test_the_same_text_however_it_is_given(tmp_path: Path) -> None:
+    """The losses of a text, of its file, and of its token ids, which only do not say how many bytes each stands for."""
+    tokenizer = AutoTokenizer.from_pretrained(path())
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    ids = tokenizer(TEXT, add_special_tokens=False).input_ids
+    given: list[Any] = [[TEXT], tmp_path / "a.txt", str(tmp_path / "a.txt"), ids, [ids], torch.tensor([ids])]
+    results = [perplexity("reference", each, lengths=[128], tokenizer=tokenizer) for each in given]
+    assert len({result[0].loss for result in results}) == 1
+    assert [result.run.settings["data"] for result in results[:3]] == ["documents", *[str(tmp_path / "a.txt")] * 2]

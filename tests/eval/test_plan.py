@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rope_ext_hf.eval.plan import Tokens, make_plan
+from rope_ext_hf.eval.documents import Tokens
+from rope_ext_hf.eval.plan import make_plan
 
 
 def test_documents_that_a_sample_passes_over_are_not_too_short() -> None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity, preflight
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.preflight import (
     EFFICIENCY,
     MemoryEstimate,

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity, run_key, runner
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import Tokens, prepare
+from rope_ext_hf.eval.plan import prepare
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import label
 from rope_ext_hf.eval.retrieval import plan_passkey
@@ -185,16 +185,16 @@ def test_the_tokenizer_of_a_prompt_counts() -> None:
 def test_the_code_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This package's, a plug-in's and that of a model's own class; not what only shows results."""
     model = build("llama")
-    plain = run_key._code_digest(model)
-    assert run_key._code_digest(build("llama")) == plain
+    plain = run_key.code_digest(model)
+    assert run_key.code_digest(build("llama")) == plain
 
     path = tmp_path / "code_of_its_own.py"
     path.write_text("from torch import nn\nclass Norm(nn.Identity):\n    pass\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     model.model.norm = __import__("code_of_its_own").Norm()
-    own = run_key._code_digest(model)
+    own = run_key.code_digest(model)
     path.write_text(path.read_text(encoding="utf-8").replace("pass", "eps = 1"), encoding="utf-8")
-    assert len({plain, own, run_key._code_digest(model)}) == 3
+    assert len({plain, own, run_key.code_digest(model)}) == 3
     del sys.modules["code_of_its_own"]
 
     class Listed(Yarn):
@@ -202,7 +202,7 @@ def test_the_code_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     model = build("llama")
     monkeypatch.setattr(run_key, "list_methods", lambda: {**list_methods(), "listed": Listed})
-    assert run_key._code_digest(model) != plain
+    assert run_key.code_digest(model) != plain
     monkeypatch.undo()
 
     copy = tmp_path / "rope_ext_hf"
@@ -210,11 +210,11 @@ def test_the_code_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         shutil.copytree(Path(rope.__file__).parent / folder, copy / folder, ignore=shutil.ignore_patterns("*.pyc"))
     monkeypatch.setattr(run_key, "files", lambda _: copy)
     run_key._own_source.cache_clear()
-    assert run_key._code_digest(model) == plain
+    assert run_key.code_digest(model) == plain
     for name in ("methods/static.py", "patches/families.toml", "eval/scorer.py", "rotary/phase.py"):
         run_key._own_source.cache_clear()
         (copy / name).write_text((copy / name).read_text(encoding="utf-8") + "\n", encoding="utf-8")
-        changed = run_key._code_digest(model)
+        changed = run_key.code_digest(model)
         assert changed != plain, name
         plain = changed
     run_key._own_source.cache_clear()
@@ -225,7 +225,7 @@ def test_a_model_without_a_file_of_its_class_has_a_digest(monkeypatch: pytest.Mo
     model = build("llama")
     model.model.norm = kind()
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    assert run_key._code_digest(model)
+    assert run_key.code_digest(model)
 
 
 @pytest.mark.slow

@@ -21,10 +21,9 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, preflight, sweep
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.measuring import expand, fit_methods, plan_perplexity
 from rope_ext_hf.eval.perplexity_runs import loss_increase
-from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.report import write_files
 from rope_ext_hf.eval.results import DocumentLoss, Result, Setting, difference, label
 from rope_ext_hf.eval.run_folder import read_run

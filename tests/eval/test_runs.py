@@ -21,9 +21,8 @@ from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, runs, sweep
-from rope_ext_hf.eval.documents import Document
+from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.plan import Tokens
 from rope_ext_hf.eval.results import Cost, DocumentLoss, Result, Setting, label
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.runner import measure

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from rope_ext_hf.eval import suites, tasks
 from rope_ext_hf.eval.run_folder import read_run
 from rope_ext_hf.eval.runner import Workers, measure
 from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens
+from rope_ext_hf.eval.suites import PromptSettings, Sample, Suite, count_tokens, suite
 from rope_ext_hf.eval.task_suites import plan_tasks
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.static import Yarn
@@ -202,3 +204,18 @@ def test_a_length_dependent_method_is_held_at_prompt_and_budget() -> None:
 def test_what_is_impossible_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(rope.MethodError, match=message):
         plan_tasks(build("llama", vocab_size=384), tokenizer=load_tokenizer("reference"), **JSON_KV | changed)
+
+
+def test_a_length_that_is_too_short_is_answered_with_one_that_is_not() -> None:
+    tokenizer = load_tokenizer("reference")
+    made = partial(suite("json-kv").samples, "kv", tokenizer, count=2, seed=0, haystack="")
+    with pytest.raises(
+        rope.MethodError, match=r"length 300 is too short for task 'kv'.* ask for ([\d,]+) tokens"
+    ) as caught:
+        made(length=300)
+    found = re.search(r"ask for ([\d,]+) tokens", str(caught.value))
+    assert found is not None
+    least = int(found[1].replace(",", ""))
+    assert made(length=least)
+    with pytest.raises(rope.MethodError, match="too short"):
+        made(length=least * 15 // 16 - 1)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rope_ext_hf.methods.dynamic import DynamicNTK
 from rope_ext_hf.methods.registry import list_methods
-from tests.fuzzing.damage import ODD_TEXTS, damage_file, damage_folder, write_odd_gguf
+from tests.fuzzing.damage import ODD_TEXTS, damage_file, damage_folder, damage_value, write_odd_gguf
 from tests.fuzzing.inputs import Inputs
 
 __all__ = ["COMMANDS", "Case", "make_case"]
@@ -141,6 +141,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "advise": ("--over", "--context-length", "--batch", "--revision"),
     "serve-config": (*_METHOD_OPTIONS, "--engine", "--engine-version", "--revision"),
     "audit": ("--revision",),
+    "extend": ("--engine", "--over", "--context-length", "--dtype"),
+    "explain": _METHOD_OPTIONS,
     "report": (),
     "methods": (),
     "lm-eval": (*_METHOD_OPTIONS, "--tasks", "--limit", "--num-fewshot", "--max-length"),
@@ -267,7 +269,73 @@ class _Maker:
             return self.out / draw.choice(("deep/er/new", "a\nb", "\x1b[31m", os.fsdecode(b"\xff"), "x" * 240))
         return path
 
+    def no_place(self) -> str:
+        """Where nothing can be written, not even by root."""
+        draw, secret = self.draw, self.elsewhere / "secret"
+        link, pipe, long = self.out / "link", self.out / "pipe", self.out / ("n" * 300)
+        link.symlink_to("/dev/null")
+        os.mkfifo(pipe)
+        system = map(Path, ("/proc/new", "/sys/new", "/sys/new/er", "/dev/null/new"))
+        places = (secret, secret / "new", secret / "deep" / "er", link, link / "new", pipe, long, *system)
+        return str(draw.choice(places))
+
     # --- commands ---
+
+    def config(self) -> list[str]:
+        """A command over a model whose config.json has one odd value."""
+        draw = self.draw
+        kind = draw.choice([kind for kind in self.inputs.models if kind not in _RARE])
+        folder = self.given / "model"
+        shutil.copytree(self.inputs.models[kind], folder, copy_function=os.link)
+        name = "adapter_config.json" if kind == "adapter" else "config.json"
+        self.what.append(f"{kind}: {damage_value(draw, folder / name)}")
+        model, out = str(folder), str(self.out / "new")
+        length = ["--target-length", draw.choice(("128", "256", "1k"))]
+        method = ["--method", draw.choice(_METHODS), "--factor", "4"]
+        engine = ["--engine", draw.choice(_VALUES["--engine"])]
+        lines = {
+            "advise": [model, *length],
+            "extend": [model, *length, *engine, "--no-measure", "--yes", "--out", out],
+            "serve-config": [model, *engine, *draw.choice(([], method))],
+            "audit": [draw.choice((model, f"{model}/config.json"))],
+            "diff": draw.choice(([model, str(self.inputs.models[kind])], ["reference", model])),
+            "describe": [model, *draw.choice(([], method))],
+            "explain": [model, "--no-weights", "--out", str(self.out), *draw.choice(([], method))],
+            "patch": [model, *method, "--out", out],
+            "convert": [model, out, "--to", draw.choice(("half", "interleaved"))],
+            "detect": [model],
+        }
+        weights = [1 if name in ("explain", "patch", "convert", "detect", "describe") else 3 for name in lines]
+        command = draw.choices(list(lines), weights)[0]
+        self.new = Path(out) if command in ("patch", "convert") else None
+        return [command, *self.json(command), *lines[command]]
+
+    def no_out(self) -> list[str]:
+        """A command that writes, over inputs that are right, where nothing can be written."""
+        draw, out = self.draw, self.no_place()
+        model, text = str(self.inputs.models["llama"]), str(self.inputs.corpora[".txt"])
+        method = ["--method", "yarn", "--factor", "4"]
+        spans = ["--lengths", "16,32", "--max-spans", "2", "--data", text]
+        _, run = draw.choice(list(self.inputs.runs.values()))
+        lines = {
+            "patch": [model, *method],
+            "convert": [model, out, "--to", "interleaved"],
+            "extend": [model, "--target-length", "256", "--no-measure", "--yes"],
+            "ppl": [model, *spans],
+            "sweep": [model, *method, *spans],
+            "passkey": [model, "--task", "copy", "--lengths", "48", "--trials", "1"],
+            "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
+            "need": [model, "--data", text, "--target-length", "64"],
+            "demo": ["--spans", "1", "--trials", "1"],
+            "explain": [model, "--no-weights"],
+            "finetune": [model, *method, "--data", text, "--steps", "1"],
+            "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
+            "lm-eval-tasks": [out],
+            "report": [str(run)],
+        }
+        command = draw.choice(list(lines))
+        last = [] if out in lines[command] else ["--out", out]
+        return [command, *lines[command], *last]
 
     def describe(self) -> list[str]:
         return [self.model(), *self.options("describe")]
@@ -349,6 +417,18 @@ class _Maker:
             *self.options("convert", 3),
         ]
 
+    def extend(self) -> list[str]:
+        model = self.model()
+        given = [model, "--target-length", self.draw.choice(_VALUES["--target-length"]), "--no-measure", "--yes"]
+        out, self.new = self.new_folder(model), None  # it may write a folder, and then find no engine for it
+        return [*given, "--out", str(out), *self.options("extend")]
+
+    def diff(self) -> list[str]:
+        return [self.model(), self.draw.choice(("reference", *map(str, self.inputs.models.values())))]
+
+    def explain(self) -> list[str]:
+        return [self.model(), "--no-weights", "--out", str(self.out), *self.options("explain", 2)]
+
     def detect(self) -> list[str]:
         text = ["--text", self.text()] if self.draw.random() < 0.15 else []
         return [self.model(), *text, *self.options("detect", 1)]
@@ -387,8 +467,15 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "lm-eval": (1, _Maker.lm_eval),
     "demo": (1, _Maker.demo),
     "none": (1, _Maker.none),
+    "extend": (4, _Maker.extend),
+    "diff": (3, _Maker.diff),
+    "explain": (2, _Maker.explain),
+    "config": (20, _Maker.config),
+    "no out": (6, _Maker.no_out),
 }
-"""Command -> how often it is drawn, and what makes its arguments; "resume" is a measurement continued."""
+"""Kind -> how often it is drawn, and what makes its arguments; "resume" is a measurement continued."""
+_WHOLE_LINES = ("none", "resume", "config", "no out")
+"""Kinds whose arguments begin with the command."""
 
 
 def make_case(inputs: Inputs, seed: int, number: int, folder: Path, command: str | None = None) -> Case:
@@ -402,6 +489,6 @@ def make_case(inputs: Inputs, seed: int, number: int, folder: Path, command: str
     name = command or drawn
     maker = _Maker(inputs, draw, folder)
     arguments = COMMANDS[name][1](maker)
-    leading = [] if name in ("none", "resume") else [name, *maker.json(name)]
+    leading = [] if name in _WHOLE_LINES else [name, *maker.json(name)]
     kept = (maker.given, maker.elsewhere)
     return Case(number, [*leading, *arguments], " | ".join(maker.what), maker.work, maker.out, kept, maker.new)

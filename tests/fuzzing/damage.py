@@ -23,7 +23,16 @@ from typing import Any
 
 from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY
 
-__all__ = ["ODD_TEXTS", "damage_bytes", "damage_file", "damage_folder", "damage_json", "odd_value", "write_odd_gguf"]
+__all__ = [
+    "ODD_TEXTS",
+    "damage_bytes",
+    "damage_file",
+    "damage_folder",
+    "damage_json",
+    "damage_value",
+    "odd_value",
+    "write_odd_gguf",
+]
 
 _RAW = {
     "@digits@": "9" * 5000,
@@ -263,6 +272,21 @@ def damage_json(draw: random.Random, data: bytes, keys: tuple[str, ...] = _CONFI
             holder[key] = odd_value(draw)
             done.append(f"{_shown(key)}={_shown(holder[key])}")
     return to_json(value), ", ".join(done) or "unchanged"
+
+
+def damage_value(draw: random.Random, path: Path) -> str:
+    """One value of a JSON object changed or added; the file is replaced, so that hard links keep the old content."""
+    value = json.loads(path.read_bytes())
+    added = draw.random() < 0.3
+    holder, key = (value, draw.choice(_CONFIG_KEYS)) if added else draw.choice(list(_places(value)))
+    kind = draw.randrange(3)
+    if kind == 0:
+        holder[key] = odd_value(draw)
+    else:
+        holder[key] = _likely_value(draw, str(key)) if kind == 1 or added else _near_value(draw, key, holder[key])
+    path.unlink()
+    path.write_bytes(to_json(value))
+    return f"{path.name}: {_shown(key)}={_shown(holder[key])}"
 
 
 def _shown(value: Any) -> str:

@@ -485,8 +485,10 @@ def test_models_whose_attention_cannot_be_taken_over_say_why() -> None:
     own = build("llama", {"rope_type": "dynamic", "factor": 2.0})
     rope.patch(own, "dca")  # a dynamic config has nothing underneath: it is a plain model up to its context length
     assert rope.describe(own).underneath == ()
-    with pytest.raises(UnsupportedModelError, match="would change nothing"):
+    with pytest.raises(UnsupportedModelError, match="nothing to extend"):
         rope.patch(build("mistral", sliding_window=32), "dca")
+    with pytest.raises(UnsupportedModelError, match="would change nothing"):
+        rope.patch(build("mistral", sliding_window=32), "dca", layers="sliding_attention")
 
 
 def test_positions_that_contradict_the_cache_are_refused() -> None:

@@ -505,3 +505,15 @@ def test_patching_is_silent() -> None:
         for name in FAMILIES:
             rope.patch(build(name), "yarn", factor=4)
     assert caught == []
+
+
+def test_a_model_by_its_name(tmp_path: Path) -> None:
+    model = rope.patch("reference", "yarn", target_length="2k")
+    assert rope.describe(model).extended_length == 2048
+    model.save_pretrained(tmp_path / "longer")
+    again = rope.patch(tmp_path / "longer", "linear", factor=2)
+    assert rope.describe(again).extended_length == 512  # of the model underneath the saved patch
+    with pytest.raises(rope.CheckpointError, match="no such model folder"):
+        rope.patch("./nowhere", "yarn", factor=2)
+    with pytest.raises(MethodError, match="not a length in tokens: 'far'"):
+        rope.patch(model, "yarn", target_length="far")

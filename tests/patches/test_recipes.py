@@ -105,14 +105,14 @@ def test_a_model_is_described_with_its_recipe() -> None:
     assert expected in (rope.describe(model).recipe or "")
     assert expected in str(rope.describe(model))
     with pytest.warns(UserWarning, match="this patch is not the published one.*context_length=32768"):
-        rope.patch(model, "yarn", target_length=131072)  # factor 3.2 over 40,960
+        rope.patch(model, "yarn", target_length=131072, context_length=40960)  # factor 3.2
     assert expected in (rope.describe(model).recipe or "")
     with pytest.warns(UserWarning, match="not the published one"):
-        rope.patch(model, "yarn", factor=4)  # over 40,960: for 163,840
+        rope.patch(model, "yarn", factor=4, context_length=40960)  # for 163,840
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rope.patch(model, "yarn", target_length=65536)  # nobody takes it for the published one
-        rope.patch(model, "yarn", context_length=32768, target_length=131072)
+        rope.patch(model, "yarn", target_length=65536)  # the published base
+        rope.patch(model, "yarn", target_length=131072)
     assert rope.describe(model).recipe == f"This is as published for Qwen3: {BY_NAME['Qwen3'].source}"
     rope.unpatch(model)
     assert expected in (rope.describe(model).recipe or "")

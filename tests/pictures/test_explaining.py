@@ -127,7 +127,7 @@ def test_without_scikit_learn_there_is_one_line(tmp_path: Path, monkeypatch: pyt
     for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(ImportError, match=r"scikit-learn: install this package with its extra \[eval\]"):
+    with pytest.raises(ImportError, match=r"scikit-learn: pip install .*\[eval\]"):
         draw_rotated(tmp_path / "rotated.png", SMALL)
 
 

@@ -254,3 +254,38 @@ def test_a_published_recipe_decides_the_context_length(tmp_path: Path) -> None:
     assert plan_extension(folder, 163840).context_length == 40960  # beyond what is published: as the config states
     assert plan_extension(folder, 131072, context_length=40960).context_length == 40960
     assert "--device" in plan_extension(folder, 131072, reading=["--device", "cuda"]).steps["ppl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("nothing", ""),
+        ("weights", "model.safetensors changed since"),
+        ("config", "config.json changed since"),
+        ("tokenizer", "tokenizer_config.json changed since"),
+        ("model", "model.safetensors, config.json changed since, or belong to another model"),
+        ("copy", "model.safetensors changed since"),
+    ],
+)
+def test_a_folder_made_from_another_model_is_not_served(
+    change: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = tiny("llama-3.1", tmp_path / "model")
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 131072, "eos_token": "a"}')
+    arguments = ("model", "--target-length", "256k", "--no-measure", "--engine", "sglang")
+    assert extend(*arguments).exit_code == 0
+    if change == "model":
+        tiny("llama-3.1", source, hidden_act="gelu")
+    elif change == "config":
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    elif change == "tokenizer":
+        (source / "tokenizer_config.json").write_text('{"model_max_length": 131072, "eos_token": "b"}')
+    elif change != "nothing":
+        weights = tmp_path / ("model-262144" if change == "copy" else "model") / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-3] ^= 1
+        weights.write_bytes(data)
+    done = extend(*arguments)
+    assert (done.exit_code, said in " ".join(done.stderr.split())) == (2 if said else 0, True), done.output

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.serving import server_clients
-from rope_ext_hf.serving.server_clients import Answer, connect
+from rope_ext_hf.serving.server_clients import Answer, VLLMClient, connect
 from tests.support.model_servers import MODELS
 
 IDS = list(range(10, 20))
@@ -129,40 +130,100 @@ def test_the_api_key_goes_to_the_address_given_alone(monkeypatch: pytest.MonkeyP
     assert requests[0].headers["Authorization"] is None
 
 
-def drip(handler: BaseHTTPRequestHandler, _: Any) -> None:
-    """A byte at a time, each within the time limit of a socket."""
-    handler.send_response(200)
-    handler.end_headers()
-    for _each in range(100):
-        try:
-            handler.wfile.write(b" ")
-            time.sleep(0.1)
-        except OSError:
-            return
+@contextmanager
+def sending(reply: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that answers everything with these bytes."""
+
+    def serve() -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+
+    def answer(client: socket.socket) -> None:
+        with client, suppress(OSError):  # the client has seen enough
+            client.recv(65_536)
+            reply(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def hang(handler: BaseHTTPRequestHandler, _: Any) -> None:
-    time.sleep(3)
+def dripped(first: bytes, repeated: bytes, pause: float = 0.02) -> Callable[[socket.socket], None]:
+    """Something, and then the same again and again, each time within the time limit of a socket."""
+
+    def reply(client: socket.socket) -> None:
+        client.sendall(first)
+        while True:
+            client.sendall(repeated)
+            time.sleep(pause)
+
+    return reply
+
+
+def whole(content: bytes) -> Callable[[socket.socket], None]:
+    return lambda client: client.sendall(content)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+LATE, UNREADABLE, LARGE = (
+    "not complete after 1 s",
+    "does not answer with JSON",
+    "more than 10,000,000 bytes or 1,250,000 values",
+)
+HOSTILE: dict[str, tuple[Callable[[socket.socket], None], str]] = {
+    "nothing": (lambda client: time.sleep(2), LATE),
+    "a dripped status line": (dripped(b"HTTP/1.1 200 O", b"K"), LATE),
+    "a dripped header": (dripped(OK + b"X: ", b"a"), LATE),
+    "a dripped chunk size": (dripped(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"0"), LATE),
+    "dripped trailers": (dripped(OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: a\r\n"), LATE),
+    "a dripped answer": (dripped(OK + b"\r\n", b" "), LATE),
+    "a dripped error": (dripped(b"HTTP/1.1 500 Oh\r\n\r\n", b" "), LATE),
+    "100 Continue without end": (dripped(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, 0.0), LATE),
+    "100 Continue now and then": (dripped(b"", b"HTTP/1.1 100 Continue\r\n\r\n"), LATE),
+    "an answer without end": (dripped(OK + b"\r\n", b" " * 1_000_000, 0.0), f"{LATE}|{LARGE}"),
+    "a header without end": (dripped(OK + b"X: ", b"a" * 100_000, 0.0), "more than 65536 bytes"),
+    "objects without values": (whole(OK + b"\r\n[" + b"{}," * 3_000_000 + b"{}]"), LARGE),
+    "deep nesting": (whole(OK + b"\r\n" + b"[" * 100_000), UNREADABLE),
+    "more bytes than stated": (whole(OK + b"Content-Length: 1\r\n\r\n{}"), UNREADABLE),
+    "fewer bytes than stated": (whole(OK + b"Content-Length: 99\r\n\r\n{"), UNREADABLE),
+    "no HTTP": (whole(b"SSH-2.0\r\n"), "does not answer"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reply", [drip, hang])
-def test_an_answer_that_does_not_end_is_given_up(reply: Reply) -> None:
-    with (
-        answering(VLLM, reply) as (url, _),
-        pytest.raises(ServingError, match=r"does not answer: .*(complete|timed out)"),
-    ):
-        connect(url, "served", 0.5).answers(IDS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_ends_in_time_with_one_clear_error(name: str) -> None:
+    reply, message = HOSTILE[name]
+    began = time.monotonic()
+    with sending(reply) as url, pytest.raises(ServingError, match=message):
+        connect(url, None, 0.3)
+    assert time.monotonic() - began < 2.3
 
 
 @pytest.mark.slow
-def test_an_answer_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_clients, "MOST_BYTES", 1000)
+def test_the_probes_share_the_time_of_one_answer() -> None:
+    def slowly(client: socket.socket) -> None:
+        time.sleep(0.3)
+        client.sendall(b"HTTP/1.1 404 No\r\n\r\n")
+
+    began = time.monotonic()
+    with sending(slowly) as url, pytest.raises(ServingError, match=LATE):
+        connect(url, None, 0.5)
+    assert time.monotonic() - began < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("extra", "message"), [(0, "does not answer with JSON"), (1, "more than")])
+def test_a_longer_question_may_have_a_longer_answer(extra: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_clients, "MOST_BYTES", 2000)
+    question = json.dumps(VLLMClient("", "x", 5.0, "").question(IDS))
+    content = b" " * (2000 + server_clients.BYTES_PER_BYTE * len(question) + extra)
     with (
-        answering(VLLM, lambda handler, _: send(handler, b" " * 5000)) as (url, _),
-        pytest.raises(ServingError, match="more than 1,000 bytes"),
+        answering(VLLM, lambda handler, _: send(handler, content)) as (url, _),
+        pytest.raises(ServingError, match=message),
     ):
-        connect(url, "served", 5.0).answers(IDS)
+        connect(url, "x", 5.0).answers(IDS)
 
 
 @pytest.mark.slow
@@ -173,6 +234,7 @@ def test_an_answer_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
         (lambda handler, _: send(handler, b'{"error": "model not found"}', 400), "status 400.*model not found"),
         (sent([]), "no log-probabilities"),
         (sent({"choices": None}), "no log-probabilities"),
+        (lambda handler, _: send(handler, b"[" * 950 + b"]" * 950), "no log-probabilities|JSON"),
         (sent({"choices": [{"prompt_logprobs": [None, {"11": {"logprob": 10**400}}]}]}), "no log-probabilities"),
         (
             sent({"choices": [{"prompt_logprobs": [None, *({str(i): {"logprob": float("nan")}} for i in IDS[1:])]}]}),
@@ -182,7 +244,7 @@ def test_an_answer_is_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_an_answer_of_another_form_is_one_clear_error(reply: Reply, message: str) -> None:
     with answering(VLLM, reply) as (url, _), pytest.raises(ServingError, match=message):
-        connect(url, "served", 5.0).finite_answers(IDS)
+        connect(url, "served", 5.0).answers(IDS)
 
 
 @pytest.mark.slow

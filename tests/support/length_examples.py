@@ -37,7 +37,8 @@ LONG = 4 * TRAINED
 
 def patched(name: str, rule: str, **overrides: Any) -> Any:
     method, params = RULES[rule]
-    return rope.patch(build(name, **overrides), method, **params)
+    layers = "sliding_attention" if overrides.get("sliding_window") else None  # refused unless it is asked for
+    return rope.patch(build(name, **overrides), method, layers=layers, **params)
 
 
 def stock(rule: str = "hf", **overrides: Any) -> Any:

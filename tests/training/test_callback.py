@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FingerprintError, MethodError
-from rope_ext_hf.eval.plan import Tokens
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.training import RopeCallback
 from tests.patches.test_fingerprint import MISTAKES
 from tests.support.models import TRAINED, build, tokens
@@ -53,6 +53,43 @@ def test_a_right_model_trains_and_is_measured(tmp_path: Path) -> None:
     saved = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
     assert saved == callback.expected
     assert saved.differences(rope.fingerprint(tmp_path / "checkpoint-4")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stated", [True, False], ids=["by the fingerprint", "by the config"])
+def test_a_checkpoint_of_another_method_is_not_gone_on_from(stated: bool, tmp_path: Path) -> None:
+    trainer(rope.patch(build("llama"), "yarn", factor=4), tmp_path, RopeCallback(), steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    if not stated:
+        (checkpoint / "rope_fingerprint.json").unlink()
+    longer = trainer(rope.patch(build("llama"), "yarn", factor=4), tmp_path, RopeCallback())
+    longer.train(resume_from_checkpoint=str(checkpoint))
+    assert longer.state.global_step == 4
+    other = trainer(rope.patch(build("llama"), "linear", factor=4), tmp_path, RopeCallback())
+    said = r"'.*checkpoint-2' was trained under yarn x4 .* model that would go on from it runs linear x4"
+    with pytest.raises(FingerprintError, match=said):
+        other.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("patched", [True, False])
+def test_an_adapter_of_a_model_that_was_made_in_memory_is_trained_and_gone_on_from(
+    patched: bool, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def run(resume: bool | None = None) -> Trainer:
+        base = rope.patch(build("llama"), "yarn", factor=4) if patched else build("llama")
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        running = trainer(get_peft_model(base, adapter), tmp_path, RopeCallback(), steps=4 if resume else 2)
+        running.train(resume_from_checkpoint=resume)
+        return running
+
+    run()
+    assert run(resume=True).state.global_step == 4
+    saved = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
+    assert saved == rope.fingerprint(rope.patch(build("llama"), "yarn", factor=4) if patched else build("llama"))
 
 
 @pytest.mark.slow
@@ -138,6 +175,21 @@ def test_a_checkpoint_of_shards_without_a_config_is_no_mistake(tmp_path: Path) -
     running.train()
     kept = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
     assert kept.differences(rope.fingerprint(model)) == []
+
+
+def test_a_measurement_is_in_eval_mode_and_leaves_every_mode_as_it_was() -> None:
+    """With dropout, and modules that a training holds in eval mode."""
+    model = rope.patch(build("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5), "yarn", factor=2)
+    text = [Tokens("a", tokens(150)[0], tuple(range(1, 151)))]
+    callback = RopeCallback(data=text, lengths="32,64", tokenizer=None)
+    (expected, again) = (TrainerState(), TrainerState())
+    callback._measure(model.eval(), expected, {})
+    model.train()
+    model.get_decoder().layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    callback._measure(model, again, {})
+    assert again.log_history == expected.log_history != []
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_text_and_lengths_belong_together() -> None:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import math
 import os
+import re
+import shutil
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import FileError, MethodError
+from rope_ext_hf.errors import CorpusError, FileError, MethodError
+from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
+from rope_ext_hf.eval.statistics import estimate_share, estimate_share_change
+from rope_ext_hf.eval.verdicts import Outcome
+from rope_ext_hf.files import json_text
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.training import finetune
+from rope_ext_hf.training.finetuning import Finetuning, _Run
+from tests.cli.test_app import run
 from tests.support.models import TRAINED, build, logits, tokens
 
-ROOT = Path(__file__).parents[2]
 LONG = 4 * TRAINED
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -55,13 +65,16 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert (report.context_length, report.target_length) == (TRAINED, LONG)
     assert list(report.losses) == ["as loaded", "patched", "trained", "control", "control, patched"]
     assert list(report.losses["trained"]) == ["64", "128", "256", "512"]
-    gain, low, high = report.gains["patched"]["256"]
-    assert gain == pytest.approx(report.losses["patched"]["256"] - report.losses["trained"]["256"])
-    assert low <= gain <= high
+    gain = report.gains["patched"]["256"]
+    assert gain.value == pytest.approx(report.losses["patched"]["256"] - report.losses["trained"]["256"])
+    assert gain.items == 1  # document: too few for an interval
     assert report.training["control"]["steps"] == report.training["trained"]["steps"] == 3
     assert json.loads((tmp_path / "run" / "report.json").read_text())["losses"] == report.losses
-    assert "lower than" in str(report)
+    assert "loss of the model 'patched', against the trained one" in str(report)
+    assert "1 document gives no interval" in str(report)
+    assert "+-" not in str(report)
     assert any("training: control" in line for line in said)
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == []
 
     with pytest.raises(FileError, match="holds a run with other settings: seed"):
         finetune(
@@ -70,26 +83,215 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
         )  # fmt: skip
 
 
-@pytest.mark.thorough
-def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "rope_ext_hf", "finetune", str(small), "--method", "yarn", "--factor", "4", "--data",
-        "stdlib?max_documents=20", "--steps", "30", "--train-all", "--max-spans", "1", "--device", "cpu", "--out",
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 500
-    while not (tmp_path / "cut" / "checkpoints of trained" / "checkpoint-20" / "clock.json").exists():
-        assert running.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    assert not (tmp_path / "cut" / "model").exists()
-    for name in ("cut", "whole"):
-        subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, capture_output=True)
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
+ASKED: dict[str, Any] = {
+    "data": "text/*.txt", "eval_data": "held-out/*.txt", "method": "yarn", "factor": 4, "steps": 22, "train_all": True,
+    "max_spans": 4, "device": "cpu", "learning_rate": 1e-3, "accumulate": 1,
+}  # fmt: skip
+
+
+def run_in_a_fork(*arguments: Any, **asked: Any) -> int:
+    """Start `finetune` in a fork of this process, which has the libraries in memory; the number of the process."""
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            finetune(*arguments, **asked)
+            os._exit(0)
+        os._exit(1)
+    return child
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, text, and the folder "cut" of a fine-tuning that was killed after its first checkpoint."""
+    root = tmp_path_factory.mktemp("finetuning")
+    build("llama", vocab_size=259).save_pretrained(root / "small")
+    AutoTokenizer.from_pretrained(reference()).save_pretrained(root / "small")
+    for folder, numbers in (("text", range(4)), ("held-out", range(4, 8))):
+        (root / folder).mkdir()
+        for number in numbers:
+            text = "".join(f"def f{i}(x):\n    return x * {i * number % 97}\n" for i in range(30))
+            (root / folder / f"{number}.txt").write_text(text)
+    with contextlib.chdir(root):
+        child = run_in_a_fork("small", "cut", **ASKED)
+        end = time.monotonic() + 300
+        while not (root / "cut" / "checkpoints of trained" / "checkpoint-20" / "clock.json").exists():
+            assert time.monotonic() < end
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.001)
+        os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert not (root / "cut" / "model").exists()
+    return root
+
+
+@pytest.fixture
+def cut(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it all, in which the test runs."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_model_and_numbers(cut: Path) -> None:
+    reports = [finetune("small", name, **ASKED) for name in ("cut", "whole")]
+    weights = [(cut / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
     assert weights[0] == weights[1]
+    assert reports[0].losses == reports[1].losses
+    assert reports[0].gains == reports[1].gains
+    assert reports[0].training["trained"]["losses"] == reports[1].training["trained"]["losses"] != []
+    again = finetune("small", "cut", **ASKED)
+    assert again == reports[0]
+    gain = again.gains["as loaded"]["256"]
+    assert gain.items >= 3
+    assert gain.low is not None
+    assert gain.low < gain.value < (gain.high or 0)
+    assert str(again.verdicts["as loaded"]["256"]) in str(again)
+    assert again.verdicts["as loaded"]["256"].outcome is Outcome.WORSE
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_gives_the_same_model_from_the_one_before(cut: Path) -> None:
+    whole, said = finetune("small", "whole", **ASKED), list[str]()
+    assert sorted(path.name for path in (cut / "whole" / "checkpoints of trained").iterdir()) == [
+        "checkpoint-20",
+        "checkpoint-22",
+    ]
+    optimizer = cut / "whole" / "checkpoints of trained" / "checkpoint-22" / "optimizer.pt"
+    data = bytearray(optimizer.read_bytes())
+    data[len(data) // 2] ^= 1
+    optimizer.write_bytes(data)
+    again = finetune("small", "whole", **ASKED, report=said.append)
+    assert [line for line in said if "checkpoint-22 is removed: optimizer.pt changed since it was written" in line]
+    assert (again.losses, again.gains) == (whole.losses, whole.gains)
+
+
+def _change(folder: Path, what: str) -> None:
+    if what == "weights":
+        weights = folder / "small" / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-3] ^= 1
+        weights.write_bytes(data)
+    elif what == "config":
+        file = folder / "small" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.1}))
+    elif what == "tokenizer":
+        tokenizer = AutoTokenizer.from_pretrained(folder / "small")
+        tokenizer.add_tokens(["<more>"])
+        tokenizer.save_pretrained(folder / "small")
+    else:
+        (folder / "text" / "3.txt").write_text((folder / "text" / "2.txt").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("weights", "the model (weights, config or adapter)"),
+        ("config", "the model (weights, config or adapter)"),
+        ("tokenizer", "the tokenizer"),
+        ("text", "the text"),
+    ],
+)
+def test_a_run_is_not_continued_over_what_changed_in_place(changed: str, named: str, cut: Path) -> None:
+    _change(cut, changed)
+    with pytest.raises(FileError, match=rf"^{re.escape(named)} changed since the run in 'cut' was begun"):
+        finetune("small", "cut", **ASKED)
+    with pytest.raises(FileError, match="holds a run with other settings: method"):
+        finetune("small", "cut", **ASKED | {"method": "linear"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("guard", "most"), [(0.0, 1), (1.0, 2)])
+def test_no_more_models_are_in_memory_than_are_promised(guard: float, most: int, small: Path, tmp_path: Path) -> None:
+    def living() -> int:
+        models = (each for each in gc.get_objects() if type(each) is LlamaForCausalLM)
+        return sum(each.device.type != "meta" for each in models)
+
+    counts: dict[str, int] = {}
+
+    def count(line: str) -> None:
+        counts[line] = living() - before
+
+    gc.collect()
+    before = living()
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 500)
+    finetune(
+        small, tmp_path / "run", data=str(tmp_path / "text.txt"), method="yarn", factor=4, steps=1, max_spans=1,
+        guard=guard, control=True, accumulate=1, report=count,
+    )  # fmt: skip
+    assert (counts["measuring: as loaded"], counts["measuring: patched"]) == (1, 1)
+    assert max(counts.values()) <= most, counts
+
+
+def losses_of(length: int, nats: list[float]) -> Result:
+    documents = [DocumentLoss(str(index), 100 * each, 100, 400, 1) for index, each in enumerate(nats)]
+    return Result.from_documents(None, Setting("matched", 32, 256, False, 0), length, documents)
+
+
+@pytest.mark.parametrize(
+    ("before", "outcome", "said"),
+    [
+        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 1.000 [1.000 to 1.000] nats"),
+        ([1.0, 1.5, 0.9, 1.4], Outcome.CANNOT_TELL, "not told apart: +0.050 [-"),
+        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 0.475 ["),
+        ([2.0, 2.1], Outcome.CANNOT_TELL, "not told apart: +1.000 nats, and 2 documents give no interval"),
+        ([2.0], Outcome.CANNOT_TELL, "not told apart: +1.000 nats, and 1 document gives no interval"),
+        ([math.inf, 2.0, 2.0, 2.0], Outcome.WORSE, "not finite"),
+    ],
+)
+def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcome: Outcome, said: str) -> None:
+    after = [1.0, 1.1, 1.2, 1.3][: len(before)]
+    asked, tokenizer = (
+        Finetuning(model="a", data="b", method="yarn", steps=1),
+        AutoTokenizer.from_pretrained(reference()),
+    )
+    run = _Run(asked, Path("c"), print, tokenizer, [], [], 64, 256, None)
+    measured = {"as loaded": before, "patched": before, "trained": after}
+    run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
+    run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
+    report = run.report()
+    told = report.verdicts["as loaded"]["64"]
+    assert told.outcome is outcome
+    assert said in str(told)
+    assert f"          64: {told}" in str(report).splitlines()
+    assert report.retrieval == {}
+    json.loads(json_text(report.to_dict()))
+
+    run.answered = {"patched": [0.0] * 12, "trained": [1.0] * 12}
+    with_prompts = run.report()
+    assert with_prompts.retrieval == {name: estimate_share(shares) for name, shares in run.answered.items()}
+    assert with_prompts.retrieval_gains == {"patched": estimate_share_change([1.0] * 12)}
+    assert re.search(r"patched: 0% \[0% to \d+%\]\n  trained: 100% \[\d\d% to 100%\]", str(with_prompts))
+    assert re.search(r"trained, against 'patched': higher by 100.0 \[\d\d\.\d to 100.0\] points", str(with_prompts))
+
+
+def test_adapters_without_peft_are_refused_before_anything_is_read(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"adapters need PEFT: .*\[train\]"):
+        finetune(small, tmp_path / "run", data="stdlib", method="yarn", factor=4, steps=1)
+    assert not (tmp_path / "run").exists()
+    code, _, err = run("finetune", str(small), "--method", "yarn", "--factor", "4", "--data", "stdlib", "--steps", "1",
+                       "--out", str(tmp_path / "run"))  # fmt: skip
+    assert code == 2
+    assert "adapters need PEFT" in err
+    assert "Traceback" not in err
+
+
+def test_too_short_a_text_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("word " * 20)
+    with pytest.raises(CorpusError, match="the text to train on has 90 tokens, and a row 256; give longer text"):
+        finetune(small, tmp_path / "run", data=str(tmp_path / "short.txt"), method="yarn", factor=4, steps=1)
+
+
+def test_an_adapter_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    settings = {"base_model_name_or_path": str(small), "peft_type": "LORA"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(MethodError, match="is an adapter; merge it into its model first"):
+        finetune(tmp_path / "adapter", tmp_path / "run", data="stdlib", method="yarn", factor=4, steps=1)
 
 
 @pytest.mark.slow

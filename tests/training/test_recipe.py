@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers import TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
-from rope_ext_hf.training.recipe import Budget, Clock, Rows, train
+from rope_ext_hf.training.recipe import Budget, Clock, Rows, find_checkpoint, train
 from tests.support.models import build, logits, tokens
 
 DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
@@ -91,7 +92,43 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
         assert ran["steps"] == 12
         for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
             assert torch.equal(ours, theirs)
-    assert ran["losses"][0]["step"] == 10 if ran["losses"] else True
+        assert [entry["step"] for entry in ran["losses"]] == [10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("optimizer.pt", "optimizer.pt changed since it was written"),
+        ("model.safetensors", "model.safetensors changed since it was written"),
+        ("rng_state.pth", "rng_state.pth changed since it was written"),
+        ("scheduler.pt", "scheduler.pt changed since it was written"),
+        ("trainer_state.json", "trainer_state.json changed since it was written"),
+        ("clock.json", "its clock.json, which is written last, is missing or damaged"),
+    ],
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
+@pytest.mark.sampled(5)
+def test_a_damaged_checkpoint_is_left_out(file: str, said: str, damage: str, tmp_path: Path) -> None:
+    for number in (3, 6):
+        (folder := tmp_path / f"checkpoint-{number}").mkdir()
+        for name in ("optimizer.pt", "model.safetensors", "rng_state.pth", "scheduler.pt", "trainer_state.json"):
+            (folder / name).write_bytes(f"{name} {number}".encode() * 100)
+        clock = Clock(Budget(steps=9), float(number))
+        clock.on_save(TrainingArguments(str(tmp_path)), TrainerState(global_step=number), None)
+    assert find_checkpoint(tmp_path, pytest.fail) == (tmp_path / "checkpoint-6", 6.0)
+    path = tmp_path / "checkpoint-6" / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"flip": bytes(data), "cut": bytes(data[:-1])}.get(damage, b""))
+    if damage == "remove":
+        path.unlink()
+    heard: list[str] = []
+    assert find_checkpoint(tmp_path, heard.append) == (tmp_path / "checkpoint-3", 3.0)
+    assert [line for line in heard if f"checkpoint-6 is removed: {said}" in line] == heard != []
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-3"]
+    (tmp_path / "checkpoint-3" / "clock.json").unlink()
+    assert find_checkpoint(tmp_path, heard.append) is None
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import Tokens, prepare, tokenize
+from rope_ext_hf.eval.plan import prepare, tokenize
 from rope_ext_hf.eval.statistics import estimate
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.hub import load_tokenizer

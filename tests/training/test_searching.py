@@ -22,6 +22,7 @@ from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.journal import exclusive
 from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.eval.verdicts import Outcome, verdict
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.training import search
@@ -124,7 +125,7 @@ def test_what_surely_reads_better_than_the_fixed_methods_is_written(tmp_path: Pa
     assert report.label == "divisors by pair, from linear x1.25"
     assert ", the best fixed method, is lower by 0." in report.decision
     assert report.decision.endswith(f"nats per token: {report.label} is written.")
-    assert report.gains["linear x1.25"].low > 0
+    assert verdict(report.gains["linear x1.25"], higher_is_better=True).outcome is Outcome.BETTER
     assert "found" not in report.losses
 
 
@@ -318,15 +319,35 @@ def test_spans_begin_as_the_tokenizer_begins_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{"])
-def test_a_damaged_folder_is_refused(
+@pytest.mark.parametrize("content", ["{}", '{"trials": [{"stage": "methods"}]}', '{"trials": 3}', "{", ""])
+def test_damaged_trials_are_refused_before_anything_is_measured(
     content: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_read(monkeypatch)
     search(small, tmp_path / "run", **QUICK, trials=1)
-    (tmp_path / "run" / "trials.json").write_text(content)
+    trials = tmp_path / "run" / "trials.json"
+    trials.write_text(content or trials.read_text().replace('"loss": 1', '"loss": 0'))
+    monkeypatch.setattr("rope_ext_hf.training.searching.Reader", pytest.fail)
     with pytest.raises(FileError, match=r"trials\.json"):
         search(small, tmp_path / "run", **QUICK, trials=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["the model", "the tokenizer", "the text"])
+def test_a_search_is_not_continued_over_what_changed_in_place(changed: str, small: Path, tmp_path: Path) -> None:
+    search(small, tmp_path / "run", **QUICK, trials=1, most_lost=9.0)
+    if changed == "the model":
+        weights = small / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    elif changed == "the tokenizer":
+        tokenizer = AutoTokenizer.from_pretrained(small)
+        tokenizer.add_tokens(["<more>"])
+        tokenizer.save_pretrained(small)
+    else:
+        text = next((tmp_path / "texts").iterdir())
+        text.write_text(text.read_text()[1:])
+    with pytest.raises(FileError, match=rf"^{changed}[a-z(), ]* changed since the run in"):
+        search(small, tmp_path / "run", **QUICK, trials=2, most_lost=9.0)
 
 
 @pytest.mark.slow
@@ -350,5 +371,5 @@ def test_the_bundled_model_reads_better_than_with_any_fixed_method(tmp_path: Pat
         passages=12,
         max_spans=24,
     )
-    assert report.gains[report.best_fixed].low > 0
-    assert report.lost.high < 0.02
+    assert verdict(report.gains[report.best_fixed], higher_is_better=True).outcome is Outcome.BETTER
+    assert verdict(report.lost, than=0.02).outcome is Outcome.BETTER

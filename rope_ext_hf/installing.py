@@ -1,0 +1,56 @@
+"""How to install this package again, with one of its extras: from where it came.
+
+    install_command("eval")        # pip install '/home/me/rope_ext_hf[eval]', for a package installed from that folder
+
+A name that an index does not have yet can be taken by anybody, whose code `pip install` would then run. So the name
+stands alone in a command only where the installed package itself came from an index.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+__all__ = ["install_command"]
+
+NAME = "rope-ext-hf"
+
+
+def install_command(extra: str = "", *options: str) -> str:
+    """The pip command that installs this package from where the running one came from (PEP 610).
+
+    Args:
+        extra: what is installed with it; empty: nothing.
+        options: of pip, such as --no-deps.
+    """
+    return " ".join(["pip install", *options, *_source(f"[{extra}]" if extra else "")])
+
+
+def _source(extra: str) -> list[str]:
+    origin, from_index = _origin()
+    url = origin.get("url", "")
+    checkout = Path(__file__).parent.parent
+    if (checkout / "pyproject.toml").is_file():  # editable, or on the path without being installed
+        editable = ["-e"] if origin.get("dir_info", {}).get("editable") else []
+        return [*editable, shlex.quote(f"{checkout}{extra}")]
+    if "dir_info" in origin:
+        return [shlex.quote(url2pathname(urlsplit(url).path) + extra)]
+    if version := origin.get("vcs_info"):
+        return [shlex.quote(f"{NAME}{extra} @ {version['vcs']}+{url}@{version['commit_id']}")]
+    if url:
+        return [shlex.quote(f"{NAME}{extra} @ {url}")]
+    return [shlex.quote(NAME + extra if from_index else f"CHECKOUT{extra}")]
+
+
+def _origin() -> tuple[dict[str, Any], bool]:
+    """What the installer noted of where the package came from, and whether that was an index, which goes unnoted."""
+    try:
+        noted = metadata.distribution(NAME).read_text("direct_url.json")
+        return (json.loads(noted), False) if noted else ({}, True)
+    except (metadata.PackageNotFoundError, ValueError):  # a copy of the files alone; a damaged note
+        return {}, False
