@@ -35,7 +35,7 @@ from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.training import search
 from rope_ext_hf.training.run_folder import split
 from rope_ext_hf.training.search_space import two_lists
-from rope_ext_hf.training.search_trials import Reader, Trial, pieces, short_passages, text_passages
+from rope_ext_hf.training.search_trials import Reader, Trial, pieces, scored_tokens, short_passages, text_passages
 
 TARGET = 2048
 PASSAGES, SPANS = 24, 32
@@ -87,7 +87,8 @@ def by_longrope(clone: Path, cpu_seconds: float, chosen: dict[str, Any]) -> dict
     model, tokenizer = load_model("reference", dtype="float32", device="cpu"), load_tokenizer("reference")
     rotary = patch_geometry(model)
     searched, held_out = split(tokenize(load("stdlib"), tokenizer), 2)
-    texts = text_passages(searched, TARGET, PASSAGES, tokenizer)
+    targets = scored_tokens(rotary.context_length)
+    texts = text_passages(searched, TARGET, PASSAGES, tokenizer, targets)
     underneath: dict[str, Any] = {"over": "own", "context_length": None}
     reader = Reader(model, texts, short_passages(texts, rotary.context_length), math.inf, **underneath)
     scale = TARGET / rotary.context_length
@@ -132,7 +133,7 @@ def by_longrope(clone: Path, cpu_seconds: float, chosen: dict[str, Any]) -> dict
     methods = [method_from_dict(best.method), method_from_dict(chosen)]
     results = sweep(
         model, pieces(held_out, TARGET, SPANS), lengths=[rotary.context_length, TARGET], methods=methods,
-        targets=rotary.context_length // 2, max_spans=SPANS, tokenizer=None, bos=False, data="stdlib",
+        targets=targets, max_spans=SPANS, tokenizer=None, bos=False, data="stdlib",
         out=inside / "longrope measured",
     ).results  # fmt: skip
     found = {(str(each.method), each.length): each for each in results}

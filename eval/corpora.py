@@ -58,7 +58,7 @@ _OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has
 _HUB_OPTIONS = ("config", "split", "revision")
 _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
     "column": str,
-    "join": {"true": True, "false": False}.__getitem__,
+    "join": lambda text: {"true": True, "false": False}[text] if text in ("true", "false") else int(text),
     "min_bytes": int,
     "max_documents": int,
     "seed": int,
@@ -70,7 +70,7 @@ def load(
     data: Corpus,
     *,
     column: str | None = None,
-    join: bool | None = None,
+    join: bool | int | None = None,
     min_bytes: int | None = None,
     max_documents: int | None = None,
     seed: int | None = None,
@@ -109,7 +109,8 @@ def load(
         data: see above.
         column: where the text of a row is. This and what follows may stand in a name as well, as long as it agrees;
             there a Hub dataset also takes config, revision and split (`test` if there is one, else the only one).
-        join: all documents as one, two newlines between them.
+        join: all documents as one, two newlines between them; or a number of characters: documents that follow one
+            another are joined until each has so many, so that several long ones come of many short ones.
         min_bytes: leave out documents shorter than this many UTF-8 bytes (token ids, where those are given).
         max_documents: keep at most this many, and read no further; a Hub dataset without it is read to its end.
         seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `SHUFFLE_BUFFER`.
@@ -136,6 +137,8 @@ def load(
         expansion = options.get("max_expansion", MAX_EXPANSION)
         if least < 0 or (most is not None and most < 1):
             raise CorpusError(f"min_bytes must be at least 0 and max_documents at least 1, got {least} and {most}")
+        if (least_joined := int(options.get("join", 0))) < 0:
+            raise CorpusError(f"join must be at least 1 character, or true or false, got {least_joined}")
         if expansion < 1:
             raise CorpusError(f"max_expansion must be at least 1, got {expansion}")
         if not isinstance(data, str):
@@ -159,11 +162,31 @@ def load(
         raise CorpusError(f"{source!r} has no document of {least} bytes: all {documents.left_out} are shorter")
     if not any(document.text.strip() if document.ids is None else len(document.ids) for document in documents):
         raise CorpusError(f"{source!r} is empty: no document has any text")
-    if options.get("join", False):
+    if join := options.get("join", False):
         if any(document.ids is not None for document in documents):
             raise CorpusError(f"{source!r} holds token ids, which are not joined; leave out join=true")
-        documents[:] = [Document(source, "\n\n".join(document.text for document in documents))]
+        documents[:] = [Document(source, _joined(documents))] if join is True else _in_groups(documents, join)
     return documents
+
+
+def _joined(documents: Iterable[Document]) -> str:
+    return "\n\n".join(document.text for document in documents)
+
+
+def _in_groups(documents: Sequence[Document], least: int) -> list[Document]:
+    """Documents joined in order, each with at least so many characters where all have them together."""
+    groups: list[list[Document]] = []
+    size = least
+    for document in documents:
+        if size >= least:
+            groups.append([])
+            size = 0
+        groups[-1].append(document)
+        size += len(document.text)
+    if len(groups) > 1 and size < least:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    names = (group[0].name + (f" and {len(group) - 1} more" if len(group) > 1 else "") for group in groups)
+    return [Document(name, _joined(group)) for name, group in zip(names, groups, strict=True)]
 
 
 def _parse(data: Corpus, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

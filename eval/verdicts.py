@@ -19,7 +19,7 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.measures import Measure
 from rope_ext_hf.eval.statistics import Estimate
 
-__all__ = ["Conclusion", "Findings", "Outcome", "conclude", "time_ratio", "verdict"]
+__all__ = ["AS_LOADED", "Conclusion", "Findings", "Outcome", "Verdict", "conclude", "time_ratio", "verdict"]
 
 AS_LOADED = "the model as loaded"
 

@@ -55,7 +55,6 @@ HEAVY = {
     "tqdm",
     "vllm",
     "sglang",
-    "optuna",
 }
 """Third-party libraries that a function may import for itself."""
 MAX_LINES = 500

@@ -8,29 +8,17 @@ from .registry import figure, markdown_table, read_result, stamp
 
 
 def _interval(values: Sequence[float]) -> str:
-    mean, low, high = values
+    mean, low, high = values[:3]
     return f"{mean:.4f} [{low:.4f}, {high:.4f}]"
 
 
 @figure
-def search_ranges() -> str:
-    """Where the numbers of each method are looked for."""
-    from rope_ext_hf.methods.registry import list_methods
-    from rope_ext_hf.methods.search_ranges import SearchRange
+def search_begins() -> str:
+    """The methods that a search begins with."""
+    from rope_ext_hf.training.search_space import fixed_methods
 
-    def text(among: SearchRange | tuple[str, ...]) -> str:
-        if not isinstance(among, SearchRange):
-            return " or ".join(f"`{word}`" for word in among)
-        return f"{among.low:g} to {among.high:g}" + (" x needed" if among.times_factor else "")
-
-    declared = {name: cls.search_ranges for name, cls in list_methods().items() if cls.search_ranges}
-    return markdown_table(
-        ("method", "numbers"),
-        (
-            [f"`{name}`", "; ".join(f"`{key}` {text(among)}" for key, among in ranges.items())]
-            for name, ranges in declared.items()
-        ),
-    )
+    *names, last = (f"`{name}`" for name in fixed_methods())
+    return f"{', '.join(names)} and {last}"
 
 
 @figure
@@ -113,5 +101,5 @@ def search_keys() -> str:
 
 
 def _compared(gain: Sequence[float]) -> str:
-    mean, low, high = gain if gain[0] > 0 else (-gain[0], -gain[2], -gain[1])
+    mean, low, high = gain[:3] if gain[0] > 0 else (-gain[0], -gain[2], -gain[1])
     return f"{_interval((mean, low, high))} nats {'below' if gain[0] > 0 else 'above'}"

@@ -144,7 +144,7 @@ class SpanOptions:
             metavar="TEXT",
             help="'stdlib' (modules of Python's library that the bundled model was not trained on), a text, "
             "JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Settings follow a question mark: "
-            "?column=..&min_bytes=..&max_documents=..&seed=..&join=true.",
+            "?column=..&min_bytes=..&max_documents=..&seed=..&join=true, or join=CHARACTERS per document.",
         ),
     ] = "stdlib"
     protocol: Annotated[

@@ -51,9 +51,14 @@ def extend(
         Path | None, typer.Option(metavar="FOLDER", help="The folder to write. Default: MODEL-TOKENS.")
     ] = None,
     data: Annotated[
-        str, typer.Option(metavar="TEXT", help="The text that is read, as in `rope-ext ppl`.")
-    ] = "stdlib?join=true",
-    max_spans: Annotated[int, typer.Option(min=1, metavar="N", help="Spans of text that are read per length.")] = 8,
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="The text that is read, as in `rope-ext ppl`; it takes three documents of the target length. Default: "
+            "'stdlib', joined to documents that are long enough, which it has for up to 32k tokens.",
+        ),
+    ] = None,
+    max_spans: Annotated[int, typer.Option(min=1, metavar="N", help="Spans of text that are read per length.")] = 16,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the loss at short inputs and at the target length.")
     ] = True,
@@ -66,13 +71,17 @@ def extend(
             metavar="TOKENS", help="The length that the model is for. Default: as published, else as its config states."
         ),
     ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Write the folder also where the measurement speaks against it.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the first step.")] = False,
     as_json: Json = False,
 ) -> None:
     """From a model to a folder that an engine serves: choose a method, measure it, write the folder, print the command.
 
     Every step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written
-    where the measurement shows no gain at the target length.
+    unless, by 95% intervals, the loss at the target length falls, and by more than it rises for inputs within the
+    context length.
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
@@ -105,8 +114,8 @@ def extend(
         if measure:
             verdict = judge(plan, _run_step(context, plan, "ppl"))
             print_text(f"verdict   {verdict}")
-            if not verdict.gains:
-                raise MethodError(f"{plan.method} gains nothing at {plan.target_length:,} tokens; nothing was written")
+            if verdict.refusal and not anyway:
+                raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")
         if not written:
             _run_step(context, plan, "patch")
         if not as_json:

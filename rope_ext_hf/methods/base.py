@@ -28,7 +28,6 @@ from rope_ext_hf.bounds import MOST_TOKENS, limit
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.guidance import Guidance
-from rope_ext_hf.methods.search_ranges import SearchRange
 
 __all__ = [
     "TWO_PI",
@@ -226,8 +225,8 @@ class RopeMethod(ABC):
     guidance: ClassVar[Guidance | None] = None
     """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
 
-    search_ranges: ClassVar[Mapping[str, SearchRange | tuple[str, ...]]] = {}
-    """Parameter -> where `rope-ext search` looks for its value: a range of numbers, or words."""
+    begins_search: ClassVar[bool] = False
+    """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.guidance import FINE_TUNING, SEARCHED, SERVING, Guidance
 from rope_ext_hf.methods.registry import register_method
-from rope_ext_hf.methods.search_ranges import FACTOR_RANGE, SearchRange
 
 __all__ = [
     "NTK",
@@ -59,7 +58,7 @@ class Linear(RopeMethod):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
 
     guidance = Guidance(when="the model will be fine-tuned, or was trained under it")
-    search_ranges = FACTOR_RANGE
+    begins_search = True
 
     factor: float
 
@@ -133,7 +132,7 @@ class NTK(RopeMethod):
     """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
 
     guidance = Guidance(when="a factor above the length that is needed can be given")
-    search_ranges: ClassVar[Mapping[str, SearchRange]] = {"factor": SearchRange(0.75, 12.0, times_factor=True)}
+    begins_search = True
 
     factor: float
 
@@ -206,12 +205,6 @@ class RampedMethod(RopeMethod):
     paper's text). Equal betas make a step (Kimi K2).
     """
 
-    search_ranges: ClassVar[Mapping[str, SearchRange | tuple[str, ...]]] = {
-        "beta_fast": SearchRange(2.0, 64.0),
-        "beta_slow": SearchRange(0.25, 2.0),
-        "ramp": ("dimension", "cycles"),
-    }
-
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     ramp: Literal["dimension", "cycles"] = "dimension"
@@ -255,10 +248,7 @@ class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
     guidance = Guidance(when="yarn is wanted without its attention factor")
-    search_ranges: ClassVar[Mapping[str, SearchRange | tuple[str, ...]]] = {
-        **FACTOR_RANGE,
-        **RampedMethod.search_ranges,
-    }
+    begins_search = True
 
     factor: float
 
@@ -284,11 +274,7 @@ class Yarn(RampedMethod):
     guidance = Guidance(
         purposes=(SERVING, FINE_TUNING), when="the model must load in other software, or will be fine-tuned"
     )
-    search_ranges: ClassVar[Mapping[str, SearchRange | tuple[str, ...]]] = {
-        **FACTOR_RANGE,
-        **RampedMethod.search_ranges,
-        "attention_factor": SearchRange(0.9, 1.4),
-    }
+    begins_search = True
 
     factor: float
     mscale: float | None = None
@@ -346,10 +332,7 @@ class Llama3(RopeMethod):
     """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
 
     guidance = Guidance(when="the model belongs to a family that was trained with it")
-    search_ranges: ClassVar[Mapping[str, SearchRange]] = FACTOR_RANGE | {
-        "low_freq_factor": SearchRange(0.25, 1.5),
-        "high_freq_factor": SearchRange(2.0, 32.0),
-    }
+    begins_search = True
 
     factor: float
     low_freq_factor: float = 1.0

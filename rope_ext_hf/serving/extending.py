@@ -6,8 +6,9 @@ print(plan.method, plan.reason, *plan.steps, sep="\n")
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,28 @@ from typing import Any
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.engines.comparison import usual_server
 from rope_ext_hf.errors import MethodError, ServingError, short
-from rope_ext_hf.eval.perplexity_runs import TOLERANCE
-from rope_ext_hf.eval.results import Result
+from rope_ext_hf.eval.measures import Evidence, Measure
+from rope_ext_hf.eval.results import Result, method_key
 from rope_ext_hf.eval.runs import Run
+from rope_ext_hf.eval.statistics import Estimate
+from rope_ext_hf.eval.verdicts import AS_LOADED, Outcome, verdict
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.methods.guidance import SERVING
+from rope_ext_hf.methods.measurements import rises_for_short_inputs
 from rope_ext_hf.patches.recipes import find_recipe
 from rope_ext_hf.patches.saving import unlike_copies
 from rope_ext_hf.serving.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.serving.advising import advise
 from rope_ext_hf.serving.target import needs_nothing, open_model
 
-__all__ = ["Extension", "carries", "judge", "plan_extension"]
+__all__ = ["Extension", "ExtensionVerdict", "carries", "judge", "plan_extension"]
 
-_SHORT_INPUTS = 8
+UNIT = "bits per byte"
+
+_SHORT_INPUTS = 4
 """The shortest inputs that are measured have the context length over this."""
+_CHARACTERS = 6
+"""Characters of a document of the default text, for each token of the target length: more than tokens have."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Extension:
         target_length, context_length: tokens; the factor is one over the other.
         reason: why this method, in words.
         expected: what it costs inputs within the context length by the measurements of this package, in words.
+        expectations: by length, how much the loss rises there over that of the model as loaded at the context length on
+            each small model that was measured, in bits per byte; the context length and the target length.
         lengths: the lengths in tokens that are measured, the context length and the target length last.
         out: the folder that is written.
         steps: the commands, by name: ppl (where it is measured), patch and serve-config, without the program's name.
@@ -54,6 +64,7 @@ class Extension:
     context_length: int
     reason: str
     expected: str
+    expectations: dict[int, tuple[float, ...]]
     lengths: tuple[int, ...]
     out: str
     steps: dict[str, tuple[str, ...]]
@@ -65,42 +76,84 @@ class Extension:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a measurement says of an extension; losses in nats per token, by length in tokens.
+class ExtensionVerdict:
+    """What follows from a measurement of an extension: is there a gain, at what price, and was that expected?
+
+    All numbers are in bits per byte, means over documents that weigh alike, paired: where one long document weighs as
+    much as all others, little is known of the mean by tokens.
 
     Attributes:
-        as_loaded, extended: the losses of the model as loaded and with the method.
+        method: what was measured, by name.
         context_length, target_length: tokens.
+        change: how much the loss at the target length changes, compared with the model as loaded there.
+        prices: how much the loss changes, by length up to the context length.
+        balances: the change at the target length and the price together, by length; above 0 the price is above the
+            gain.
+        rises: how much the loss with the method is above that of the model as loaded at the context length, by length.
+        expectations: the same on each small model that was measured.
     """
 
-    as_loaded: dict[int, float]
-    extended: dict[int, float]
+    method: str
     context_length: int
     target_length: int
+    change: Estimate | None
+    prices: Mapping[int, Estimate | None]
+    balances: Mapping[int, Estimate | None]
+    rises: Mapping[int, Estimate | None]
+    expectations: Mapping[int, Sequence[float]]
 
     @property
-    def gains(self) -> bool:
-        """Whether the loss at the target length is lower than that of the model as loaded."""
-        return self.extended[self.target_length] < self.as_loaded[self.target_length]
+    def refusal(self) -> str:
+        """Why the model had better stay as it is, in words; empty: the gain is there and above every price."""
+        gain = verdict(self.change, unit=UNIT)
+        if gain.outcome is not Outcome.BETTER:
+            return f"{self.method} is not known to gain at {self.target_length:,} tokens: the loss is {gain}"
+        for length, balance in sorted(self.balances.items(), reverse=True):
+            left = verdict(balance, unit=UNIT)
+            if left.outcome is Outcome.WORSE:
+                return f"the price at {length:,} tokens is above the gain: the loss at both together is {left}"
+            if left.outcome is not Outcome.BETTER:
+                return f"the price at {length:,} tokens is not known to be below the gain: together they are {left}"
+        return ""
+
+    @property
+    def sentences(self) -> list[str]:
+        """The gain, the prices, and what was expected."""
+        gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=UNIT)}"
+        prices = [f"at {length:,} tokens it is {verdict(price, unit=UNIT)}" for length, price in self.prices.items()]
+        items = 0 if self.change is None else self.change.items
+        over = f"in the mean over {items} document{'s' * (items != 1)}"
+        return [
+            f"Compared with {AS_LOADED}, {over}: {gain}; {', '.join(prices)}.",
+            *(self._expectation(length) for length, expected in self.expectations.items() if expected),
+        ]
+
+    def _expectation(self, length: int) -> str:
+        """Whether the loss rises as on the small models: within what they span, by the interval."""
+        expected, rise = self.expectations[length], self.rises.get(length)
+        outcomes = [verdict(rise, than=than).outcome for than in (max(expected), min(expected))]
+        if rise is None or rise.low is None or rise.high is None:
+            measured = "nothing" if rise is None else f"{rise.value:+.2f}"
+            said = "whether the expectation failed cannot be told"
+        else:
+            measured = f"{rise.value:+.2f} [{rise.low:+.2f} to {rise.high:+.2f}]"
+            said = "that is not told from the expectation"
+            if outcomes[0] is Outcome.WORSE:
+                said = "the expectation failed, it is higher"
+            elif outcomes[1] is Outcome.BETTER:
+                said = "the expectation failed, it is lower"
+        spread = " to ".join(dict.fromkeys(f"{end:+.2f}" for end in (min(expected), max(expected))))
+        return (
+            f"At {length:,} tokens, {spread} {UNIT} above the loss as loaded at {self.context_length:,} was expected, "
+            f"and {measured} is measured: {said}."
+        )
 
     def __str__(self) -> str:
-        costs = [
-            f"{self.extended[length] - loss:+.3f}{'' if position else ' nats per token'} at {length:,} tokens"
-            for position, (length, loss) in enumerate(sorted(self.as_loaded.items()))
-            if length <= self.context_length
-        ]
-        reached, before = self.extended[self.target_length], self.as_loaded[self.context_length]
-        higher = reached > (1 + TOLERANCE) * before
-        above = f"with a loss {reached - before:.3f} above that of" if higher else "at the loss of"
-        losses = f"{reached:.3f} against {before:.3f}; as loaded {self.as_loaded[self.target_length]:.3f}"
-        return (
-            f"It costs {' and '.join(costs)}, and reads {self.target_length:,} tokens {above} "
-            f"{self.context_length:,} ({losses})."
-        )
+        return " ".join(self.sentences)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self) | {"gains": self.gains, "text": str(self)}
+        return asdict(self) | {"refusal": self.refusal, "text": str(self)}
 
 
 def plan_extension(
@@ -108,8 +161,8 @@ def plan_extension(
     target_length: int,
     *,
     engine: str | None = None,
-    data: str = "stdlib?join=true",
-    most_spans: int = 8,
+    data: str | None = None,
+    most_spans: int = 16,
     reading: Sequence[str] = (),
     measure: bool = True,
     out: Path | None = None,
@@ -124,7 +177,8 @@ def plan_extension(
         model: a folder, a Hub id or "reference".
         target_length: tokens.
         engine: a name that `rope-ext serve-config --help` lists; None: the usual server.
-        data, most_spans: the text that is read, and how many spans of each length.
+        data: the text that is read; None: the modules of "stdlib", joined to documents that are long enough.
+        most_spans: how many spans of each length are read.
         reading: further options of `rope-ext ppl`, such as --device.
         measure: whether the loss is measured.
         out: the folder to write; None: the name of the model with the length.
@@ -166,6 +220,7 @@ def plan_extension(
     underneath += ["--context-length", str(context_length)] if context_length else []
     asked = [model, "--method", chosen.method, "--target-length", str(target_length), *underneath, *loading]
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
+    data = data or f"stdlib?join={_CHARACTERS * target_length}"
     text = ["--lengths", ",".join(map(str, lengths)), "--max-spans", str(most_spans), "--data", data]
     steps = {"ppl": ("ppl", *asked, *text, *reading)} if measure else {}
     steps["patch"] = ("patch", *asked, "--out", folder)
@@ -179,6 +234,10 @@ def plan_extension(
         reason=reason,
         expected=f"inputs within {advice.context_length:,} tokens: {chosen.short_inputs}; at the length asked for: "
         f"{' / '.join(signed(chosen.measured.values()))} bits per byte, on two small models",
+        expectations={
+            advice.context_length: tuple(r.increase for r in rises_for_short_inputs(chosen.method, advice.factor)),
+            target_length: tuple(chosen.measured.values()),
+        },
         lengths=lengths,
         out=folder,
         steps=steps,
@@ -254,9 +313,27 @@ def _plain(config: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
-def judge(extension: Extension, run: Run[Result]) -> Verdict:
+def judge(extension: Extension, run: Run[Result]) -> ExtensionVerdict:
     """What a measurement says of an extension."""
-    losses: dict[bool, dict[int, float]] = {False: {}, True: {}}
-    for result in run.results:
-        losses[result.method is not None][result.length] = result.loss
-    return Verdict(losses[False], losses[True], extension.context_length, extension.target_length)
+    loaded, context, target = method_key(run.settings["loaded"]), extension.context_length, extension.target_length
+    items: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for each in run.results:
+        losses = [(d.nats / math.log(2) / max(1, d.bytes), 1.0) for d in each.documents]
+        items.setdefault(method_key(each.method), {})[each.length] = losses
+    extended = next(key for key in items if key != loaded)
+    short = [length for length in sorted(items[loaded], reverse=True) if length <= context]
+    for length in short:  # both lengths as one, which takes their pairing into account
+        for key in (loaded, extended):
+            pairs = zip(items[key][length], items[key][target], strict=True)
+            items[key][-length] = [(a + b, 1.0) for (a, _), (b, _) in pairs]
+    loss = Measure("loss", UNIT, Evidence.LOSS, False, items)
+    return ExtensionVerdict(
+        method=extension.method,
+        context_length=context,
+        target_length=target,
+        change=loss.change((extended, target), (loaded, target)),
+        prices={length: loss.change((extended, length), (loaded, length)) for length in short},
+        balances={length: loss.change((extended, -length), (loaded, -length)) for length in short},
+        rises={length: loss.change((extended, length), (loaded, context)) for length in (context, target)},
+        expectations=extension.expectations,
+    )

@@ -1,15 +1,56 @@
-"""What a search came to, as it is printed and saved."""
+"""What a search came to: whether what it found is written, and how that is printed and saved."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["SearchReport"]
+from rope_ext_hf.eval.statistics import Estimate
+from rope_ext_hf.eval.verdicts import AS_LOADED, Outcome, verdict
 
-Gain = tuple[float, float, float]
-"""A difference in nats per token, and the ends of its 95% interval."""
+__all__ = ["Decision", "SearchReport", "decide"]
+
+UNMEASURED = ("as loaded", "chosen", "found")
+"""The rows of a report that are no fixed method."""
+WITHIN = {
+    Outcome.BETTER: "within the bound of {bound:g}",
+    Outcome.WORSE: "above the bound of {bound:g}",
+    Outcome.CANNOT_TELL: "and whether that is within the bound of {bound:g} cannot be told",
+}
+
+
+class Decision(NamedTuple):
+    """Whether what a search found is written, and why, in words."""
+
+    keeps: bool
+    text: str
+
+
+def decide(
+    found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
+) -> Decision:
+    """Whether what a search found is written, or the best fixed method.
+
+    A fixed method needs no search: where the two are not told apart, it is written.
+
+    Args:
+        found: what was found, in words.
+        best_fixed: the label of the best other fixed method that holds the bound; None: there is none.
+        change: the loss of what was found less that of this method, on text that the search did not read.
+        length: at which they are compared, in tokens.
+        unit: of the change.
+        is_fixed: whether what was found is a fixed method itself; it stays where the two are not told apart.
+    """
+    if best_fixed is None:
+        return Decision(True, f"No other fixed method surely holds the bound: {found} is written.")
+    result = verdict(change, unit=unit, item="passage")
+    keeps = result.outcome is Outcome.BETTER or (is_fixed and result.outcome is not Outcome.WORSE)
+    return Decision(
+        keeps,
+        f"The loss of what was found, {found}, at {length:,} tokens, compared with {best_fixed}, the best "
+        f"{'other ' * is_fixed}fixed method, is {result}: {found if keeps else best_fixed} is written.",
+    )
 
 
 @dataclass(frozen=True)
@@ -19,13 +60,16 @@ class SearchReport:
     Attributes:
         settings: the arguments.
         context_length, target_length: in tokens.
-        method: `RopeMethod.to_dict` of what was chosen.
-        label: in which stage it came up, and from what.
-        losses: of the model as loaded, of every fixed method and of the chosen one, by length.
+        method: `RopeMethod.to_dict` of what was chosen, which is written.
+        label: what was chosen: in which stage it came up, and from what, or the fixed method.
+        decision: why it was chosen and not what was found, or not a fixed method, in words.
+        losses: of the model as loaded, of every fixed method, of what was found where that was not chosen, and of what
+            was chosen, by length.
         gains: by how much the chosen one is lower than each at the target length.
         lost: how much higher it is than the model as loaded at the context length.
-        key_losses, key_gains: the same over key tokens at the target length; empty where another fitness counted.
-        keys_by: what found the key tokens, and how many of the measured tokens they are.
+        key_losses, key_gains: the same over the tokens that counted, at the target length: key tokens, or answers;
+            empty where all tokens counted.
+        keys_by: which tokens these are, and how many.
         trials, stopped: how many candidates were read, and how many of them not to the end.
         seconds, cpu_seconds: of the search; those of interrupted runs count, measuring and loading do not.
         folder: of the patched model.
@@ -37,11 +81,12 @@ class SearchReport:
     target_length: int
     method: dict[str, Any]
     label: str
+    decision: str
     losses: dict[str, dict[str, float]]
-    gains: dict[str, Gain]
-    lost: Gain
+    gains: dict[str, Estimate]
+    lost: Estimate
     key_losses: dict[str, dict[str, float]]
-    key_gains: dict[str, Gain]
+    key_gains: dict[str, Estimate]
     keys_by: str
     trials: int
     stopped: int
@@ -57,21 +102,26 @@ class SearchReport:
     @property
     def best_fixed(self) -> str:
         """The fixed method with the lowest loss at the target length."""
-        fixed = [name for name in self.losses if name not in ("as loaded", "chosen")]
+        fixed = [name for name in self.losses if name not in UNMEASURED]
         return min(fixed, key=lambda name: self.losses[name][str(self.target_length)])
 
     def __str__(self) -> str:
         lines = _table("nats per token", self.losses, self.gains)
         if self.key_losses:
-            lines += ["", *_table("nats per key token", self.key_losses, self.key_gains), f"key tokens: {self.keys_by}"]
-        mean, low, high = self.lost
+            lines += ["", *_table("nats per token that counted", self.key_losses, self.key_gains), self.keys_by]
+        bound = self.settings["most_lost"]
+        within = WITHIN[verdict(self.lost, than=bound).outcome].format(bound=bound)
         factor = f"{self.target_length / self.context_length:g}"
         command = f"rope-ext ppl {self.folder} --lengths {self.context_length},{self.target_length}"
         return "\n".join(
             [
                 *lines,
                 "",
-                f"chosen: {self.label}; it loses {mean:.4f} [{low:.4f}, {high:.4f}] at 1x",
+                self.decision,
+                f"At {self.context_length:,} tokens, compared with {AS_LOADED}, the loss of what is written is "
+                f"{verdict(self.lost, item='passage')}, {within}.",
+                f"All this is of text that the search did not read; intervals are over {self.lost.items} documents or "
+                "passages of it.",
                 f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
                 f"({self.cpu_seconds:.0f} CPU seconds)",
                 f"The model, extended {factor} times, is in {self.folder} and loads "
@@ -81,13 +131,12 @@ class SearchReport:
         )
 
 
-def _table(head: str, losses: Mapping[str, Mapping[str, float]], gains: Mapping[str, Gain]) -> list[str]:
-    """A line per method: its losses by length, and by how much the chosen one's is lower."""
+def _table(head: str, losses: Mapping[str, Mapping[str, float]], gains: Mapping[str, Estimate]) -> list[str]:
+    """A line per method: its losses by length, and what its loss is compared with that of the chosen one."""
     lengths = list(next(iter(losses.values())))
     width = max(map(len, (*losses, head))) + 2
-    lines = [f"{head:{width}}" + "".join(f"{int(n):>10,}" for n in lengths) + "   chosen is lower by"]
+    lines = [f"{head:{width}}" + "".join(f"{int(n):>10,}" for n in lengths) + "   compared with the chosen one"]
     for name, row in losses.items():
-        gain = gains.get(name)
-        shown = "" if gain is None else f"   {gain[0]:.4f} [{gain[1]:.4f}, {gain[2]:.4f}]"
+        shown = f"   {verdict(gains[name], item='passage')}" if name in gains else ""
         lines.append(f"{name:{width}}" + "".join(f"{row[n]:>10.4f}" for n in lengths) + shown)
     return lines

@@ -1,4 +1,4 @@
-"""What a search tries: methods with numbers from their declared ranges, then divisors by band and by pair.
+"""What a search tries: fixed methods, then divisors by band and by pair.
 
 Divisors never fall from a pair to the next slower one (LongRoPE, Ding et al. 2024, arXiv 2402.13753, sec. 3.2).
 """
@@ -11,7 +11,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,11 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import LongRoPE
-from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.methods.search_ranges import SearchRange
 from rope_ext_hf.methods.static import Factors
 
-__all__ = ["DivisorCurve", "is_static", "searched_methods", "suggest_method", "two_lists"]
+__all__ = ["DivisorCurve", "fixed_methods", "is_static", "two_lists"]
 
 CHANGED = 0.3
 """The probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)."""
@@ -32,31 +30,9 @@ LEAST_FACTOR, LARGEST_FACTOR = 0.8, 1.6
 """Attention factors that are tried; published ones lie between 1 and 1.4."""
 
 
-def searched_methods() -> list[str]:
-    """The methods that are searched unless others are named: static ones that declare a range for their factor.
-
-    Those with the most numbers to choose come first: they read best as a rule, and the others are stopped the sooner.
-    """
-    found = {name: cls.search_ranges for name, cls in list_methods().items() if "factor" in cls.search_ranges}
-    return sorted(found, key=lambda name: -len(found[name]))
-
-
-def suggest_method(trial: Any, names: Sequence[str], rotary: Rotary, target_length: int) -> RopeMethod:
-    """One of some methods, with numbers from its declared ranges; what declares none is fitted to the target length.
-
-    Args:
-        trial: of Optuna.
-        names: of the methods.
-    """
-    name = trial.suggest_categorical("method", list(names))
-    factor = target_length / rotary.context_length
-    values: dict[str, Any] = {}
-    for key, among in list_methods()[name].search_ranges.items():
-        if isinstance(among, SearchRange):
-            values[key] = trial.suggest_float(f"{name}.{key}", *among.ends(factor), log=True)
-        else:
-            values[key] = trial.suggest_categorical(f"{name}.{key}", list(among))
-    return resolve_method(name, rotary, **(values if "factor" in values else values | {"target_length": target_length}))
+def fixed_methods() -> list[str]:
+    """The methods that a search begins with unless others are named, and that its result is compared with."""
+    return [name for name, cls in list_methods().items() if cls.begins_search]
 
 
 def is_static(method: RopeMethod) -> bool:

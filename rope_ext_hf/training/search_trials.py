@@ -1,8 +1,9 @@
 """Reading for a search: one candidate after another on the same passages, each stopped once it is surely worse.
 
-A trial reads passages in a fixed order, those of different documents in turn. It stops when its losses on the passages
-read so far are above those of the best trial on the same passages, by more than the 95% interval of their difference.
-As long as no trial holds the bound at the context length, one that does is not stopped.
+A trial reads passages in a fixed order, those of different documents in turn; their ends are scored, as in the
+measurement of the result. It stops when its losses on the passages read so far are above those of the best trial on the
+same passages, by the whole 95% interval of their difference. As long as no trial holds the bound at the context length,
+one that does is not stopped.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from rope_ext_hf.eval.plan import prefix_token
 from rope_ext_hf.eval.retrieval import make_trials
 from rope_ext_hf.eval.retrieval_prompts import TASKS
 from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.statistics import Estimate, estimate
+from rope_ext_hf.eval.verdicts import Outcome, verdict
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.training.run_folder import cut
@@ -43,6 +46,7 @@ __all__ = [
     "key_passages",
     "pieces",
     "prompts",
+    "scored_tokens",
     "short_passages",
     "text_passages",
 ]
@@ -83,7 +87,7 @@ class Trial:
         lost, most_lost: what it loses at the context length, in nats per token: the mean and the upper end of its 95%
             interval; None where the trial was stopped before.
         stopped: whether it was surely worse than the best before.
-        parameters: what made it, for the optimiser to go on from.
+        parameters: what made it, for the search to go on from.
         seconds, cpu_seconds: what it took.
     """
 
@@ -143,14 +147,19 @@ class Reader:
     ) -> None:
         self.model, self.passages, self.short, self.bound, self.underneath = model, passages, short, bound, underneath
         self.scorer = TokenScorer(model, longest=len(passages[0].ids))
-        self.as_loaded = [self._loss(passage) for passage in short]
+        self.as_loaded = self.losses(None, short)
+
+    def losses(self, method: RopeMethod | None, passages: Sequence[Passage]) -> list[float]:
+        """The loss of each passage under a method, in nats per token; None: of the model as loaded."""
+        with nullcontext() if method is None else patched(self.model, method, **self.underneath):
+            return [self._loss(passage) for passage in passages]
 
     def _loss(self, passage: Passage) -> float:
         return passage_loss(self.scorer, passage)
 
-    def _lost(self) -> tuple[float, float]:
-        """What the present method loses at the context length, see `interval`."""
-        return interval([self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)])
+    def _lost(self) -> Estimate:
+        """What the present method loses at the context length, in nats per token, over passages."""
+        return estimate([self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)])
 
     def read(
         self, stage: str, method: RopeMethod, before: Sequence[Trial], parameters: dict[str, Any], label: str = ""
@@ -159,18 +168,18 @@ class Reader:
         started, cpu = time.monotonic(), time.process_time()
         best = best_trial(before, self.bound)
         losses: list[float] = []
-        lost: tuple[float, float] | None = None
+        lost: Estimate | None = None
         stopped = False
         with patched(self.model, method, **self.underneath):
             if best is None:  # the first one that holds the bound is read to the end, however high its loss is
                 lost = self._lost()
-                whole = [trial for trial in before if not trial.stopped and sum(lost) > self.bound]
+                whole = [trial for trial in before if not trial.stopped and _most(lost) > self.bound]
                 best = min(whole, key=lambda trial: trial.cost(self.bound), default=None)
             for passage in self.passages:
                 losses.append(self._loss(passage))
                 if best is not None and LEAST_READ <= len(losses) < len(self.passages):
-                    gap, margin = interval([a - b for a, b in zip(losses, best.losses, strict=False)])
-                    if stopped := gap > margin:
+                    gap = estimate([a - b for a, b in zip(losses, best.losses, strict=False)])
+                    if stopped := verdict(gap).outcome is Outcome.WORSE:
                         lost = None
                         break
             if not stopped:
@@ -179,10 +188,10 @@ class Reader:
             stage=stage,
             method=method.to_dict(),
             label=label or method.label(),
-            loss=best.loss + gap if stopped and best is not None else fmean(losses),
+            loss=best.loss + gap.value if stopped and best is not None else fmean(losses),
             losses=tuple(losses),
-            lost=None if lost is None else lost[0],
-            most_lost=None if lost is None else sum(lost),
+            lost=None if lost is None else lost.value,
+            most_lost=None if lost is None else _most(lost),
             stopped=stopped,
             parameters=parameters,
             seconds=time.monotonic() - started,
@@ -197,9 +206,9 @@ def passage_loss(scorer: TokenScorer, passage: Passage) -> float:
     return loss if math.isfinite(loss) else LARGEST_LOSS
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95% interval by the normal approximation."""
-    return fmean(values), 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+def _most(lost: Estimate) -> float:
+    """The upper end of the interval; without one, nothing is known of what is lost."""
+    return LARGEST_LOSS if lost.high is None else lost.high
 
 
 def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]:
@@ -219,9 +228,9 @@ def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]
 
 
 def text_passages(
-    documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase, targets: int
 ) -> list[Passage]:
-    """At most `count` passages of the target length, evenly from all documents; their last halves are scored.
+    """At most `count` passages of the target length, evenly from all documents; their last `targets` tokens are scored.
 
     Raises:
         CorpusError: fewer than `LEAST_READ` passages.
@@ -234,7 +243,7 @@ def text_passages(
             f"the half of the text that is searched on has {len(parts)} passages of {length:,} tokens, and at least "
             f"{LEAST_READ} are needed; give longer text or a shorter target length"
         )
-    return [Passage(torch.cat([part.ids.new_tensor(before), part.ids]), length // 2) for part in parts]
+    return [Passage(torch.cat([part.ids.new_tensor(before), part.ids]), length - targets) for part in parts]
 
 
 def best_of(
@@ -292,13 +301,22 @@ def key_passages(
     return read, PerplexityMeasurement(measurement.plan, masks, keys_from)
 
 
+def scored_tokens(context_length: int) -> int:
+    """How many tokens are scored at the end of a passage, in the search and in the measurement of its result.
+
+    Divisors that fit most of a passage and fail just before its end would win if all of its second half counted.
+    """
+    return max(1, context_length // 2)
+
+
 def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
-    """Two parts of the context length from each passage, from its middle and its end; their last halves are scored."""
+    """Two parts of the context length from each passage, from its middle and its end; their ends are scored."""
+    first = length - scored_tokens(length)
     if len(passages[0].ids) < 2 * length:
-        return [Passage(passage.ids[-length:], length // 2) for passage in passages]
+        return [Passage(passage.ids[-length:], first) for passage in passages]
     starts = [(len(passage.ids) // 2, len(passage.ids) - length) for passage in passages]
     return [
-        Passage(passage.ids[start : start + length], max(1, length // 2))
+        Passage(passage.ids[start : start + length], first)
         for passage, both in zip(passages, starts, strict=True)
         for start in both
     ]

@@ -3,8 +3,9 @@
     report = search("reference", "found", data="stdlib", target_length=2048, minutes=10)
     print(report)
 
-Three stages: methods with numbers from their declared ranges (Optuna's TPE), divisors of the frequencies by band, then
-by pair. The last two change the best candidate a little at a time. The same call continues an interrupted run.
+Three stages: fixed methods, divisors of the frequencies by band, then by pair. The last two change the best candidate a
+little at a time. What is found is written where, on other text, it surely reads better than the best fixed method. The
+same call continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import csv
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,25 +22,25 @@ from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
 from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.documents import Corpus, corpus_name
 from rope_ext_hf.eval.journal import exclusive
-from rope_ext_hf.eval.measuring import fit_methods
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.plan import prepare, tokenize
 from rope_ext_hf.eval.results import Result, difference
 from rope_ext_hf.eval.run_key import code_digest
 from rope_ext_hf.eval.runner import measure
 from rope_ext_hf.eval.runs import RunPlan
+from rope_ext_hf.eval.statistics import Estimate, estimate
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method
+from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.training.run_folder import digest_inputs, open_run, read_whole, save_model, split, write_whole
-from rope_ext_hf.training.search_report import SearchReport
-from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
+from rope_ext_hf.training.search_report import SearchReport, decide
+from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 from rope_ext_hf.training.search_trials import (
+    Passage,
     Reader,
     Trial,
     best_of,
@@ -48,6 +48,7 @@ from rope_ext_hf.training.search_trials import (
     key_passages,
     pieces,
     prompts,
+    scored_tokens,
     short_passages,
     text_passages,
 )
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
-STAGES = {"methods": 0.25, "bands": 0.65, "pairs": 1.0}
-"""Each stage, and the share of the budget at which it ends at the latest."""
+STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
+"""Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
 PATIENCE = 40
 """A stage ends after so many trials in a row without a better one."""
 BANDS = 9
@@ -106,13 +107,13 @@ def search(
         target_length: in tokens.
         minutes: the time for search and measurement, the latter by estimate.
         trials: the number of candidates, instead of minutes; the result does not depend on the machine's speed then.
-        methods: names; default: `linear`, `ntk`, `by-parts`, `yarn` and `llama3`. One that declares no ranges is tried
-            once, fitted to the target length.
+        methods: names of the methods to begin with, each fitted to the target length; default: `linear`, `ntk`,
+            `by-parts`, `yarn` and `llama3`, those that declare `begins_search`.
         static: the same frequencies for inputs of every length. Default: inputs up to the context length keep those of
             the model (the two lists of `longrope`).
         most_lost: the most that the loss at the context length may rise, in nats per token, interval included.
-        fitness: the loss that counts: "loss", of the last half of each passage; "key-tokens", of the key tokens there
-            (`rope_ext_hf.eval.key_tokens`), found by the model under a fixed method; or a task of
+        fitness: the loss that counts: "loss", of the end of each passage, half a context length; "key-tokens", of the
+            key tokens there (`rope_ext_hf.eval.key_tokens`), found by the model under a fixed method; or a task of
             `rope_ext_hf.eval.passkey`, e.g. "needle", of its right answers.
         eval_data: the text of the measurement, instead of half of `data`.
         passages: the passages that a candidate reads, unless it is stopped.
@@ -130,7 +131,6 @@ def search(
         CorpusError: too short a text, or one with too few key tokens.
         FileError: the folder holds a run of other settings, of a model, tokenizer, text or code that changed since, or
             damaged trials; or another process is writing it.
-        ImportError: Optuna is not installed.
     """
     if (minutes is None) == (trials is None):
         raise MethodError("how long is searched? Give minutes (--budget) or trials, one of the two")
@@ -139,14 +139,13 @@ def search(
             f"minutes, trials, passages and max_spans must be above 0, got minutes={minutes}, trials={trials}, "
             f"passages={passages}, max_spans={max_spans}"
         )
-    _import_optuna()
     target_length = parse_length(target_length)
     settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
     settings |= {
         "data": corpus_name(data),
         "eval_data": corpus_name(eval_data),
         "model": str(model),
-        "methods": listed(methods) if methods else list(searched_methods()),
+        "methods": listed(methods) if methods else list(fixed_methods()),
     }
     folder, say = Path(out), report or (lambda line: None)
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -158,6 +157,7 @@ def search(
         raise MethodError(
             f"target_length must be above the context length of {rotary.context_length:,} tokens, got {target_length:,}"
         )
+    targets = settings["targets"] = scored_tokens(rotary.context_length)
     for name in settings["methods"]:  # a wrong name is refused before anything is read
         resolve_method(name, rotary, target_length=target_length)
     searched, held_out = split(tokenize(load(data), tokenizer), 2)
@@ -173,10 +173,11 @@ def search(
             raise CorpusError(
                 f"no held-out document has {target_length:,} tokens; give longer text, or another with eval_data"
             )
-        texts = text_passages(searched, target_length, passages, tokenizer)
+        texts = text_passages(searched, target_length, passages, tokenizer, targets)
         lengths = [rotary.context_length, target_length]
-        measured: dict[str, Any] = {"lengths": lengths, "targets": max(1, lengths[0] // 2), "max_spans": max_spans}
+        measured: dict[str, Any] = {"lengths": lengths, "targets": targets, "max_spans": max_spans}
         measurement = PerplexityMeasurement(prepare(loaded, held_out, tokenizer=tokenizer, **measured))
+        asked: list[Passage] = []
         if fitness == "loss":
             read = texts
         elif fitness == "key-tokens":
@@ -186,26 +187,18 @@ def search(
             say(f"key tokens: {measurement.keys_from}")
         else:
             read = prompts(fitness, searched, target_length, passages, tokenizer, seed)
+            asked = prompts(fitness, held_out, target_length, passages, tokenizer, seed + 1)
         reader = Reader(loaded, read, short_passages(texts, rotary.context_length), most_lost, **underneath)
         run = _Search(folder, reader, rotary, settings, say)
-        measured_seconds = max_spans * (len(searched_methods()) + 2) * (1 + rotary.context_length / target_length)
+        measured_seconds = max_spans * (len(run.fixed) + 3) * (1 + rotary.context_length / target_length)
         best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
         say("measuring on text that the search did not read")
-        made = run.measured(best, measurement, settings["eval_data"] or settings["data"])
+        best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], asked)
         _patch(loaded, method_from_dict(best.method), target_length, underneath)
         save_model(loaded, tokenizer, folder / "model")
         run.draw(best)
         write_whole(folder / "report.json", made.to_dict())
         return made
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(f"a search needs Optuna: {install_command('search')}") from error
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna
 
 
 class _Search:
@@ -218,6 +211,13 @@ class _Search:
         self.target: int = settings["target_length"]
         self.bound: float = settings["most_lost"]
         self.trials = _read_trials(folder / "trials.json")
+        names = dict.fromkeys((*settings["methods"], *fixed_methods()))
+        self.fixed = {method.label(): method for method in map(self._fitted, names)}
+
+    def _fitted(self, name: str) -> RopeMethod:
+        """A fixed method for the target length."""
+        method = resolve_method(name, self.rotary, target_length=self.target)
+        return bind(self.reader.model, method, self.target, **self.reader.underneath)
 
     @property
     def best(self) -> Trial | None:
@@ -235,9 +235,7 @@ class _Search:
         for stage, share in STAGES.items():
             made = {"methods": self._methods, "bands": self._curves, "pairs": self._curves}[stage](stage)
             for method, parameters, label in made:
-                each_once = stage == "methods" and len(self.trials) < len(self.settings["methods"])
-                used = self._used(seconds, trials, to_measure)
-                if used >= (1.0 if each_once else share) or self._idle(stage) >= PATIENCE:
+                if self._used(seconds, trials, to_measure) >= share or self._idle(stage) >= PATIENCE:
                     break
                 self._try(stage, method, parameters, label)
         if (best := self.best) is not None:
@@ -271,7 +269,8 @@ class _Search:
         if is_static(method):
             parameters = parameters | {"static": method.to_dict()}
             method = method if self.settings["static"] else two_lists(method, self.rotary, self.target)
-        trial = self.reader.read(stage, method, self.trials, parameters, label)
+        # A fixed method is read to the end, and at the context length: what is found is compared with it.
+        trial = self.reader.read(stage, method, [] if stage == "methods" else self.trials, parameters, label)
         self.trials.append(trial)
         write_whole(self.folder / "trials.json", {"trials": [each.to_dict() for each in self.trials]})
         if (best := self.best) is not None and best is not before:
@@ -279,33 +278,10 @@ class _Search:
             self.say(f"trial {len(self.trials)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
 
     def _methods(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
-        """Each method with its own numbers first, then what Optuna proposes."""
-        optuna = _import_optuna()
-        names = self.settings["methods"]
-        for name in names[sum(trial.stage == stage for trial in self.trials) :]:
-            method = resolve_method(name, self.rotary, target_length=self.target)
-            yield bind(self.reader.model, method, self.target, **self.reader.underneath), {}, method.label()
-        if not any(list_methods()[name].search_ranges for name in names):
-            return
-        while True:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                sampler = optuna.samplers.TPESampler(
-                    multivariate=True, group=True, n_startup_trials=len(names), seed=self._seed()
-                )
-            study = optuna.create_study(sampler=sampler)
-            for trial in self.trials:
-                if trial.stage == stage and "values" in trial.parameters:
-                    study.add_trial(_told(optuna, trial, self.bound))
-            asked = study.ask()
-            method = suggest_method(asked, names, self.rotary, self.target)
-            kept = {
-                "values": asked.params,
-                "ranges": {
-                    key: optuna.distributions.distribution_to_json(each) for key, each in asked.distributions.items()
-                },
-            }
-            yield bind(self.reader.model, method, self.target, **self.reader.underneath), kept, method.label()
+        """The fixed methods that were not read yet."""
+        for name in self.settings["methods"][sum(trial.stage == stage for trial in self.trials) :]:
+            method = self._fitted(name)
+            yield method, {}, method.label()
 
     def _curves(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
         """Neighbours of the best static candidate's divisors, nearer ones after each that was no better."""
@@ -344,45 +320,53 @@ class _Search:
         seed: int = self.settings["seed"]
         return seed * 1_000_003 + len(self.trials)
 
-    def measured(self, best: Trial, measurement: PerplexityMeasurement, data: str) -> SearchReport:
-        """Read text that the search did not read, as loaded, with each fixed method and with the chosen one."""
-        chosen = method_from_dict(best.method)
-        fixed = [resolve_method(name, self.rotary, target_length=self.target) for name in searched_methods()]
-        model, underneath = self.reader.model, self.reader.underneath
-        lengths, methods = fit_methods(model, measurement.plan.lengths, [*fixed, chosen], **underneath)
-        plan = RunPlan(measurement, data, methods, **underneath)
-        results = measure(model, plan, out=self.folder / "measured").results
-        read: dict[str, RopeMethod | None] = {"as loaded": None, **{each.label(): each for each in fixed}}
-        by_name: dict[str, dict[int, Result]] = {
-            name: {result.length: result for result in results if result.method == (method and method.to_dict())}
-            for name, method in (read | {"chosen": chosen}).items()
-        }
-        ours = by_name["chosen"][self.target]
-        at_target = {name: row[self.target] for name, row in by_name.items()}
-        keyed = measurement.keys is not None
+    def measured(
+        self, found: Trial, measurement: PerplexityMeasurement, data: str, asked: Sequence[Passage]
+    ) -> tuple[Trial, SearchReport]:
+        """Read text that the search did not read, and choose between what was found and the best fixed method.
+
+        Args:
+            asked: prompts in that text, where answers count; else none.
+
+        Returns:
+            What is written, and the report.
+        """
+        held = _HeldOut(self.reader, measurement, data, asked, self.target, self.folder / "measured")
+        held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
+        tried = {trial.label: trial for trial in self.trials if trial.stage == "methods" and trial.holds(self.bound)}
+        rivals = [label for label in tried if label in self.fixed and tried[label] != found]
+        rival = min(rivals, key=held.loss, default=None)
+        change = None if rival is None else held.change("found", rival)
+        unit, is_fixed = f"nats per token{' that counts' * bool(held.counted)}", found.stage == "methods"
+        decision = decide(found.label, rival, change, length=self.target, unit=unit, is_fixed=is_fixed)
+        chosen = found if decision.keeps or rival is None else tried[rival]
+        if chosen is found:
+            held.rename("found", "chosen")
+        else:
+            held.read({"chosen": method_from_dict(chosen.method)})
         self._write_table()
-        return SearchReport(
+        context = min(held.results["chosen"])
+        at_target = {name: row[self.target] for name, row in held.results.items()}
+        others = [name for name in held.results if name != "chosen"]
+        return chosen, SearchReport(
             settings=self.settings,
-            context_length=lengths[0],
-            target_length=lengths[1],
-            method=best.method,
-            label=best.label,
-            losses={name: {str(n): each.loss for n, each in row.items()} for name, row in by_name.items()},
-            gains={name: difference(each, ours) for name, each in at_target.items() if name in read},
-            lost=difference(by_name["chosen"][lengths[0]], by_name["as loaded"][lengths[0]]),
-            key_losses={
-                name: {str(self.target): math.log(each.longppl)} for name, each in at_target.items() if each.longppl
-            },
-            key_gains={
-                name: difference(each, ours, keys=True) for name, each in at_target.items() if keyed and name in read
-            },
-            keys_by=f"{ours.key_tokens} of {ours.tokens}, found with {measurement.keys_from}" if keyed else "",
+            context_length=context,
+            target_length=self.target,
+            method=chosen.method,
+            label=chosen.label,
+            decision=decision.text,
+            losses={name: {str(n): each.loss for n, each in row.items()} for name, row in held.results.items()},
+            gains={name: difference(at_target[name], at_target["chosen"]) for name in others},
+            lost=difference(held.results["chosen"][context], held.results["as loaded"][context]),
+            key_losses={name: {str(self.target): held.loss(name)} for name in held.results if held.counted},
+            key_gains={name: held.change(name, "chosen") for name in others if held.counted},
+            keys_by=held.counted,
             trials=len(self.trials),
             stopped=sum(trial.stopped for trial in self.trials),
             seconds=round(sum(trial.seconds for trial in self.trials), 1),
             cpu_seconds=round(sum(trial.cpu_seconds for trial in self.trials), 1),
             folder=str(self.folder / "model"),
-            loads_plainly=chosen.rope_parameters(self.rotary) is not None,
+            loads_plainly=method_from_dict(chosen.method).rope_parameters(self.rotary) is not None,
         )
 
     def _write_table(self) -> None:
@@ -406,6 +390,70 @@ class _Search:
             self.say(str(error))
 
 
+class _HeldOut:
+    """What methods read on text that the search did not read: of all tokens, and of those that count.
+
+    Args:
+        asked: prompts whose answers count; none: key tokens where the measurement has them, else all tokens.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        measurement: PerplexityMeasurement,
+        data: str,
+        asked: Sequence[Passage],
+        target: int,
+        folder: Path,
+    ) -> None:
+        self.reader, self.measurement, self.data, self.asked = reader, measurement, data, asked
+        self.target, self.folder = target, folder
+        self.results: dict[str, dict[int, Result]] = {}
+        self.answers: dict[str, list[float]] = {}
+
+    def read(self, methods: dict[str, RopeMethod | None]) -> None:
+        """Measure methods by their names in the report; what the folder holds already is not read again."""
+        model, underneath = self.reader.model, self.reader.underneath
+        plan = RunPlan(self.measurement, self.data, tuple(dict.fromkeys(methods.values())), **underneath)
+        run = measure(model, plan, out=self.folder)
+        for name, method in methods.items():
+            saved = run.settings["loaded"] if method is None else method.to_dict()
+            self.results[name] = {each.length: each for each in run.results if each.method == saved}
+            if self.asked:
+                self.answers[name] = self.reader.losses(method, self.asked)
+
+    def rename(self, before: str, after: str) -> None:
+        """Call a method by another name."""
+        self.results[after] = self.results.pop(before)
+        if self.asked:
+            self.answers[after] = self.answers.pop(before)
+
+    @property
+    def counted(self) -> str:
+        """Which tokens count, in words; empty: all."""
+        if self.asked:
+            return f"the answers of {len(self.asked)} prompts, in text that the search did not read"
+        result = next(iter(self.results.values()))[self.target]
+        keys = self.measurement.keys_from
+        return f"key tokens: {result.key_tokens} of {result.tokens}, found with {keys}" if keys else ""
+
+    def loss(self, name: str) -> float:
+        """The loss that counts at the target length, in nats per token; infinite where it is not finite."""
+        result = self.results[name][self.target]
+        if self.asked:
+            loss = estimate(self.answers[name]).value
+        else:
+            loss = math.log(result.longppl) if result.longppl else result.loss
+        return loss if math.isfinite(loss) else math.inf
+
+    def change(self, one: str, other: str) -> Estimate:
+        """How much higher the loss that counts is at the target length, paired."""
+        if self.asked:
+            return estimate([a - b for a, b in zip(self.answers[one], self.answers[other], strict=True)])
+        results = (self.results[name][self.target] for name in (one, other))
+        return difference(*results, keys=self.measurement.keys is not None)
+
+
 def _read_trials(file: Path) -> list[Trial]:
     if not file.is_file():
         return []
@@ -413,20 +461,6 @@ def _read_trials(file: Path) -> list[Trial]:
         return [Trial.from_dict(each) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
-
-
-def _told(optuna: Any, trial: Trial, bound: float) -> Any:
-    """A finished trial of an Optuna study.
-
-    One that was stopped has the loss that it is estimated to have, not Optuna's mark of a pruned one: those are
-    compared by the last value they reported, and the means of different passages differ more than candidates do.
-    """
-    ranges = trial.parameters["ranges"]
-    return optuna.trial.create_trial(
-        params=trial.parameters["values"],
-        distributions={key: optuna.distributions.json_to_distribution(each) for key, each in ranges.items()},
-        value=trial.cost(bound),
-    )
 
 
 def _patch(model: PreTrainedModel, method: RopeMethod, target_length: int, underneath: dict[str, Any]) -> None:

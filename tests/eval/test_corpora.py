@@ -322,6 +322,20 @@ def test_a_seed_shuffles(rows: Path) -> None:
     assert load(str(rows), seed=0) not in (expected, load(str(rows)))
 
 
+def test_documents_are_joined_until_they_are_long_enough(tmp_path: Path) -> None:
+    for name, size in zip("abcdef", (5, 6, 20, 1, 12, 3), strict=True):
+        (tmp_path / f"{name}.txt").write_text(name * size)
+    assert load(f"{tmp_path}/*.txt?join=10") == [
+        Document("a.txt and 1 more", "aaaaa\n\nbbbbbb"),
+        Document("c.txt", "c" * 20),
+        Document("d.txt and 2 more", "d\n\n" + "e" * 12 + "\n\nfff"),  # what is left over belongs to the last one
+    ]
+    assert [document.name for document in load(str(tmp_path), join=1)] == [f"{name}.txt" for name in "abcdef"]
+    assert [len(document.text) for document in load(str(tmp_path), join=1000)] == [57]
+    with pytest.raises(CorpusError, match="join must be at least 1 character, or true or false, got -1"):
+        load(f"{tmp_path}?join=-1")
+
+
 def test_joined_documents_are_one(rows: Path) -> None:
     assert load(str(rows), join=True, max_documents=2) == [Document(str(rows), "xxx\n\n" + "x" * 20)]
     assert load(f"{rows}?column=text", join=True, min_bytes=20) == [Document(str(rows), "x" * 20)]

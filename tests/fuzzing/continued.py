@@ -230,7 +230,7 @@ def main() -> int:
     total = Counter[str]()
     for name in options.command or COMMANDS:
         import_module("rope_ext_hf.training")  # forks have it then
-        for library in ("accelerate", "matplotlib.figure", "optuna", "peft"):
+        for library in ("accelerate", "matplotlib.figure", "peft"):
             with suppress(ImportError):
                 import_module(library)
         root = Path(tempfile.mkdtemp(prefix="continued-"))

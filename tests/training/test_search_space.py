@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import optuna
 import pytest
 import torch
 from hypothesis import given
@@ -15,27 +14,20 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
 from rope_ext_hf.methods.static import NTK, Linear, Llama3, Yarn
-from rope_ext_hf.training.search_space import DivisorCurve, is_static, searched_methods, suggest_method, two_lists
+from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 
 ROTARY = Rotary(dim=32, theta=10_000.0, trained_length=256)
 EXTENDED = ROTARY.scaled(Yarn(factor=2.0), context_length=512)
 PARTIAL = Rotary(dim=32, theta=10_000.0, trained_length=256, rotated_pairs=9)
 
 
-def test_static_methods_are_searched_unless_others_are_named() -> None:
-    assert searched_methods() == ["yarn", "by-parts", "llama3", "linear", "ntk"]
-
-
-def test_a_suggestion_has_the_numbers_that_the_optimiser_gave() -> None:
-    given = {"method": "llama3", "llama3.factor": 9.0, "llama3.low_freq_factor": 0.5, "llama3.high_freq_factor": 20.0}
-    method = suggest_method(optuna.trial.FixedTrial(given), ["yarn", "llama3"], ROTARY, 2048)
-    assert method == Llama3(factor=9.0, low_freq_factor=0.5, high_freq_factor=20.0)
-
-
-def test_a_method_without_ranges_is_fitted_to_the_target_length() -> None:
-    method = suggest_method(optuna.trial.FixedTrial({"method": "self-extend"}), ["self-extend"], ROTARY, 2048)
-    assert method == resolve_method("self-extend", ROTARY, target_length=2048)
-    assert not is_static(method)
+def test_a_search_begins_with_static_methods_for_the_target_length() -> None:
+    assert fixed_methods() == ["linear", "ntk", "by-parts", "yarn", "llama3"]
+    for name in fixed_methods():
+        method = resolve_method(name, ROTARY, target_length=2048)
+        assert is_static(method)
+        assert method.to_dict()["factor"] == 8
+    assert not is_static(resolve_method("self-extend", ROTARY, target_length=2048))
 
 
 @pytest.mark.parametrize("rotary", [ROTARY, EXTENDED])
