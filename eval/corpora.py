@@ -164,8 +164,9 @@ def load(
         raise CorpusError(f"{source!r} is empty: no document has any text")
     if join := options.get("join", False):
         if any(document.ids is not None for document in documents):
-            raise CorpusError(f"{source!r} holds token ids, which are not joined; leave out join=true")
-        documents[:] = [Document(source, _joined(documents))] if join is True else _in_groups(documents, join)
+            raise CorpusError(f"{source!r} holds token ids, which are not joined; leave out join")
+        texts = [document for document in documents if isinstance(document, Document)]
+        documents[:] = [Document(source, _joined(texts))] if join is True else _in_groups(texts, join)
     return documents
 
 
