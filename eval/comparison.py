@@ -159,7 +159,7 @@ class Comparison:
             cells = {
                 key: f"{cost.value:.2f}x" + (_between(cost, "{:.2f}".format) if detailed else "")
                 for key, cost in costs.items()
-                if cost
+                if cost and cost.low is not None
             }
             columns.append(("time per token\nas loaded: 1", cells))
         for head, _ in columns:

@@ -73,7 +73,7 @@ class SearchReport:
         trials, stopped: how many candidates were read, and how many of them not to the end.
         seconds, cpu_seconds: of the search; those of interrupted runs count, measuring and loading do not.
         folder: of the patched model.
-        loads_plainly: whether transformers alone loads it as it is; else it takes `rope_ext_hf.from_pretrained`.
+        save_route: how its config states the method, and which programs are known to read that right.
     """
 
     settings: dict[str, Any]
@@ -93,7 +93,7 @@ class SearchReport:
     seconds: float
     cpu_seconds: float
     folder: str
-    loads_plainly: bool
+    save_route: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -124,9 +124,8 @@ class SearchReport:
                 "passages of it.",
                 f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
                 f"({self.cpu_seconds:.0f} CPU seconds)",
-                f"The model, extended {factor} times, is in {self.folder} and loads "
-                f"{'plainly' if self.loads_plainly else 'with rope_ext_hf.from_pretrained'}; measure it on other text "
-                f"with `{command} --data TEXT`.",
+                f"The model, extended {factor} times, is in {self.folder}, as {self.save_route}. "
+                f"`rope_ext_hf.from_pretrained` loads it everywhere; measure it on other text with `{command} --data TEXT`.",
             ]
         )
 

@@ -14,6 +14,7 @@ import csv
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from rope_ext_hf.files import atomic_file
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
+from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
@@ -195,6 +197,7 @@ def search(
         say("measuring on text that the search did not read")
         best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], asked)
         _patch(loaded, method_from_dict(best.method), target_length, underneath)
+        made = replace(made, save_route=describe(loaded).save_route)
         save_model(loaded, tokenizer, folder / "model")
         run.draw(best)
         write_whole(folder / "report.json", made.to_dict())
@@ -366,7 +369,6 @@ class _Search:
             seconds=round(sum(trial.seconds for trial in self.trials), 1),
             cpu_seconds=round(sum(trial.cpu_seconds for trial in self.trials), 1),
             folder=str(self.folder / "model"),
-            loads_plainly=method_from_dict(chosen.method).rope_parameters(self.rotary) is not None,
         )
 
     def _write_table(self) -> None:

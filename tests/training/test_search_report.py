@@ -47,7 +47,7 @@ def report(**values: Any) -> SearchReport:
         "decision": "Why.", "losses": {name: {"256": 0.9, "2048": loss} for name, loss in losses.items()},
         "gains": {name: Estimate(loss - 1.2, loss - 1.3, loss - 1.1, 9) for name, loss in losses.items()},
         "lost": Estimate(0.01, 0.005, 0.015, 9), "key_losses": {}, "key_gains": {}, "keys_by": "", "trials": 9,
-        "stopped": 1, "seconds": 60.0, "cpu_seconds": 60.0, "folder": "f", "loads_plainly": True,
+        "stopped": 1, "seconds": 60.0, "cpu_seconds": 60.0, "folder": "f", "save_route": "a route",
     }  # fmt: skip
     return SearchReport(**standard | values)
 

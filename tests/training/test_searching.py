@@ -63,7 +63,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
         torch.testing.assert_close(logits(plain, ids), logits(ours, ids), atol=1e-4, rtol=0)
     described = rope.describe(ours)
     assert (described.context_length, described.extended_length) == (TRAINED, LONG)
-    assert report.loads_plainly
+    assert "; known to be read right by transformers 5" in report.save_route
 
     trials = read_trials(run)
     assert [trial["stage"] for trial in trials] == ["methods"] * 5 + ["bands"] * 7 + ["pairs"] * 8
@@ -243,8 +243,8 @@ def test_static_candidates_are_saved_as_they_are(small: Path, tmp_path: Path) ->
 def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path) -> None:
     report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["rerope"], most_lost=9.0)
     assert report.method["method"] == "rerope"
-    assert not report.loads_plainly
-    assert "loads with rope_ext_hf.from_pretrained" in str(report)
+    assert "plain loading stops" in report.save_route
+    assert "plain loading stops with that name" in str(report)
     assert rope.describe(rope.from_pretrained(tmp_path / "run" / "model")).extended_length == LONG
 
 
