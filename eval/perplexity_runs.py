@@ -86,7 +86,7 @@ class PerplexityRuns(RunKind):
         key tokens, a column has LongPPL at the longest length, or one for each length if `detailed`, which also has a
         second line in each cell: the interval, or the documents whose loss is not finite.
         """
-        best = best_of_lengths(run.results)
+        best = _best_of_lengths(run)
         increases = {name: loss_increase(run, row[0].method) for name, row in by_method(run.results).items()}
         increased = any(increases.values())
         keyed = sorted({result.length for result in run.results if result.key_tokens})
@@ -95,7 +95,10 @@ class PerplexityRuns(RunKind):
         units = "; loss increase in nats per token" if increased else ""
         lines = "; below: the 95% interval over documents" if detailed else ""
         keys = f"; LongPPL: perplexity of key tokens ({run.results[0].setting.keys})" if keyed else ""
-        caption = f"{scored_text(run.results[0])}; * best of a column{units}{lines}{keys}"
+        stars = (
+            "; * best of a column, and all that their 95% intervals do not tell from it" if any(best.values()) else ""
+        )
+        caption = f"{scored_text(run.results[0])}{stars}{units}{lines}{keys}"
         view = length_table(run, title, caption, "method")
         if increased:
             view.add_column(f"loss\nincrease\nat {run.context_length:,}", justify="right", overflow="fold")
@@ -239,13 +242,11 @@ def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimat
     return difference(changed, plain) if plain and changed and changed is not plain else None
 
 
-def best_of_lengths(results: Sequence[Result]) -> dict[int, float]:
-    """The lowest finite loss at each length; NaN where there is none."""
-    best = {result.length: math.nan for result in results}
-    for result in results:
-        if math.isfinite(result.loss) and not best[result.length] <= result.loss:
-            best[result.length] = result.loss
-    return best
+def _best_of_lengths(run: Run[Result]) -> dict[int, set[str]]:
+    """The keys of the methods that no other one is surely better than, by length; none where nothing is compared."""
+    known, lengths = run.findings, sorted({result.length for result in run.results})
+    loss = next((m for m in known.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
+    return {length: set() if loss is None else {*known.best(loss, length)} for length in lengths}
 
 
 def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
@@ -296,13 +297,13 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
     return Text(perplexity_text(result.longppl) + (f"\n{' to '.join(ends)}" if detailed else ""))
 
 
-def _perplexity_cell(run: Run[Result], result: Result | None, best: float, detailed: bool) -> Text:
+def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], detailed: bool) -> Text:
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
-    mark = "*" if result.loss == best else " "
+    mark = "*" if method_key(result.method) in best else " "
     interval = ""
     if detailed and result.low is not None and result.high is not None:
         interval = "\n" + " to ".join(perplexity_text(perplexity_from_loss(end)) for end in (result.low, result.high))

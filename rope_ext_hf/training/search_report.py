@@ -125,7 +125,7 @@ class SearchReport:
                 f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
                 f"({self.cpu_seconds:.0f} CPU seconds)",
                 f"The model, extended {factor} times, is in {self.folder}, as {self.save_route}. "
-                f"`rope_ext_hf.from_pretrained` loads it everywhere; measure it on other text with `{command} --data TEXT`.",
+                f"`rope_ext_hf.from_pretrained` loads it; measure it on other text with `{command} --data TEXT`.",
             ]
         )
 
