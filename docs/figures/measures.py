@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .registry import Row, figure, last_line, markdown_table, stamp
 
-MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "needs no method"}
+MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "trained to read further"}
 
 
 def _model(row: Row) -> str:
