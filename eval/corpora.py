@@ -170,13 +170,13 @@ def load(
     return documents
 
 
-def _joined(documents: Iterable[Document]) -> str:
+def _joined(documents: Iterable[Document | Tokens]) -> str:
     return "\n\n".join(document.text for document in documents)
 
 
-def _in_groups(documents: Sequence[Document], least: int) -> list[Document]:
+def _in_groups(documents: Iterable[Document | Tokens], least: int) -> list[Document]:
     """Documents joined in order, each with at least so many characters where all have them together."""
-    groups: list[list[Document]] = []
+    groups: list[list[Document | Tokens]] = []
     size = least
     for document in documents:
         if size >= least:

@@ -37,7 +37,7 @@ from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
 
-__all__ = ["TOLERANCE", "PerplexityMeasurement", "loss_increase"]
+__all__ = ["PerplexityMeasurement", "loss_increase"]
 
 TOLERANCE = 0.05
 """By what share a loss may be higher and still count as that of short inputs."""

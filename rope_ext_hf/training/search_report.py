@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rope_ext_hf.eval.statistics import Estimate
 from rope_ext_hf.eval.verdicts import AS_LOADED, Outcome, verdict
 
-__all__ = ["Decision", "SearchReport", "decide"]
+__all__ = ["SearchReport", "decide"]
 
 UNMEASURED = ("as loaded", "chosen", "found")
 """The rows of a report that are no fixed method."""
