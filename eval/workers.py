@@ -191,8 +191,8 @@ class Meeting:
 
 def _connect() -> Any:
     """A connection to the store of the processes that a launcher started."""
-    store, _, _ = next(iter(distributed.rendezvous("env://", timeout=MEETING)))
-    return distributed.PrefixStore("rope_ext_hf", store)
+    store, _, _ = next(iter(distributed.rendezvous("env://", timeout=MEETING)))  # type: ignore[attr-defined]
+    return distributed.PrefixStore("rope_ext_hf", store)  # type: ignore[attr-defined]
 
 
 def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> str:
