@@ -25,7 +25,6 @@ __all__ = [
     "cost_notes",
     "helped",
     "measured_models",
-    "measured_reaches",
     "reach_text",
     "rises_at",
     "rises_for_short_inputs",
