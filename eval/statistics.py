@@ -63,33 +63,26 @@ def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, l
         level: of each end.
 
     An item's value, its sum over its weight, varies alike whatever its weight: documents differ more than their tokens
-    do. The degrees of freedom are those of the weighted variance (Satterthwaite): few where one item weighs most.
+    do. So the variance of a value is that of all items, and the weights say how far the mean averages it out. Items
+    without weight are left out.
     """
     total = torch.tensor(sums, dtype=torch.float64)
     weight = torch.ones_like(total) if weights is None else torch.tensor(weights, dtype=torch.float64)
-    value, items = math.fsum(total.tolist()) / math.fsum(weight.tolist()), len(total)
+    value = math.fsum(total.tolist()) / math.fsum(weight.tolist())
+    total, weight = total[weight > 0], weight[weight > 0]
+    items = len(total)
     if items < FEWEST or not math.isfinite(value):
         return Estimate(value, None, None, items)
-    share = weight / weight.sum()
-    squares = float(share.square().sum())
-    scaled = share * torch.where(weight > 0, total / weight.where(weight > 0, 1.0) - value, 0.0)  # deviations
-    corrected = share.square() / (1 - 2 * share + squares)  # each deviation is one from a mean that it takes part in
-    variance = float((corrected * (scaled / share.where(share > 0, 1.0)).square()).sum())
+    share, values = weight / weight.sum(), total / weight
+    deviations, squares = values - values.mean(), float(share.square().sum())
+    variance = float(deviations.var()) * squares
     if not variance > 0:
         return Estimate(value, value, value, items)
-    skewness = float(scaled.pow(3).sum()) / max(float(scaled.square().sum()), 1e-300) ** 1.5
-    most = t_quantile(level, _freedom(share, corrected))
-    low, high = (value - _hall(end, skewness) * math.sqrt(variance) for end in (most, -most))
+    skewness = float(deviations.pow(3).mean() / deviations.square().mean() ** 1.5)
+    of_mean = skewness * float(share.pow(3).sum()) / squares**1.5
+    most = t_quantile(level, items - 1)
+    low, high = (value - _hall(end, of_mean) * math.sqrt(variance) for end in (most, -most))
     return Estimate(value, low, high, items)
-
-
-def _freedom(share: Tensor, corrected: Tensor) -> float:
-    """Degrees of freedom of a weighted variance, 2 E^2 / Var under equal variances; items - 1 at equal weights."""
-    squares = share.square().sum()
-    none, one, two = ((corrected * share**power).sum() for power in range(3))
-    pairs = squares**2 * none**2 + 2 * two * none - 4 * squares * one * none + 2 * one**2
-    spread = (corrected**2 * (1 + 2 * (squares - 2 * share))).sum() + pairs
-    return max(1.0, float((corrected * (1 - 2 * share + squares)).sum() ** 2 / spread))
 
 
 def _hall(quantile: float, skewness: float) -> float:

@@ -17,7 +17,7 @@ from itertools import combinations, takewhile
 
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.measures import Measure
-from rope_ext_hf.eval.statistics import Estimate
+from rope_ext_hf.eval.statistics import Estimate, estimate
 
 __all__ = ["AS_LOADED", "Conclusion", "Findings", "Outcome", "Verdict", "conclude", "time_ratio", "verdict"]
 
@@ -362,15 +362,19 @@ def _time(known: Findings, lead: str) -> list[str]:
 
 
 def time_ratio(times: Measure, key: str, loaded: str) -> Estimate | None:
-    """A method's time as a multiple of that of the model as loaded, at the longest length at which one run has both."""
+    """A method's time as a multiple of that of the model as loaded, at the longest length at which one run has both.
+
+    The geometric mean over documents: a first pass may take ten times as long as the next.
+    """
     lengths = set(times.lengths(key)) & set(times.lengths(loaded))
     if not lengths or key == loaded:
         return None
     rows = [[seconds for seconds, _ in times.items[each][max(lengths)]] for each in (key, loaded)]
-    if len(rows[0]) != len(rows[1]) or not all(rows[1]):
+    if len(rows[0]) != len(rows[1]) or not all(map(all, rows)):
         return None
-    single = Measure("time", "", times.evidence, False, {"": {0: list(zip(*rows, strict=True))}})
-    return single.estimate("", 0)
+    found = estimate([math.log(ours / plain) for ours, plain in zip(*rows, strict=True)])
+    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
+    return Estimate(math.exp(found.value), low, high, found.items)
 
 
 def _otherwise(known: Findings, lead: str) -> list[str]:

@@ -21,7 +21,7 @@ from rope_ext_hf.patches.layer_types import rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
-from rope_ext_hf.patches.recipes import recipe_note
+from rope_ext_hf.patches.recipes import published_length, recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
@@ -155,6 +155,10 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         specs = saved_specs(saved)
     described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
     rotary, method, extended = described.plain, described.method, described.context_length
+    rule = described.rule
+    if rotary == described.rotary and (published := published_length(config, extended)) is not None:
+        extended, rule = published, "as published"
+    context = extended
     if specs:
         rotary, method = specs[-1].rotary, specs[-1].method
         extended = specs[-1].target_length or method.extended_length(rotary) or extended
@@ -163,8 +167,8 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         slot,
         rotary,
         method,
-        context_length=rotary.context_length if specs else described.context_length,
-        context_rule=described.rule,
+        context_length=rotary.context_length if specs else context,
+        context_rule=rule,
         extended_length=extended,
         save_route=f"as it was loaded (rope type {rope_type})",
         patched=False,

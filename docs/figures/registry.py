@@ -69,7 +69,7 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
 
 NARROW = (
     " The intervals are percentile bootstraps over few documents, narrower than 95% takes: see "
-    "[Evaluation](evaluation.md#intervals)."
+    "[Intervals](intervals.md)."
 )
 
 

@@ -327,12 +327,12 @@ class ConfigEngine(Engine):
         """Commands and keys for an encoding that computes the same."""
 
     def config_for(self, target: Target) -> ServingConfig:
-        reasons: list[tuple[str, str]] = []
+        reasons: dict[str, list[str]] = {}
         for encoding in self.encodings(target):
             try:
                 computed = self.computes(self.config(target, encoding), target.length)
             except (ServingError, ArithmeticError) as error:
-                reasons.append((encoding.name, str(error)))
+                reasons.setdefault(str(error), []).append(encoding.name)
                 continue
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
             if reason is None and computed.table is not None and computed.table < target.length:
@@ -342,26 +342,12 @@ class ConfigEngine(Engine):
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"
                 named = target.method.startswith("longrope")  # else the engine has no such method by name
                 return replace(served, encoding="longrope") if lists and not named else served
-            reasons.append((encoding.name, reason))
-        names: dict[str, list[str]] = {}
-        for name, reason in reasons:
-            names.setdefault(reason, []).append(name)
-        stated = "; ".join(f"{' and '.join(dict.fromkeys(encodings))}: {reason}" for reason, encodings in names.items())
+            reasons.setdefault(reason, []).append(encoding.name)
+        stated = "; ".join(f"{' and '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items())
         raise ServingError(
             f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model as measured "
-            f"({stated}){self._plugin_hint(target)}"
+            f"({stated})"
         )
-
-    def _plugin_hint(self, target: Target) -> str:
-        """That the plug-in of this package serves a method which the engine alone does not; empty where it does not."""
-        try:
-            plugin = self.with_plugin()
-            if type(plugin) is type(self):
-                return ""
-            plugin.config_for(target)
-        except ServingError:
-            return ""
-        return f". {self.name} with the plug-in of this package serves it: --plugin (plugin=True)"
 
 
 def _numbers(version: str) -> list[int]:

@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from rope_ext_hf.engines.base import GEOMETRY_KEYS, Encoding, ServingConfig, Target
+from rope_ext_hf.engines.base import GEOMETRY_KEYS, ConfigEngine, Encoding, ServingConfig, Target
+from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command
 
-__all__ = ["PLUGIN_TYPE", "REMAPPING_KEY", "plugin_encoding", "plugin_frequencies", "plugin_note", "plugin_settings"]
+__all__ = [
+    "PLUGIN_TYPE",
+    "REMAPPING_KEY",
+    "EngineWithPlugin",
+    "plugin_encoding",
+    "plugin_frequencies",
+    "plugin_note",
+    "plugin_settings",
+]
 
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type; `rope_ext_hf.serving.plugin_tables` describes its settings and builds their tables."""
 REMAPPING_KEY = "remapping"
 """The setting that holds a remapping method and the pairing of the model, as JSON text."""
+
+
+class EngineWithPlugin(ConfigEngine):
+    """Base of the engines that load a plug-in of this package."""
+
+    def config_for(self, target: Target) -> ServingConfig:
+        try:
+            return super().config_for(target)
+        except ServingError as error:
+            with suppress(ServingError):
+                plugin = self.with_plugin()
+                if type(plugin) is not type(self) and plugin.config_for(target):
+                    error.args = (f"{error}. {self.name} with the plug-in of this package serves it: --plugin",)
+            raise
 
 
 def plugin_encoding(target: Target, more: Mapping[str, Any] | None = None) -> Encoding:

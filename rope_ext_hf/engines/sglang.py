@@ -15,7 +15,6 @@ from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
-    ConfigEngine,
     Encoding,
     Engine,
     NotCheckedError,
@@ -32,7 +31,13 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import Transformers, config_changes, yarn_by_config
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, plugin_encoding, plugin_frequencies, plugin_note
+from rope_ext_hf.engines.plugin_type import (
+    PLUGIN_TYPE,
+    EngineWithPlugin,
+    plugin_encoding,
+    plugin_frequencies,
+    plugin_note,
+)
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
 from rope_ext_hf.errors import ServingError
 
@@ -47,7 +52,7 @@ _DEEPSEEK_FAMILIES = DEEPSEEK_FAMILIES - {"axk1", "longcat_flash"}
 
 
 @register_engine("sglang")
-class SGLang(ConfigEngine):
+class SGLang(EngineWithPlugin):
     """SGLang, started with `python -m sglang.launch_server`."""
 
     title = "SGLang"

@@ -16,7 +16,6 @@ from typing import Any
 
 from rope_ext_hf.engines.base import (
     Computed,
-    ConfigEngine,
     Encoding,
     Engine,
     NotCheckedError,
@@ -33,7 +32,13 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
-from rope_ext_hf.engines.plugin_type import plugin_encoding, plugin_frequencies, plugin_note, plugin_settings
+from rope_ext_hf.engines.plugin_type import (
+    EngineWithPlugin,
+    plugin_encoding,
+    plugin_frequencies,
+    plugin_note,
+    plugin_settings,
+)
 from rope_ext_hf.errors import ServingError
 
 __all__ = ["DEEPSEEK_FAMILIES", "INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
@@ -101,7 +106,7 @@ def deepseek_yarn(settings: Mapping[str, Any], dim: int) -> tuple[list[float], f
 
 
 @register_engine("vllm")
-class VLLM(ConfigEngine):
+class VLLM(EngineWithPlugin):
     """vLLM, started with `vllm serve`."""
 
     title = "vLLM"

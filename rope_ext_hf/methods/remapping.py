@@ -391,6 +391,10 @@ class SelfExtend(_WindowedRemapping):
     group: int | None = None
     floor_window: bool = True
 
+    def to_dict(self) -> dict[str, Any]:
+        """Without `floor_window` where it is as in the paper: folders of before have no such key."""
+        return {key: value for key, value in super().to_dict().items() if (key, value) != ("floor_window", True)}
+
     def _shift(self, window: int, group: int) -> float:
         """What is added to the position of a query for far keys."""
         return window - (window // group if self.floor_window else window / group)

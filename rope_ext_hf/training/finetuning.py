@@ -203,7 +203,6 @@ class Finetuning:
         return patch(model, self.method, factor=self.factor, target_length=self.target_length, **under)
 
 
-@holds_folder
 def finetune(
     model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **asked: Any
 ) -> FinetuneReport:
@@ -232,13 +231,14 @@ def finetune(
     return _answer(question, Path(out), report or (lambda line: None))
 
 
-def _answer(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> FinetuneReport:
-    run = _prepare(asked, folder, say)
+@holds_folder
+def _answer(asked: Finetuning, out: Path, say: Callable[[str], None]) -> FinetuneReport:
+    run = _prepare(asked, out, say)
     run.measure_untrained()
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
-    with atomic_file(folder / "report.json") as part:
+    with atomic_file(out / "report.json") as part:
         part.write_text(json_text(made.to_dict()) + "\n", encoding="utf-8")
     return made
 

@@ -371,7 +371,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], dict[str, T
     "layers without end": (
         {"num_layers": 10**15},
         dict,
-        "has 1,000,000,000,000,000 layers; at most 2,000",
+        "states 1000000000000000 as its num_layers; at most 1,000,000",
     ),
     "no end": ({"rope_ratio": math.inf}, dict, "'rope_ratio' in the config .*, and is inf"),
     "no number": ({"rope_ratio": math.nan}, dict, "'rope_ratio' in the config .*, and is nan"),

@@ -40,7 +40,8 @@ COMMANDS: dict[str, list[str]] = {
 NO_ENGINE = "no serving engine runs that"
 ANSWERS = {
     ("serve-config", "restored"): (2, NO_ENGINE),
-    ("serve-config", "adapter"): (2, NO_ENGINE),
+    ("serve-config", "adapter"): (2, "merge it"),
+    ("advise", "adapter"): (2, "merge it"),
     ("audit", "restored"): (1, ""),  # no engine runs dca
     ("audit", "adapter"): (2, "is an adapter of PEFT, without a config of its own; audit its base model"),
     # The config of the bundled model is plain, without the former spelling that mlx-lm reads: engines disagree on it.

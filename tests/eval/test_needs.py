@@ -175,11 +175,11 @@ def test_the_runs_are_kept_under_the_name_of_the_text(
     monkeypatch.setattr(needs, "TASKS", ())
     (tmp_path / "book.txt").write_text(text[0].text)
     found = measure(small(), text, target_length=384, out=tmp_path / "runs")
-    [folder] = (tmp_path / "runs").iterdir()
+    [folder] = (tmp_path / "runs").glob("*-perplexity-*")
     assert read_run(folder).settings["data"] == "documents"
     assert measure(small(), text, target_length=384, out=tmp_path / "runs") == found  # continued
     need(small(), str(tmp_path / "book.txt"), tokenizer=load_tokenizer("reference"), out=tmp_path / "other")
-    [folder] = (tmp_path / "other").iterdir()
+    [folder] = (tmp_path / "other").glob("*-perplexity-*")
     assert read_run(folder).settings["data"] == str(tmp_path / "book.txt")
 
 

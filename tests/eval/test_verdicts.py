@@ -219,7 +219,7 @@ def test_times_are_compared_where_one_run_has_both_and_with_an_interval() -> Non
     loss = losses({"loaded": LOADED, "a": {256: 1.5}})
     slower = timed({"loaded": [1.0, 1.1, 0.9, 1.0], "a": [2.0, 2.2, 1.9, 2.1]})
     text = concluded(loss, times=[slower]).text
-    assert "It takes 2.05 [" in text
+    assert "It takes 2.05 [" in text  # the geometric mean of 2, 2, 2.11 and 2.1
     assert "times as long as the model as loaded." in text
     apart = [timed({"loaded": [1.0, 1.1, 0.9]}), timed({"a": [2.0, 2.2, 1.9]})]
     assert "times as long" not in concluded(loss, times=apart).text

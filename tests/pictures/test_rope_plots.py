@@ -285,5 +285,5 @@ def test_an_extended_length_below_the_trained_one_is_refused(tmp_path: Path) -> 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"extra \[eval\]"):
+    with pytest.raises(ImportError, match=r"matplotlib: pip install"):
         draw(tmp_path / "rope.png", SMALL, {})

@@ -251,7 +251,7 @@ def test_a_published_recipe_decides_the_context_length(tmp_path: Path) -> None:
     folder = str(tiny("qwen3-8b-yarn", tmp_path / "Qwen3-8B", rope_scaling=None))
     assert plan_extension(folder, 65536).context_length == 32768  # the card advises a factor of 2 for 65,536 tokens
     assert plan_extension(folder, 131072).lengths == (8192, 32768, 131072)
-    assert plan_extension(folder, 163840).context_length == 40960  # beyond what is published: as the config states
+    assert plan_extension(folder, 163840).context_length == 32768  # beyond what is published, too
     assert plan_extension(folder, 131072, context_length=40960).context_length == 40960
     assert "--device" in plan_extension(folder, 131072, reading=["--device", "cuda"]).steps["ppl"]
 

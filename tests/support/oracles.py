@@ -217,7 +217,7 @@ Saved = dict[str, Any]
 def self_extend(saved: Saved, m: int, n: int) -> float:
     """Self-Extend paper, sec. 3.2; without `floor_window` as self_extend_patch/Llama.py of datamllab/LongLM has it."""
     w, g = saved["window"], saved["group"]
-    return float(m // g - n // g + w - (w // g if saved["floor_window"] else w / g))
+    return float(m // g - n // g + w - (w // g if saved.get("floor_window", True) else w / g))
 
 
 def dual_chunk(saved: Saved, m: int, n: int) -> float:
