@@ -29,7 +29,7 @@ from torch import distributed
 
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, short
 
-__all__ = ["LONGEST_WAIT", "Workers"]
+__all__ = ["LONGEST_WAIT", "Workers", "tell_others"]
 
 LONGEST_WAIT = timedelta(days=30)
 """How long a collective may take; one whose process has ended is ended by the thread that watches."""
@@ -57,7 +57,11 @@ class Meeting:
         MethodError: not all of them came.
     """
 
+    met = False
+    """Whether this process has tried to meet the others."""
+
     def __init__(self, rank: int, count: int) -> None:
+        Meeting.met = True
         self.rank, self.count = rank, count
         self._others = [other for other in range(count) if other != rank]
         self._rounds = 0
@@ -187,6 +191,13 @@ class Meeting:
                     f"killed, or its machine is out of reach; {_CONTINUE}"
                 )
         return None
+
+
+def tell_others(error: BaseException) -> None:
+    """Have the processes that a launcher started beside this one end, where it failed before it met them."""
+    if not Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        with suppress(RopeExtError, ValueError):
+            Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)
 
 
 def _connect() -> Any:

@@ -193,6 +193,9 @@ def _exists(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110 - as above
 
 
+_WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weights"
+
+
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of a config, of the class that `from_pretrained` would load, on the meta device.
 
@@ -207,10 +210,14 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
         with torch.device("meta"):
             if hasattr(loader, "_model_mapping"):
                 model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
+            elif (
+                getattr(loader, "config_class", None) is None
+            ):  # PreTrainedModel keeps what it finds out for all models
+                raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
             else:
                 model = loader._from_config(config)
         if next(model.parameters(), None) is None:
-            raise CheckpointError(f"{type(model).__name__}, which 'architectures' in the config names, has no weights")
+            raise CheckpointError(_WITHOUT_WEIGHTS.format(type(model).__name__))
     except RopeExtError:
         raise
     except Exception as error:  # model classes raise anything on bad values

@@ -39,8 +39,10 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        who = f"another process is writing {str(folder)!r}{holder and f' ({holder})'}"
-        raise FileError(f"{who}; wait for it, or choose another folder") from error
+        who = f" ({holder})" if holder else ""
+        raise FileError(
+            f"another process is writing {str(folder)!r}{who}; wait for it, or choose another folder"
+        ) from error
     try:
         _sign(path)
         yield

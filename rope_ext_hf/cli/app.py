@@ -139,6 +139,7 @@ class Group(TyperGroup):
             if ctx.params["traceback"]:
                 traceback.print_exception(error)
             print_error(_message(error))
+            _tell_others(error)
             raise typer.Exit(2) from error
         except (KeyboardInterrupt, typer.Abort) as error:  # the second at a question
             hint = _CONTINUE.get(ctx.invoked_subcommand or "")
@@ -154,14 +155,24 @@ class Group(TyperGroup):
             code = 1
         except (RopeExtError, OSError) as error:
             print_error(_message(error))
+            _tell_others(error)
             code = 2
         except Exception as error:
             if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
                 raise
             text = error.format_message()
             print_error(text + _PATTERN_HINT if "unexpected extra argument" in text else text)
+            _tell_others(error)
             code = 2
         raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _tell_others(error: Exception) -> None:
+    """End the other processes of a launcher, which would wait for this one."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+        from rope_ext_hf.eval.workers import tell_others
+
+        tell_others(error)
 
 
 def _message(error: RopeExtError | OSError) -> str:

@@ -120,7 +120,7 @@ def test_patched_hybrids(of_type: str, method: str) -> None:
 
 def test_a_window_that_the_mask_alone_states() -> None:
     """PhiMoE gives its attention no sliding_window; without the window the losses are others."""
-    model = tiny("phimoe")
+    model = tiny("phimoe", sliding_window=32)
     ids = tokens(160)
     expected = ordinary_losses(model, ids)
     scorer = TokenScorer(model, chunk=37)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
+from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import workers as module
 from rope_ext_hf.eval.context_parallel import spread_over
 from rope_ext_hf.eval.documents import Tokens
@@ -174,6 +176,25 @@ def test_one_that_ends_ends_the_others(
         assert "rope-ext: process 0 of 2, through which the others reach each other, has ended" in said[1]
     else:
         assert "rope-ext: process 1 of 2 has shown no sign of life for" in said[0]
+
+
+def _mistyped(out: Path, rank: int, port: int) -> None:
+    """The command line of one of two processes; the second one has an option that there is not."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--out", str(out)]
+    app([*asked, *(["--no-such-option"] if rank else [])])
+
+
+@pytest.mark.slow
+def test_one_that_fails_before_they_meet_ends_the_others(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        said = pool.map(lambda rank: run_forked(_mistyped, tmp_path, rank, port, folder=tmp_path, status=2), range(2))
+    assert "process 1 of 2 ended: no such option: --no-such-option" in next(said)
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.thorough
