@@ -93,12 +93,15 @@ class Measure:
         """Why it can decide nothing, in words: too few items, or no method better than luck; empty where it can.
 
         Better than luck is one method at one length, in one-sided tests at 2.5% together: the level of one test is
-        divided by their number (Bonferroni), because among many one is lucky. A loss is never luck.
+        divided by their number (Bonferroni), because among many one is lucky. A loss is never luck, nor is an answer
+        where luck gives none.
         """
         fewest = min(len(items) for row in self.items.values() for items in row.values())
         if fewest < self.least:
             return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {self.least} are needed)"
         cells = [(key, length) for key, row in self.items.items() for length in row]
+        if not self.chance and any(value for row in self.items.values() for some in row.values() for value, _ in some):
+            return ""
         level = 1 - 0.025 / len(cells)
         if not self.higher_is_better or any(
             (self.estimate(*cell, level=level).low or 0) > self.chance for cell in cells
