@@ -28,6 +28,7 @@ from rope_ext_hf.eval.plan import tokenize
 from rope_ext_hf.eval.results import Result, difference
 from rope_ext_hf.eval.retrieval import passkey
 from rope_ext_hf.eval.statistics import Estimate, estimate_share, estimate_share_change
+from rope_ext_hf.eval.tables import BEYOND
 from rope_ext_hf.eval.verdicts import Verdict, verdict
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
@@ -92,7 +93,8 @@ class FinetuneReport:
     def __str__(self) -> str:
         lengths = list(self.losses["trained"])
         width = max(map(len, (*self.losses, "nats per token"))) + 2
-        lines = [f"{'nats per token':{width}}" + "".join(f"{int(length):>12,}" for length in lengths)]
+        heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
+        lines = [f"{'nats per token':{width}}" + "".join(f"{head:>12}" for head in heads)]
         for name, by_length in self.losses.items():
             lines.append(f"{name:{width}}" + "".join(f"{by_length[length]:>12.4f}" for length in lengths))
         for name, told in self.verdicts.items():
@@ -104,6 +106,8 @@ class FinetuneReport:
         for name, gain in self.retrieval_gains.items():
             more = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
             lines.append(f"  trained, against {name!r}: {more}")
+        if any(BEYOND in head for head in heads):
+            lines += ["", f"{BEYOND} longer than the model is trained for, {self.target_length:,} tokens"]
         ran = self.training["trained"]
         lines += ["", f"{ran['steps']} steps in {ran['seconds'] / 60:.1f} minutes; the model is in {self.folder}"]
         return "\n".join(lines)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,8 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     assert said in str(told)
     assert f"          64: {told}" in str(report).splitlines()
     assert report.retrieval == {}
+    assert "\N{DAGGER}" not in str(report)
+    assert str(replace(report, target_length=32)).count("\N{DAGGER}") == 2  # the column, and what the mark means
     json.loads(json_text(report.to_dict()))
 
     run.answered = {"patched": [0.0] * 12, "trained": [1.0] * 12}
