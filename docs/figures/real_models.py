@@ -14,7 +14,8 @@ def real_models() -> str:
 
 def section(line: Row) -> str:
     """Loss, retrieval and cost of one model, by method and length."""
-    loss = "{loss:.3f} ({increase[0]:+.3f} [{increase[1]:+.3f}, {increase[2]:+.3f}])"
+    line = line | {"rows": [row | {"gap": _gap(*row["increase"])} for row in line["rows"]]}
+    loss = "{loss:.3f} ({gap})"
     cost = (
         "{tokens_per_second:,}"
         if line["rows"][0]["gpu_gigabytes"] is None
@@ -30,3 +31,8 @@ def section(line: Row) -> str:
         + stamp(line, f"benchmarks/real_models.py --model {line['model']}")
         + "\n\n"
     )
+
+
+def _gap(value: float, low: float | None, high: float | None) -> str:
+    """A difference with its interval, where there are documents enough for one."""
+    return f"{value:+.3f}" if low is None or high is None else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
