@@ -174,7 +174,7 @@ class Comparison:
         equal = known.best(measure, far) if not measure.flaw else []
         values = {}
         for key in measure.measured(far):
-            over = BEYOND if far > known.extended.get(key, far) else ""
+            over = BEYOND if known.beyond(key, far) else ""
             values[key] = f"{measure.text(measure.value(key, far))}{'*' if key in equal else ' '}{over}"
             values[key] += _between(measure.estimate(key, far), measure.text) if detailed else ""
         head = f"{measure.name}\n{far:,} ({multiple_text(far, self._context)})"
@@ -231,8 +231,10 @@ class Comparison:
         values = []
         for key in self.names:
             for length in measure.lengths(key):
-                extended = self.findings.extended.get(key)
-                beyond = {"extended_length": extended, "beyond": length > (extended or length)}
+                beyond = {
+                    "extended_length": self.findings.extended.get(key),
+                    "beyond": self.findings.beyond(key, length),
+                }
                 place = {"method": self.names[key], "length": length}
                 values.append(place | measure.estimate(key, length)._asdict() | beyond)
         reaches = {self.names[key]: reach._asdict() for key, reach in measure.reaches.items()}

@@ -131,7 +131,10 @@ class Measure:
 
     def value(self, key: str, length: int) -> float:
         """The value of one method at one length, without its interval."""
-        return self.estimate(key, length).value
+        sums, weights = zip(*self.items[key][length], strict=True)
+        if self.shares:
+            return math.fsum(a / b for a, b in zip(sums, weights, strict=True)) / len(sums)
+        return math.fsum(sums) / math.fsum(weights)
 
     def change(self, one: Cell, other: Cell) -> Estimate | None:
         """How much higher the value of one method and length is than that of another, paired by item.

@@ -209,6 +209,4 @@ def tells(score: Estimate) -> bool:
 
 def share_text(score: Estimate) -> str:
     """A score with its interval, in percent."""
-    if score.low is None or score.high is None:
-        return f"{score.value:.0%}"
-    return f"{score.value:.0%} [{score.low:.0%} to {score.high:.0%}]"
+    return score.text("{:.0%}".format)

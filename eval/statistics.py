@@ -12,7 +12,7 @@ docs/evaluation.md states by number of items how often it covers the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -40,6 +40,12 @@ class Estimate(NamedTuple):
     low: float | None
     high: float | None
     items: int
+
+    def text(self, number: Callable[[float], str]) -> str:
+        """The value with its interval in brackets, as `number` writes them; without brackets where there is none."""
+        if self.low is None or self.high is None:
+            return number(self.value)
+        return f"{number(self.value)} [{number(self.low)} to {number(self.high)}]"
 
     def minus(self, other: Estimate, times: float = 1.0) -> Estimate:
         """This mean less a multiple of another one over other items, by recovered variances (MOVER).

@@ -140,6 +140,10 @@ class Findings:
         """A method in a sentence."""
         return AS_LOADED if key == self.loaded else self.names[key]
 
+    def beyond(self, key: str, length: int) -> bool:
+        """Whether a length is longer than a method is for."""
+        return length > self.extended.get(key, length)
+
     def compare(self, one: str, other: str) -> Outcome:
         """Whether a method reads better than another, by the first measure that tells them apart.
 
@@ -291,16 +295,10 @@ def _value_text(known: Findings, measure: Measure, key: str, longest: int) -> st
     if not (lengths := measure.lengths(key)):
         return None
     length = lengths[-1]
-    text = f"{measure.name} {_estimate_text(measure, measure.estimate(key, length))}{measure.behind}"
+    text = f"{measure.name} {measure.estimate(key, length).text(measure.text)}{measure.behind}"
     if key != known.loaded and known.loaded in measure.measured(length):
         text += f" (as loaded {measure.text(measure.value(known.loaded, length))})"
     return text if length == longest else f"{text} at {length_text(length, known.context_length)}"
-
-
-def _estimate_text(measure: Measure, given: Estimate) -> str:
-    if given.low is None or given.high is None:
-        return measure.text(given.value)
-    return f"{measure.text(given.value)} [{measure.text(given.low)} to {measure.text(given.high)}]"
 
 
 def _reach(known: Findings, lead: str) -> list[str]:
@@ -354,7 +352,7 @@ def _time(known: Findings, lead: str) -> list[str]:
         ratio = time_ratio(times, lead, known.loaded)
         if ratio is None or ratio.low is None or ratio.high is None:
             continue
-        text = f"{ratio.value:.2f} [{ratio.low:.2f} to {ratio.high:.2f}]"
+        text = ratio.text("{:.2f}".format)
         if ratio.low <= 1 <= ratio.high:
             return [f"Its time per token is not told from that of {AS_LOADED}: {text} times as long."]
         return [f"It takes {text} times as long as {AS_LOADED}."]
@@ -397,7 +395,7 @@ def _beyond(known: Findings) -> list[str]:
     over = [
         f"{known.names[key]} ({known.extended[key]:,} tokens)"
         for key, length in longest.items()
-        if key != known.loaded and length > known.extended.get(key, length)
+        if key != known.loaded and known.beyond(key, length)
     ]
     return [f"Measured beyond the length that it is for: {_listed(over)}."] if over else []
 

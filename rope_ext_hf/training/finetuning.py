@@ -114,9 +114,7 @@ class FinetuneReport:
 
 
 def _share_text(share: Estimate) -> str:
-    if share.low is None or share.high is None:
-        return f"{share.value:.0%} of {share.items} prompts"
-    return f"{share.value:.0%} [{share.low:.0%} to {share.high:.0%}]"
+    return share.text("{:.0%}".format) + (f" of {share.items} prompts" if share.low is None else "")
 
 
 @dataclass(frozen=True, kw_only=True)
