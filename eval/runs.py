@@ -114,16 +114,27 @@ class Run(Generic[R_co]):
         except (KeyError, TypeError, ValueError, MethodError):  # of another version, or a method that is not here
             return None
 
+    @cached_property
+    def extended_lengths(self) -> dict[str, int | None]:
+        """`extended_length` of each method that has results, by its key."""
+        methods = {method_key(result.method): result.method for result in self.results}
+        return {key: self.extended_length(method) for key, method in methods.items()}
+
     def beyond(self, result: Any) -> bool:
         """Whether a result is of a longer input than the model is for under its method."""
-        return bool(result.length > (self.extended_length(result.method) or result.length))
+        return bool(result.length > (self.extended_lengths[method_key(result.method)] or result.length))
+
+    @cached_property
+    def any_beyond(self) -> bool:
+        """Whether `beyond` holds for any result."""
+        return any(map(self.beyond, self.results))
 
     @cached_property
     def findings(self) -> Findings:
         """What was measured, as conclusions follow from it."""
         return findings_of_runs([self])
 
-    @property
+    @cached_property
     def conclusion(self) -> Conclusion:
         """What it comes to, in sentences."""
         return conclude(self.findings)
@@ -150,8 +161,8 @@ class Run(Generic[R_co]):
         return [
             {"method": names[method_key(result.method)]}
             | dict(zip(self.kind.columns, row, strict=True))
-            | {"extended_length": self.extended_length(result.method), "beyond_extended_length": self.beyond(result)}
-            | {"parameters": json.dumps(result.method)}
+            | {"extended_length": self.extended_lengths[method_key(result.method)]}
+            | {"beyond_extended_length": self.beyond(result), "parameters": json.dumps(result.method)}
             for result, row in zip(self.results, self.kind.rows(self), strict=True)
         ]
 
@@ -198,7 +209,8 @@ class Run(Generic[R_co]):
     def to_dict(self) -> dict[str, Any]:
         """Settings and results, as results.json has them."""
         results = [
-            result.to_dict() | {"extended_length": self.extended_length(result.method), "beyond": self.beyond(result)}
+            result.to_dict()
+            | {"extended_length": self.extended_lengths[method_key(result.method)], "beyond": self.beyond(result)}
             for result in self.results
         ]
         conclusion = str(self.conclusion) if self.results else ""
@@ -394,8 +406,7 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
     first, *_ = runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
     loaded = first.settings["loaded"]
     names = labels([loaded, *(result.method for run in runs for result in run.results)])
-    methods = {method_key(result.method): (run, result.method) for run in runs for result in run.results}
-    extended = {key: length for key, (run, method) in methods.items() if (length := run.extended_length(method))}
+    extended = {key: length for run in runs for key, length in run.extended_lengths.items()}
     every = [(m, run) for run in _merged(runs) for m in run.kind.measures(run) if any(m.items.values())]
     return Findings(
         names=dict(zip(names, short_labels(names.values()), strict=True)),
@@ -403,7 +414,7 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
         context_length=first.context_length,
         measures=_told_apart(every),
         times=[times for run in runs if (times := run.kind.times(run)) is not None],
-        extended=extended,
+        extended={key: length for key, length in extended.items() if length},
     )
 
 

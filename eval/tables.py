@@ -39,12 +39,12 @@ def beyond_mark(run: Run[Any], result: Any) -> str:
     """The mark of a result, or a blank where the other results of the run have it; empty where none has."""
     if run.beyond(result):
         return BEYOND
-    return " " if any(map(run.beyond, run.results)) else ""
+    return " " if run.any_beyond else ""
 
 
 def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
-    if any(map(run.beyond, run.results)):
+    if run.any_beyond:
         caption += f"; {BEYOND} longer than the model is for under the method"
     table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
     for index, head in enumerate(heads):
