@@ -100,7 +100,7 @@ test-servers: .venv/ready build/llama-cpp/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.live_servers \
 		--llama-cpp build/llama-cpp/bin/python --vllm build/vllm/bin/python
 
-# An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 eval/protocols.py" for less.
+# An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 rope_ext_hf/reading/protocols.py" for less.
 mutate: .venv/ready
 	$(RUN)/pip install -q -c constraints.txt cosmic-ray==8.7.0
 	$(RUN)/python tests/mutate.py $(MUTATE)

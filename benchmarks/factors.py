@@ -24,17 +24,17 @@ from reference import increase_over
 from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.eval import Result
-from rope_ext_hf.eval.corpora import load
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import EvalPlan, prepare, tokenize
-from rope_ext_hf.eval.runner import measure
-from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patched
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.runner import measure
 
 SCALES = (1, 2, 4, 8, 16)
 """Lengths, in context lengths."""

@@ -31,8 +31,8 @@ from record import with_machine
 from stock import attention_kernels, usual_dtype
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval.cache_memory import cached_bytes
-from rope_ext_hf.eval.preflight import GPU_WORKING_BYTES, estimate_flops, estimate_memory, measure_flops
+from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.reading.preflight import GPU_WORKING_BYTES, estimate_flops, estimate_memory, measure_flops
 
 ROOT = Path(__file__).parent.parent
 TRAINED = 8192

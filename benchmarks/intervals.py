@@ -3,7 +3,7 @@
     python benchmarks/intervals.py
 
 Losses are drawn by the thousand, normal ones and lognormal ones, and an interval is made of each few by the method of
-`rope_ext_hf.eval.statistics`, by Student's t, and by three bootstraps of 1,000 draws each. The last line is JSON.
+`rope_ext_hf.runs.statistics`, by Student's t, and by three bootstraps of 1,000 draws each. The last line is JSON.
 
 Source of the comparison's methods: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 12 to 14.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from record import benchmark_parser, record
 from scipy import stats
 
-from rope_ext_hf.eval.statistics import estimate
+from rope_ext_hf.runs.statistics import estimate
 
 Losses = NDArray[np.float64]
 DISTRIBUTIONS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, int]], Losses], float]] = {

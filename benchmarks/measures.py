@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import compare_runs, sweep
-from rope_ext_hf.eval.measuring import fit_methods
-from rope_ext_hf.eval.retrieval import plan_passkey
-from rope_ext_hf.eval.runner import measure
+from rope_ext_hf.eval.perplexity_question import fit_methods
+from rope_ext_hf.eval.retrieval_question import plan_passkey
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.runner import measure
 
 METHODS = ("linear", "ntk", "by-parts", "yarn", "llama3", "rerope", "self-extend", "dca", "stairs", "string")
 FACTOR, STEPS = 8, 150

@@ -18,15 +18,16 @@ from record import benchmark_parser, record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Tokens
-from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.results import difference, label
+from rope_ext_hf.eval.perplexity_results import difference
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patched
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.labels import label
 
 SCALES = (1, 2, 4, 8)
 METHODS: list[tuple[str, dict[str, Any]]] = [

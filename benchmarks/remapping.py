@@ -21,14 +21,14 @@ from record import benchmark_parser, record
 from reference import increase_over, load_bundled
 
 from rope_ext_hf.eval import Result, perplexity
+from rope_ext_hf.eval.perplexity_results import DocumentLoss
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import EvalPlan, prepare
-from rope_ext_hf.eval.results import DocumentLoss
-from rope_ext_hf.eval.runner import measure
-from rope_ext_hf.eval.runs import RunPlan
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import bind
 from rope_ext_hf.patches.patching import patched
+from rope_ext_hf.reading.spans import EvalPlan, prepare
+from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.runner import measure
 
 METHODS = ("self-extend", "rerope", "leaky-rerope", "dca")
 TARGETS, SCALES = 128, (1, 2, 4, 8, 16, 32)

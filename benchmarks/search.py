@@ -26,12 +26,12 @@ import torch
 from record import with_machine
 
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.results import difference
+from rope_ext_hf.eval.perplexity_results import difference
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.training import search
 from rope_ext_hf.training.run_folder import split
 from rope_ext_hf.training.search_space import two_lists

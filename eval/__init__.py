@@ -1,9 +1,7 @@
 """How well a model reads at long context lengths: perplexity, retrieval, task suites, lm-evaluation-harness.
 
-    from rope_ext_hf.eval import passkey, perplexity, sweep, tasks
-    from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
-
-The names are imported at first use: the command line reads the registry of protocols without loading torch.
+from rope_ext_hf.eval import passkey, perplexity, sweep, tasks
+from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
 """
 
 from __future__ import annotations
@@ -11,19 +9,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.eval.need_question import need
+from rope_ext_hf.eval.need_verdicts import Need
+from rope_ext_hf.eval.perplexity_question import perplexity, sweep
+from rope_ext_hf.eval.perplexity_results import Result
+from rope_ext_hf.eval.retrieval_question import passkey
+from rope_ext_hf.eval.retrieval_runs import Retrieval
+from rope_ext_hf.eval.task_question import tasks
+from rope_ext_hf.eval.task_runs import TaskResult
+from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.runs.comparison import Comparison, compare_runs
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.kinds import Results, Run
+
 if TYPE_CHECKING:
-    from rope_ext_hf.eval.comparison import Comparison, compare_runs
-    from rope_ext_hf.eval.documents import Document
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
-    from rope_ext_hf.eval.measuring import perplexity, sweep
-    from rope_ext_hf.eval.need_verdicts import Need
-    from rope_ext_hf.eval.needs import need
-    from rope_ext_hf.eval.results import Result, Retrieval
-    from rope_ext_hf.eval.retrieval import passkey
-    from rope_ext_hf.eval.run_folder import read_run
-    from rope_ext_hf.eval.runs import Results, Run
-    from rope_ext_hf.eval.task_runs import TaskResult
-    from rope_ext_hf.eval.task_suites import tasks
 
 __all__ = [
     "Comparison",
@@ -44,31 +44,8 @@ __all__ = [
     "tasks",
 ]
 
-_MODULES = {
-    "Comparison": "comparison",
-    "compare_runs": "comparison",
-    "Document": "documents",
-    "Need": "need_verdicts",
-    "Result": "results",
-    "Results": "runs",
-    "Retrieval": "results",
-    "RopeHFLM": "lm_eval_adapter",
-    "need": "needs",
-    "passkey": "retrieval",
-    "perplexity": "measuring",
-    "Run": "runs",
-    "read_run": "run_folder",
-    "sweep": "measuring",
-    "TaskResult": "task_runs",
-    "tasks": "task_suites",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name != "RopeHFLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"rope_ext_hf.eval.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return import_module("rope_ext_hf.eval.lm_eval_adapter").RopeHFLM

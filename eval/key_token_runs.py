@@ -16,8 +16,6 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, short
-from rope_ext_hf.eval.documents import Document, Tokens
-from rope_ext_hf.eval.journal import Cell
 from rope_ext_hf.eval.key_tokens import (
     KeyRanges,
     KeySetting,
@@ -31,13 +29,15 @@ from rope_ext_hf.eval.key_tokens import (
     text_digest,
 )
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import EvalPlan, check_vocabulary, prefix_token, tokenize
-from rope_ext_hf.eval.protocols import Span
-from rope_ext_hf.eval.results import Cost, label
-from rope_ext_hf.eval.runs import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import length_table
 from rope_ext_hf.patches.describing import describe
+from rope_ext_hf.reading.documents import Document, Tokens
+from rope_ext_hf.reading.protocols import Span
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_token, tokenize
+from rope_ext_hf.runs.journal import Cell
+from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
+from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.tables import length_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line, printable, short
-from rope_ext_hf.eval.documents import Tokens
-from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.files import atomic_file, read_json, write_json
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.scorer import TokenScorer
 
 __all__ = [
     "KeyRanges",

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.results import provenance
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
@@ -35,6 +34,7 @@ from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.runs.identity import provenance
 
 try:
     from lm_eval.api.registry import register_model

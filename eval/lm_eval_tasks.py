@@ -17,12 +17,12 @@ from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.plan import text_of
-from rope_ext_hf.eval.suites import list_suites, suite
-from rope_ext_hf.eval.task_suites import template_tokens
+from rope_ext_hf.eval.task_question import template_tokens
 from rope_ext_hf.files import atomic_file, disk_errors
 from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.spans import text_of
+from rope_ext_hf.suites.base import list_suites, suite
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -1,6 +1,6 @@
 """What a measurement of how far a model reads comes to: numbers with intervals go in, sentences come out.
 
-Nothing here reads a model, a run or a file; `needs.py` measures.
+Nothing here reads a model, a run or a file; `need_question.py` measures.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from rope_ext_hf.eval.statistics import Estimate
-from rope_ext_hf.eval.verdicts import Outcome, verdict
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.verdicts import Outcome, verdict
 
 __all__ = ["ALL_TASKS", "Need", "share_text", "tells"]
 

@@ -16,26 +16,18 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, printable, short
-from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.measures import Evidence, Measure
-from rope_ext_hf.eval.plan import EvalPlan
-from rope_ext_hf.eval.protocols import PROTOCOLS
-from rope_ext_hf.eval.results import (
-    Cost,
-    DocumentLoss,
-    Result,
-    Setting,
-    difference,
-    label,
-    method_key,
-    perplexity_from_loss,
-)
-from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.statistics import Estimate
-from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result, difference, perplexity_from_loss
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
+from rope_ext_hf.reading.protocols import PROTOCOLS
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.reading.spans import EvalPlan, Setting
+from rope_ext_hf.runs.journal import Cell
+from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
+from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 
 __all__ = ["PerplexityMeasurement", "loss_increase"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -16,17 +16,111 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.measures import Evidence, Measure
-from rope_ext_hf.eval.results import Cost, Retrieval, RetrievalSetting, TrialScore, method_key
-from rope_ext_hf.eval.retrieval_prompts import insert
-from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.pictures.result_plots import heat_map
 from rope_ext_hf.pictures.svg_charts import heat_charts
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.runs.journal import Cell
+from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
+from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.suites.statements import insert
 
-__all__ = ["RetrievalMeasurement", "Trial", "by_method_and_depth"]
+__all__ = ["Retrieval", "RetrievalMeasurement", "RetrievalSetting", "Trial", "TrialScore", "by_method_and_depth"]
+
+
+@dataclass(frozen=True)
+class RetrievalSetting:
+    """How prompts were made: the task's name, keys and distractors per prompt, and the seed of names and values."""
+
+    task: str
+    keys: int
+    distractors: int
+    seed: int
+
+
+class TrialScore(NamedTuple):
+    """One prompt's share of a result: whether greedy decoding answers right, and the rank of the right answer."""
+
+    exact: bool
+    rank: float
+
+    def to_record(self) -> list[float]:
+        """As a journal holds it."""
+        return list(self)
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Retrieval from one depth of one context length.
+
+    Attributes:
+        method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
+        task: a key of `suites.statements.TASKS`.
+        keys: statements in every prompt, of which one is asked for.
+        length: of prompt and answer together, in tokens.
+        depth: share of the haystack that stands before the statement asked for.
+        trials: prompts, each with names and values of its own.
+        distractors: wrong answers that the right one is ranked among.
+        exact_match: share of trials in which greedy decoding gives the right answer.
+        rank: mean rank of the right answer by likelihood, 1 is best; among equals, the middle.
+        top1: share of trials in which it ranks first.
+        chance: the value of `top1` by luck.
+        scores: of each trial.
+    """
+
+    method: dict[str, Any] | None
+    task: str
+    keys: int
+    length: int
+    depth: float
+    trials: int
+    distractors: int
+    exact_match: float
+    rank: float
+    top1: float
+    chance: float
+    scores: tuple[TrialScore, ...]
+
+    @classmethod
+    def from_trials(
+        cls,
+        method: dict[str, Any] | None,
+        setting: RetrievalSetting,
+        length: int,
+        depth: float,
+        scores: Sequence[TrialScore],
+    ) -> Retrieval:
+        """The result of one length and depth."""
+        return cls(
+            method=method,
+            task=setting.task,
+            keys=setting.keys,
+            length=length,
+            depth=depth,
+            trials=len(scores),
+            distractors=setting.distractors,
+            exact_match=fmean(score.exact for score in scores),
+            rank=fmean(score.rank for score in scores),
+            top1=fmean(score.rank == 1 for score in scores),
+            chance=1 / (setting.distractors + 1),
+            scores=tuple(scores),
+        )
+
+    @property
+    def chance_rank(self) -> float:
+        """The value of `rank` by luck."""
+        return 1 + self.distractors / 2
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether the rank is better than chance by 3 standard errors of a mean of uniform ranks."""
+        error = math.sqrt(((self.distractors + 1) ** 2 - 1) / 12 / self.trials)
+        return self.rank < self.chance_rank - 3 * error
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
 
 
 @register_run_kind

@@ -17,16 +17,16 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.eval.journal import Cell
-from rope_ext_hf.eval.measures import EffectiveLength, Evidence, Measure
-from rope_ext_hf.eval.results import Cost, method_key
-from rope_ext_hf.eval.runs import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.statistics import Estimate, estimate_share
-from rope_ext_hf.eval.tables import beyond_mark, by_method, length_table
-from rope_ext_hf.eval.verdicts import Outcome, verdict
 from rope_ext_hf.pictures.result_plots import curves
 from rope_ext_hf.pictures.svg_charts import line_chart
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.runs.journal import Cell
+from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
+from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
+from rope_ext_hf.runs.statistics import Estimate, estimate_share
+from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.runs.verdicts import Outcome, verdict
 
 __all__ = ["TaskMeasurement", "TaskPrompt", "TaskResult", "TaskSetting", "effective_lengths"]
 

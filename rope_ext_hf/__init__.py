@@ -34,12 +34,12 @@ _NAMES = {
     "patches.patching": "fixed_length patch patched profiles reset unpatch",
     "patches.planning": "PatchPlan plan_patch",
     "rotary.embedding": "RotaryEmbedding",
-    "serving.advice": "Advice",
-    "serving.advising": "advise",
+    "advice.advice": "Advice",
+    "advice.advising": "advise",
     "serving.audit": "Audit audit",
     "serving.configs": "serving_config",
     "serving.fingerprints": "fingerprint",
-    "serving.server_check": "ServerReport check_server",
+    "servers.checking": "ServerReport check_server",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -62,6 +62,8 @@ def __dir__() -> list[str]:
 # Type checkers read imports alone; a test compares the two lists.
 if TYPE_CHECKING:
     from rope_ext_hf import modules as modules
+    from rope_ext_hf.advice.advice import Advice as Advice
+    from rope_ext_hf.advice.advising import advise as advise
     from rope_ext_hf.bounds import limits as limits
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint as convert_checkpoint
     from rope_ext_hf.checkpoints.detection import PairingReport as PairingReport
@@ -101,11 +103,9 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
-    from rope_ext_hf.serving.advice import Advice as Advice
-    from rope_ext_hf.serving.advising import advise as advise
+    from rope_ext_hf.servers.checking import ServerReport as ServerReport
+    from rope_ext_hf.servers.checking import check_server as check_server
     from rope_ext_hf.serving.audit import Audit as Audit
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config
     from rope_ext_hf.serving.fingerprints import fingerprint as fingerprint
-    from rope_ext_hf.serving.server_check import ServerReport as ServerReport
-    from rope_ext_hf.serving.server_check import check_server as check_server

@@ -32,8 +32,8 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import RopeExtError, one_line
-from rope_ext_hf.eval.scorer import TokenScorer
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
 
 ROOT = Path(__file__).parent.parent

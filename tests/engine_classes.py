@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
 from rope_ext_hf.errors import RopeExtError
-from rope_ext_hf.serving import sglang_plugin, vllm_plugin
+from rope_ext_hf.plugins import sglang, vllm
 from tests.support.serving_models import SERVED, targets
 
 ROOT = Path(__file__).parent.parent
@@ -167,13 +167,13 @@ def differs_on_images(module: Any, target: Target) -> float:
 
 def register_vllm(home: Any) -> Any:
     """vLLM's get_rope with the plug-in."""
-    vllm_plugin.register()
+    vllm.register()
     return home.get_rope
 
 
 def register_sglang(home: Any) -> Any:
     """SGLang's get_rope with the plug-in, put around it by SGLang's own hook registry."""
-    sglang_plugin.register()
+    sglang.register()
     importlib.import_module(HOOKS).HookRegistry.apply_hooks()
     return home.get_rope
 

@@ -2,7 +2,7 @@
 
     python tests/mutate.py                                      # a sample over all modules
     python tests/mutate.py --sample 20 rope_ext_hf/methods/static.py
-    python tests/mutate.py --all eval/protocols.py
+    python tests/mutate.py --all rope_ext_hf/reading/protocols.py
 
 The mutations are made in a copy of this checkout. Each runs the tests of its module in TESTS, the fast ones first,
 until the first failure; without a mutation they must pass. Survivors are printed as patches; the exit status is 1 where
@@ -55,7 +55,7 @@ TESTS = {
     "rope_ext_hf/rotary/pairing.py": ["rotary/pairing"],
     "rope_ext_hf/checkpoints/row_layouts.py": ["checkpoints/row_layouts", "patches/families"],
     "patches/families.py": ["patches/families", "checkpoints/row_layouts"],
-    "eval/protocols.py": ["eval/protocols", "eval/measuring"],
+    "rope_ext_hf/reading/protocols.py": ["reading/protocols", "eval/perplexity_question"],
 }
 """Module -> its tests, those that notice most first."""
 

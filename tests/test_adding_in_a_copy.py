@@ -156,7 +156,7 @@ def test_additions_touch_one_source_file_each(tmp_path: Path) -> None:
         "rope_ext_hf/methods/static.py": lambda source: source + METHOD,
         "rope_ext_hf/methods/far_thirds.py": lambda _: REMAPPING_METHOD,
         "patches/families.toml": lambda source: source + FAMILY,
-        "eval/protocols.py": lambda source: source + PROTOCOL,
+        "rope_ext_hf/reading/protocols.py": lambda source: source + PROTOCOL,
         "rope_ext_hf/engines/mlx_two.py": lambda _: engine((ROOT / "rope_ext_hf/engines/mlx.py").read_text("utf-8")),
         "rope_ext_hf/cli/serving.py": option,
     }
@@ -176,7 +176,7 @@ def test_additions_touch_one_source_file_each(tmp_path: Path) -> None:
     assert from_copy.strip().startswith(str(copy))
     assert "mlx-two" in run(copy, "-m", "rope_ext_hf", "serve-config", "--help")
     assert run(copy, "-m", "rope_ext_hf", "audit", "reference", "--quietly", status=1) == ""  # engines disagree on it
-    contracts = ["tests/eval/test_protocols.py", "tests/serving", "tests/patches/test_families.py"]
+    contracts = ["tests/reading/test_protocols.py", "tests/serving", "tests/patches/test_families.py"]
     contracts += ["tests/test_architecture.py", "tests/test_docs.py"]
     pytest_run = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow"]
     ran = run(copy, *pytest_run, *contracts) + run(copy, *pytest_run, "-k", "slow-half or far-thirds", "tests/methods")

@@ -177,8 +177,8 @@ def test_options_and_targets_exist(page: str) -> None:
 
 
 def test_methods_protocols_and_commands_have_their_place() -> None:
-    from rope_ext_hf.eval.protocols import PROTOCOLS
     from rope_ext_hf.methods.registry import list_methods
+    from rope_ext_hf.reading.protocols import PROTOCOLS
 
     for name in list_methods():
         assert f"\n## {name}\n" in read("docs/methods.md"), f"method {name!r} has no section: run `make figures`"

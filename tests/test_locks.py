@@ -14,8 +14,8 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import need
-from rope_ext_hf.eval.journal import exclusive
 from rope_ext_hf.locks import locked
+from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.training import finetune
 
 HOLD = """

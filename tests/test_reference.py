@@ -19,12 +19,12 @@ from training_prompts import Part
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.documents import Tokens
-from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.retrieval_prompts import HELD_OUT_WORDS, TRAINING_WORDS
-from rope_ext_hf.eval.stdlib_corpus import HELD_OUT, stdlib_held_out
 from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.reading.stdlib_corpus import HELD_OUT, stdlib_held_out
 from rope_ext_hf.reference import path
+from rope_ext_hf.suites.statements import HELD_OUT_WORDS, TRAINING_WORDS
 
 LENGTHS = (256, 512, 1024)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.reading.scorer import TokenScorer
 from tests import test_gpu
 from tests.support.models import build, tokens
 from tests.support.simulated_cuda import CudaTensor, SimulatedCuda, no_waits, why_unavailable

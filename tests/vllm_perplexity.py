@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.eval.results import label
+from rope_ext_hf.runs.labels import label
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "vllm_perplexity.json"

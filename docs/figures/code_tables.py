@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @figure
 def protocols() -> str:
-    from rope_ext_hf.eval.protocols import PROTOCOLS
+    from rope_ext_hf.reading.protocols import PROTOCOLS
 
     rows = []
     for protocol in PROTOCOLS.values():

@@ -29,10 +29,10 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 def draw_pictures() -> None:
     """One picture for each method, one with the frequency methods over one another, and those of the laws."""
-    from rope_ext_hf.eval.results import label
     from rope_ext_hf.methods import Rotary, resolve_method
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.pictures.rope_plots import draw
+    from rope_ext_hf.runs.labels import label
 
     rotary, extended = Rotary(dim=128, theta=10_000.0, trained_length=4096), 32_768
     drawn = {}
@@ -69,13 +69,13 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
     """The pictures of docs/rope.md; those of trained queries and keys come from the bundled model."""
     import torch
 
-    from rope_ext_hf.eval.measuring import expand
-    from rope_ext_hf.eval.results import label
-    from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
+    from rope_ext_hf.eval.perplexity_question import expand
     from rope_ext_hf.hub import load_model, load_tokenizer
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.pictures.attention_vectors import spectra
     from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
+    from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+    from rope_ext_hf.runs.labels import label
 
     model = load_model("reference")
     own = patch_geometry(model)

@@ -340,7 +340,7 @@ def servers() -> str:
 
 def _report(expected: str) -> str:
     """What check-server says of one of the servers of llama.cpp in Q8_0."""
-    from rope_ext_hf.serving.server_check import ServerReport
+    from rope_ext_hf.servers.checking import ServerReport
 
     row = next(
         row

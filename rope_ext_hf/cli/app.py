@@ -170,7 +170,7 @@ class Group(TyperGroup):
 def _tell_others(error: Exception) -> None:
     """End the other processes of a launcher, which would wait for this one."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-        from rope_ext_hf.eval.workers import tell_others
+        from rope_ext_hf.runs.workers import tell_others
 
         tell_others(error)
 

@@ -34,16 +34,16 @@ from rope_ext_hf.cli.options import (
 )
 from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions
 from rope_ext_hf.errors import MethodError, duration, short
-from rope_ext_hf.eval.suites import suite_names
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.suites.base import suite_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-    from rope_ext_hf.eval.runs import Measurement, Run, RunPlan
-    from rope_ext_hf.eval.workers import Workers
+    from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
+    from rope_ext_hf.runs.workers import Workers
 
 __all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 
@@ -77,12 +77,12 @@ def demo(
 
     Example: `rope-ext demo`
     """
-    from rope_ext_hf.eval.comparison import Comparison
-    from rope_ext_hf.eval.measuring import plan_perplexity
-    from rope_ext_hf.eval.retrieval import plan_passkey
+    from rope_ext_hf.eval.perplexity_question import plan_perplexity
+    from rope_ext_hf.eval.retrieval_question import plan_passkey
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.methods.registry import resolve_method
     from rope_ext_hf.patches.geometry import bind, patch_geometry
+    from rope_ext_hf.runs.comparison import Comparison
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
@@ -143,7 +143,7 @@ def _perplexity(
     given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions, *, fit: bool = False
 ) -> Run[Any]:
     """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
-    from rope_ext_hf.eval.measuring import DEFAULT_METHODS, fit_methods, plan_perplexity
+    from rope_ext_hf.eval.perplexity_question import DEFAULT_METHODS, fit_methods, plan_perplexity
 
     wanted, methods = parse_lengths(given.lengths), given.methods
     span_arguments = spans.arguments()
@@ -208,7 +208,7 @@ def passkey(
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
-    from rope_ext_hf.eval.retrieval import plan_passkey
+    from rope_ext_hf.eval.retrieval_question import plan_passkey
 
     wanted = parse_lengths(given.lengths)
     plan = partial(
@@ -257,7 +257,7 @@ def tasks(
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    from rope_ext_hf.eval.task_suites import plan_tasks
+    from rope_ext_hf.eval.task_question import plan_tasks
 
     wanted = parse_lengths(given.lengths)
     plan = partial(
@@ -292,9 +292,9 @@ def report(
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
-    from rope_ext_hf.eval.comparison import compare_runs
-    from rope_ext_hf.eval.report import write_files
-    from rope_ext_hf.eval.run_folder import read_run
+    from rope_ext_hf.runs.comparison import compare_runs
+    from rope_ext_hf.runs.folder import read_run
+    from rope_ext_hf.runs.report import write_files
 
     if len(folders) == 1:
         if out is not None:
@@ -365,8 +365,8 @@ def _preflight(
         workers: the processes that share it; the first one prints.
         most_spans: how many spans per length were asked for, None for all.
     """
-    from rope_ext_hf.eval.preflight import check_memory, measure_flops
     from rope_ext_hf.hub import find_device, find_dtype
+    from rope_ext_hf.reading.preflight import check_memory, measure_flops
 
     device, given = find_device(load.device), find_dtype(load.dtype)
     dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
@@ -394,7 +394,7 @@ def _preflight(
 
 def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:
     """Floating-point operations of some of a measurement's passes, and of what is read after each."""
-    from rope_ext_hf.eval.preflight import estimate_flops
+    from rope_ext_hf.reading.preflight import estimate_flops
 
     after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)
@@ -406,9 +406,9 @@ def _measure(
 ) -> Run[Any]:
     """Measure a plan in a run's folder, and show progress."""
     from rope_ext_hf.cli.time_left import TimeLeft
-    from rope_ext_hf.eval.run_commands import add_command
-    from rope_ext_hf.eval.runner import Progress, measure
-    from rope_ext_hf.eval.workers import Workers
+    from rope_ext_hf.runs.commands import add_command
+    from rope_ext_hf.runs.runner import Progress, measure
+    from rope_ext_hf.runs.workers import Workers
 
     workers = workers or Workers()
     first = workers.rank == 0

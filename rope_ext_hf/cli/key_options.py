@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-    from rope_ext_hf.eval.runs import Run, RunPlan
+    from rope_ext_hf.runs.kinds import Run, RunPlan
 
 __all__ = ["KeyOptions"]
 

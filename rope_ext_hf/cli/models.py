@@ -118,11 +118,11 @@ def explain(
 
     Example: `rope-ext explain reference --method yarn --factor 8`
     """
-    from rope_ext_hf.eval.results import label
     from rope_ext_hf.methods.base import Rotary
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import patched_method
     from rope_ext_hf.pictures.explaining import explain as write_explanation
+    from rope_ext_hf.runs.labels import label
 
     stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
     if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
@@ -169,7 +169,7 @@ def _methods_to_draw(methods: MethodOptions, rotary: Rotary, own: RopeMethod | N
     Args:
         own: the patch of the model's folder, drawn where no method or factor was asked for.
     """
-    from rope_ext_hf.eval.measuring import DEFAULT_METHODS, expand
+    from rope_ext_hf.eval.perplexity_question import DEFAULT_METHODS, expand
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.pictures.rope_plots import check_size, reach
 
@@ -189,12 +189,12 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
     """Mean products of a model's queries and keys on held-out text, None where it cannot be listened to; a sentence."""
     import torch
 
-    from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import unpatch
     from rope_ext_hf.patches.slots import patched_slots
     from rope_ext_hf.pictures.attention_vectors import spectra
+    from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
 
     loaded = source.model(name)
     if patched_slots(loaded):

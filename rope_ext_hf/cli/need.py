@@ -50,7 +50,7 @@ def need(
 
     Example: `rope-ext need reference --target-length 512`
     """
-    from rope_ext_hf.eval.needs import need as find_need
+    from rope_ext_hf.eval.need_question import need as find_need
     from rope_ext_hf.hub import foreign_errors, source_digest
 
     wanted = parse_length(target_length)
@@ -75,7 +75,7 @@ def need(
 
 def _next_command(found: Need, model: str, out: Path) -> str:
     """The command that follows from what was found; none where every layer's window is too narrow."""
-    from rope_ext_hf.eval.verdicts import Outcome
+    from rope_ext_hf.runs.verdicts import Outcome
 
     short, goal, quoted, text = found.context_length, found.goal, shlex.quote(model), "--data 'texts/*.txt'"
     lengths = ",".join(str(length) for length in sorted({short, goal}))

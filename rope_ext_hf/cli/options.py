@@ -24,7 +24,7 @@ import typer
 
 from rope_ext_hf.bounds import MOST_TOKENS, parse_length
 from rope_ext_hf.errors import MethodError, did_you_mean, short
-from rope_ext_hf.eval.protocols import protocol_help
+from rope_ext_hf.reading.protocols import protocol_help
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,8 +15,8 @@ from rope_ext_hf.errors import MethodError, short
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.runs import RunPlan
-    from rope_ext_hf.eval.workers import Workers
+    from rope_ext_hf.runs.kinds import RunPlan
+    from rope_ext_hf.runs.workers import Workers
 
 __all__ = ["ProcessOptions", "ReaderOptions"]
 
@@ -35,7 +35,7 @@ class ProcessOptions:
         """The processes, and how this one loads the model: on a device of its own."""
         import torch
 
-        from rope_ext_hf.eval.workers import Workers
+        from rope_ext_hf.runs.workers import Workers
 
         workers = Workers.from_launcher(self.processes)
         if workers.count > 1 and load.device == "auto":
@@ -73,9 +73,9 @@ class ReaderOptions(ProcessOptions):
             model: its name.
             empty: the model on the meta device.
         """
-        from rope_ext_hf.eval.context_parallel import spread_over
         from rope_ext_hf.hub import is_adapter
-        from rope_ext_hf.serving.vllm_scorer import scored_by_engine
+        from rope_ext_hf.runs.context_parallel import spread_over
+        from rope_ext_hf.servers.vllm_scorer import scored_by_engine
 
         left_out = None
         if self.parallel is not None:

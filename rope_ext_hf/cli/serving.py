@@ -29,8 +29,8 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
 if TYPE_CHECKING:
+    from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
-    from rope_ext_hf.serving.extending import Extension
 
 __all__ = ["advise", "audit", "check_server", "extend", "gguf", "serve_config"]
 
@@ -85,8 +85,8 @@ def extend(
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
+    from rope_ext_hf.advice.extending import carries, judge, plan_extension
     from rope_ext_hf.serving.configs import serving_config
-    from rope_ext_hf.serving.extending import carries, judge, plan_extension
 
     quiet_transformers()
     plan = plan_extension(
@@ -171,7 +171,7 @@ def advise(
 
     Example: `rope-ext advise reference --target-length 1k`
     """
-    from rope_ext_hf.serving.advising import advise as advise_on
+    from rope_ext_hf.advice.advising import advise as advise_on
 
     wanted = parse_length(target_length)
     batches = parse_numbers("--batch", batch, "1,8")
@@ -249,8 +249,8 @@ def check_server(
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
-    from rope_ext_hf.serving.server_check import check_server as check
-    from rope_ext_hf.serving.server_check import save_answers
+    from rope_ext_hf.servers.checking import check_server as check
+    from rope_ext_hf.servers.checking import save_answers
 
     if to_file is not None and from_file is not None:
         raise MethodError("--to-file asks the server, and --from-file does not; give one of them")

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 PLUGIN_TYPE = "rope_ext_hf"
-"""The rope type; `rope_ext_hf.serving.plugin_tables` describes its settings and builds their tables."""
+"""The rope type; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
 REMAPPING_KEY = "remapping"
 """The setting that holds a remapping method and the pairing of the model, as JSON text."""
 

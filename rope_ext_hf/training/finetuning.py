@@ -20,22 +20,22 @@ import torch
 
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Corpus, Tokens, corpus_name
-from rope_ext_hf.eval.journal import holds_folder
-from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.results import Result, difference
-from rope_ext_hf.eval.retrieval import passkey
-from rope_ext_hf.eval.statistics import Estimate, estimate_share, estimate_share_change
-from rope_ext_hf.eval.tables import BEYOND
-from rope_ext_hf.eval.verdicts import Verdict, verdict
+from rope_ext_hf.eval.perplexity_question import perplexity
+from rope_ext_hf.eval.perplexity_results import Result, difference
+from rope_ext_hf.eval.retrieval_question import passkey
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Corpus, Tokens, corpus_name
+from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
+from rope_ext_hf.runs.tables import BEYOND
+from rope_ext_hf.runs.verdicts import Verdict, verdict
 from rope_ext_hf.training.recipe import Budget, Rows, train
 from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model, split
 

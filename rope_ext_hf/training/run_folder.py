@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
-from rope_ext_hf.eval.documents import Tokens
-from rope_ext_hf.eval.model_digest import model_digest
 from rope_ext_hf.files import atomic_file, atomic_folder, disk_errors, read_json, write_json
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.runs.model_digest import model_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

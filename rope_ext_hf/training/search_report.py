@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from rope_ext_hf.eval.statistics import Estimate
-from rope_ext_hf.eval.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
 
 __all__ = ["SearchReport", "decide"]
 

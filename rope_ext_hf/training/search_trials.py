@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
-from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.key_token_runs import find_keys
 from rope_ext_hf.eval.key_tokens import find_key_tokens
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import prefix_token
-from rope_ext_hf.eval.retrieval import make_trials
-from rope_ext_hf.eval.retrieval_prompts import TASKS
-from rope_ext_hf.eval.scorer import TokenScorer
-from rope_ext_hf.eval.statistics import Estimate, estimate
-from rope_ext_hf.eval.verdicts import Outcome, verdict
+from rope_ext_hf.eval.retrieval_question import make_trials
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.patching import patched
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.spans import prefix_token
+from rope_ext_hf.runs.statistics import Estimate, estimate
+from rope_ext_hf.runs.verdicts import Outcome, verdict
+from rope_ext_hf.suites.statements import TASKS
 from rope_ext_hf.training.run_folder import cut
 
 if TYPE_CHECKING:

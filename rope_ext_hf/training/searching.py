@@ -20,16 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import Length, listed, parse_length
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
-from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.documents import Corpus, corpus_name
-from rope_ext_hf.eval.journal import exclusive
+from rope_ext_hf.eval.perplexity_results import Result, difference
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import prepare, tokenize
-from rope_ext_hf.eval.results import Result, difference
-from rope_ext_hf.eval.run_key import code_digest
-from rope_ext_hf.eval.runner import measure
-from rope_ext_hf.eval.runs import RunPlan
-from rope_ext_hf.eval.statistics import Estimate, estimate
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -38,6 +30,14 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Corpus, corpus_name
+from rope_ext_hf.reading.spans import prepare, tokenize
+from rope_ext_hf.runs.identity import code_digest
+from rope_ext_hf.runs.journal import exclusive
+from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.training.run_folder import digest_inputs, open_run, read_whole, save_model, split, write_whole
 from rope_ext_hf.training.search_report import SearchReport, decide
 from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists

@@ -16,8 +16,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.live_model import reordered
 from rope_ext_hf.checkpoints.row_layouts import RowLayout, rotary_tensors
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.patches.geometry import checkpoint_geometry
+from rope_ext_hf.reading.documents import Tokens
 from tests.support.models import FAMILIES, build, build_known, logits, tokens
 
 INTERLEAVED = {"glm", "cohere", "llama4", "deepseek_v2"}

@@ -518,8 +518,9 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 
 
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
-    from rope_ext_hf.eval.runs import Run
+    from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+    from rope_ext_hf.reading.spans import Setting
+    from rope_ext_hf.runs.kinds import Run
 
     setting = Setting("matched", 128, 256, False, 0)
     method = {"method": "\x1b[31m[/red]"}
@@ -535,7 +536,7 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf.eval import preflight
+    from rope_ext_hf.reading import preflight
 
     monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
     monkeypatch.setattr(hub, "from_pretrained", lambda *_: pytest.fail("weights were read"))

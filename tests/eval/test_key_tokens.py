@@ -23,14 +23,14 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, FileError
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.documents import Document, Tokens
 from rope_ext_hf.eval.key_tokens import KeyRanges, KeySetting, find_key_tokens, key_setting, merged, read_keys
-from rope_ext_hf.eval.plan import tokenize
-from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
-from rope_ext_hf.eval.run_folder import read_run
-from rope_ext_hf.eval.scorer import TokenScorer
+from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.reading.documents import Document, Tokens
+from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.spans import Setting, tokenize
 from rope_ext_hf.reference import path as reference
+from rope_ext_hf.runs.folder import read_run
 from tests.support.dispatch import LargestTensor
 from tests.support.models import build
 from tests.support.oracles import naive_key_tokens, token_losses

@@ -21,8 +21,8 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import lm_eval_adapter, tasks
 from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
 from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
-from rope_ext_hf.eval.suites import list_suites, suite
 from rope_ext_hf.reference import path
+from rope_ext_hf.suites.base import list_suites, suite
 
 ROOT = Path(__file__).parent.parent.parent
 

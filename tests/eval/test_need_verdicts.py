@@ -10,8 +10,8 @@ import pytest
 
 from rope_ext_hf.eval import Need
 from rope_ext_hf.eval.need_verdicts import ALL_TASKS
-from rope_ext_hf.eval.statistics import Estimate, estimate_share
-from rope_ext_hf.eval.verdicts import Outcome
+from rope_ext_hf.runs.statistics import Estimate, estimate_share
+from rope_ext_hf.runs.verdicts import Outcome
 
 FLAT, RISEN = Estimate(0.01, 0.005, 0.015, 16), Estimate(0.30, 0.20, 0.40, 16)
 UNSURE, FEW = Estimate(0.01, -0.20, 0.22, 16), Estimate(0.01, None, None, 2)

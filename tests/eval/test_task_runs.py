@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from rope_ext_hf.eval.measures import EffectiveLength
-from rope_ext_hf.eval.results import Cost, method_key
-from rope_ext_hf.eval.runs import Run, run_kind
 from rope_ext_hf.eval.task_runs import TaskResult, TaskScore, TaskSetting, effective_lengths
+from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.runs.kinds import Run, run_kind
+from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.measures import EffectiveLength
 
 SETTING = TaskSetting("ruler", "vt,cwe", "generate", 42, False, 0)
 YARN = {"method": "yarn", "factor": 4.0}

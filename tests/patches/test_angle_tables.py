@@ -275,7 +275,7 @@ def test_offset_law() -> None:
 def test_perplexity_of_a_causal_model() -> None:
     """The measurements run on it like on any other."""
     from rope_ext_hf.eval import perplexity
-    from rope_ext_hf.eval.documents import Tokens
+    from rope_ext_hf.reading.documents import Tokens
 
     ids = tokens(600)[0]
     text = [Tokens("text", ids, tuple(range(1, 601)))]

@@ -382,7 +382,7 @@ def test_autocast(method: str) -> None:
 
 @each_method
 def test_reading_in_chunks_gives_the_losses_of_one_forward(method: str) -> None:
-    from rope_ext_hf.eval.scorer import TokenScorer
+    from rope_ext_hf.reading.scorer import TokenScorer
 
     model, ids = rope.patch(build("gemma2"), method), tokens(200)[0]
     scorer = TokenScorer(model, chunk=32)

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FingerprintError, MethodError
-from rope_ext_hf.eval.documents import Tokens
+from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.training import RopeCallback
 from tests.patches.test_fingerprint import MISTAKES
 from tests.support.models import TRAINED, build, tokens

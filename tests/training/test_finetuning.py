@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
-from rope_ext_hf.eval.results import DocumentLoss, Result, Setting
-from rope_ext_hf.eval.statistics import estimate_share, estimate_share_change
-from rope_ext_hf.eval.verdicts import Outcome
+from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.files import json_text
+from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference
+from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
+from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.training import finetune
 from rope_ext_hf.training.finetuning import Finetuning, _Run
 from tests.cli.test_app import run

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.eval.documents import Tokens
+from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.training.run_folder import (
     cut,

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.documents import Tokens
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.plan import prepare, tokenize
-from rope_ext_hf.eval.statistics import estimate
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Factors, Linear, Yarn
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.spans import prepare, tokenize
+from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path as reference
+from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.training.search_space import two_lists
 from rope_ext_hf.training.search_trials import (
     LEAST_READ,

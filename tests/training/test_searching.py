@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
-from rope_ext_hf.eval.corpora import load
-from rope_ext_hf.eval.journal import exclusive
-from rope_ext_hf.eval.stdlib_corpus import stdlib_held_out
-from rope_ext_hf.eval.verdicts import Outcome, verdict
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path as reference
+from rope_ext_hf.runs.journal import exclusive
+from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.training import search
 from rope_ext_hf.training.search_trials import Reader, Trial
 from tests.support.models import TRAINED, build, logits, tokens
@@ -311,7 +311,7 @@ def test_spans_begin_as_the_tokenizer_begins_texts(
         return read(self, *args, **kwargs)
 
     monkeypatch.setattr(Reader, "read", spy)
-    monkeypatch.setattr("rope_ext_hf.eval.plan.leading_token", lambda tokenizer: 5)
+    monkeypatch.setattr("rope_ext_hf.reading.spans.leading_token", lambda tokenizer: 5)
     search(small, tmp_path / "run", **QUICK, trials=1, most_lost=9.0)
     assert all(int(passage.ids[0]) == 5 and len(passage.ids) == LONG for passage in readers[0].passages)
     (settings,) = (tmp_path / "run" / "measured").glob("*/run.json")

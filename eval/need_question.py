@@ -1,0 +1,230 @@
+"""`need`: whether a model needs a longer context at all, how far it reads as it is, and what its architecture says.
+
+print(rope_ext_hf.eval.need(model, "books/*.txt", target_length=65536))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rope_ext_hf.bounds import Length, parse_length
+from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.eval.need_verdicts import ALL_TASKS, Need, share_text, tells
+from rope_ext_hf.eval.perplexity_question import plan_perplexity
+from rope_ext_hf.eval.perplexity_results import Result, difference
+from rope_ext_hf.eval.retrieval_question import passkey
+from rope_ext_hf.eval.task_question import tasks
+from rope_ext_hf.hub import load_tokenizer, model_by_name
+from rope_ext_hf.patches.describing import Description, describe
+from rope_ext_hf.patches.layer_types import sliding_layers
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Corpus, Tokens
+from rope_ext_hf.reading.spans import EvalPlan, tokenize
+from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["need"]
+
+SCALES = (1, 1.5, 2, 4)
+"""Lengths that are measured, in context lengths."""
+TASKS = ("needle", "key-value")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+READ_TOKENS = 4_000_000
+"""About how many tokens are read of text, and for each task: ten minutes for 7 billion weights at 10^14 operations per
+second."""
+PROMPTS = (16, 64)
+"""Spans of text and prompts of a task, at least and at most: 29 right answers of 29 are surely 85%, 28 of 28 not."""
+
+
+@holds_folder
+def need(
+    model: PreTrainedModel | str | Path,
+    corpus: Corpus = "stdlib",
+    *,
+    target_length: Length | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | Path | None = None,
+    chunk: int | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Need:
+    """Find out whether a model needs extending, by a short fixed plan.
+
+    Read are: the same tokens at 1, 1.5, 2 and 4 times the context length; statements hidden in that text (needle,
+    key-value), and variable tracking of RULER, as far as the model can do these at its context length.
+
+    Args:
+        model: as it is, patched or not, on any device; or a folder, a Hub id or "reference", which is loaded.
+        corpus: the text, as `perplexity` takes it; lengths that fewer than three of its documents have are left out.
+        target_length: tokens that are wanted, 65536 or "64k": measured too, and no longer ones.
+        tokenizer: default: the one beside the model's weights.
+        out: a folder for the runs; an interrupted one is continued there. Default: no files.
+        chunk: tokens per pass of the decoder, as in `perplexity`.
+        report: called with a line of progress.
+
+    Raises:
+        MethodError: a target length that is not above 0.
+        CorpusError: documents that are not longer than the context length.
+        UnsupportedModelError: a model without rotary embeddings.
+    """
+    target_length = parse_length(target_length)
+    if target_length is not None and target_length < 1:
+        raise MethodError(f"target_length must be at least 1 token, got {target_length}")
+    model = model_by_name(model)
+    say, described = report or (lambda line: None), describe(model)
+    short = described.extended_length or described.context_length
+    tokenizer = tokenizer or load_tokenizer(model.config._name_or_path)
+    given = load(corpus)
+    texts = list(given)
+    documents = tokenize(texts, tokenizer)
+    lengths, notes = _lengths(short, target_length, documents)
+    few, many = PROMPTS
+    count = max(few, min(many, READ_TOKENS // sum(lengths)))
+    say("reading the same tokens at every length")
+    long = [document for document in documents if len(document.ids) >= lengths[-1]]
+    most = lengths[-1] * -(-count // len(long))  # tokens of each: where one document weighs most, intervals are wide
+    plan = plan_perplexity(
+        model,
+        [replace(each, ids=each.ids[:most], ends=each.ends[:most]) for each in long],
+        data=given.source,
+        settings={"chunk": chunk},
+        tokenizer=tokenizer,
+        lengths=[short // 4, *lengths],
+        targets=max(1, short // 8),
+        max_spans=count,
+    )
+    by_length = {result.length: result for result in measure(model, plan, out=out).results}
+    first = by_length[short]
+    before = accumulate((len(document.ids) for document in documents), initial=0)
+    hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out}
+    asked: dict[str, Callable[[Sequence[int]], dict[int, list[float]]]] = {
+        **{task: partial(_retrieval, model, task, haystack=hay, trials=count, **options) for task in TASKS},
+        "variable tracking": partial(_tracking, model, samples=count, **options),
+    }
+    shares: dict[str, dict[int, list[float]]] = {}
+    for task, answer in asked.items():
+        say(f"asking: {task}")
+        try:
+            shares[task] = answer(lengths[:1])
+            if tells(known := estimate_share(shares[task][short])):
+                shares[task] |= answer(lengths[1:])
+            else:
+                notes.append(
+                    f"{task} tells nothing here: {share_text(known)} is answered at {short:,} tokens, not surely half."
+                )
+        except (MethodError, CorpusError, ImportError) as error:
+            shares.pop(task, None)
+            notes.append(f"{task} was not asked: {error}.")
+    if len(telling := [each for each in shares.values() if len(each) == len(lengths)]) > 1:
+        shares[ALL_TASKS] = {length: [score for each in telling for score in each[length]] for length in lengths}
+    window, sliding = sliding_layers(config := model.config.get_text_config())
+    return Need(
+        context_length=short,
+        target_length=target_length,
+        loss=first.loss,
+        rises={length: difference(by_length[length], first) for length in lengths[1:]},
+        quarter=difference(by_length[short // 4], first),
+        guessing=_over_guessing(first, plan.measurement.plan, documents),
+        scores={task: {n: estimate_share(each) for n, each in at.items()} for task, at in shares.items()},
+        window=window if sliding == config.num_hidden_layers else None,
+        layers=config.num_hidden_layers,
+        architecture=_architecture(model, described),
+        notes=tuple(notes),
+    )
+
+
+def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tuple[list[int], list[str]]:
+    """The lengths to measure, and a note on those that too few documents have.
+
+    Raises:
+        CorpusError: only the context length could be measured.
+    """
+    wanted = {round(scale * short) for scale in SCALES}
+    if target is not None and target > short:
+        wanted = {length for length in wanted if length < target} | {target}
+    sizes = sorted((len(each.ids) - 1 for each in documents), reverse=True)  # less one for a BOS token
+    longest = sizes[:FEWEST][-1] if sizes else 0
+    lengths = sorted(length for length in wanted if length <= longest)
+    if len(lengths) < 2:
+        raise CorpusError(
+            f"{min(FEWEST, len(sizes))} documents have {longest + 1:,} tokens or more, and the model is for {short:,}: "
+            f"give a text with {FEWEST} longer documents"
+        )
+    left_out = sorted(wanted - set(lengths))
+    listed = ", ".join(f"{length:,}" for length in left_out)
+    return lengths, [f"Fewer than {FEWEST} documents are long enough for {listed} tokens."] if left_out else []
+
+
+def _over_guessing(result: Result, plan: EvalPlan, documents: Sequence[Tokens]) -> Estimate:
+    """How much higher a loss is than that of guessing each token by its share in all documents, by document."""
+    counts = torch.cat([document.ids for document in documents]).bincount().double()
+    nats = counts.sum().log() - counts.log()  # of each token id
+    guessed = {
+        document.name: sum(float(nats[document.ids[s.score_from : s.score_to]].sum()) for s in spans if s.length == n)
+        for n in [result.length]
+        for document, spans in plan.documents
+    }
+    return estimate([d.nats - guessed[d.name] for d in result.documents], [d.tokens for d in result.documents])
+
+
+def _retrieval(model: Any, task: str, lengths: Sequence[int], **options: Any) -> dict[int, list[float]]:
+    """Of each prompt the share of its questions that are answered; they are about a statement at every depth."""
+    cells = passkey(model, lengths=lengths, depths=DEPTHS, keys=len(DEPTHS), distractors=1, task=task, **options)
+    at = {length: [cell.scores for cell in cells if cell.length == length] for length in lengths}
+    return {n: [fmean(s.exact for s in of_prompt) for of_prompt in zip(*at[n], strict=True)] for n in lengths}
+
+
+def _tracking(model: Any, lengths: Sequence[int], **options: Any) -> dict[int, list[float]]:
+    results = tasks(model, lengths=lengths, suite="ruler", tasks=["vt"], **options)
+    return {result.length: list(result.scores) for result in results}
+
+
+def _architecture(model: PreTrainedModel, described: Description) -> tuple[str, ...]:
+    rotating, full = described.rotating_layers
+    config: Any = model.config.get_text_config()
+    window, sliding = sliding_layers(config)
+    layers = [f"{rotating} of {full} full-attention layers rotate their queries and keys"]
+    if window and sliding:
+        layers.append(f"{sliding} of {config.num_hidden_layers} layers see the last {window:,} tokens only")
+    length = described.context_length
+    complete = sum(wavelength <= length for wavelength in described.wavelengths)
+    pairs = len(described.wavelengths)
+    sentences = [
+        "; ".join(layers) + ".",
+        f"theta is {described.theta:,.10g}: {complete} of {pairs} pairs of dims complete a cycle within {length:,} "
+        f"tokens; inputs beyond it turn the other {pairs - complete} by angles that training did not show.",
+    ]
+    if (told_apart := _told_apart(described.wavelengths, 64 * length)) is not None:
+        sentences.append(
+            f"By its frequencies alone, attention prefers similar tokens to random ones up to a distance of "
+            f"{told_apart:,} tokens (Men et al. 2024, arXiv 2405.14591)."
+        )
+    if any(name.rpartition(".")[2] in _NORMS for name, _ in model.named_modules()):
+        sentences.append("Queries and keys are normalised (QK norm), so that a high score cannot grow with the norms.")
+    return tuple(sentences)
+
+
+_NORMS = frozenset({"q_norm", "k_norm", "query_norm", "key_norm", "qk_norm", "query_layernorm", "key_layernorm"})
+
+
+def _told_apart(wavelengths: Sequence[float], most: int) -> int | None:
+    """The distance up to which sum_i cos(m theta_i) stays positive; None: beyond `most`."""
+    inv_freq = 2 * torch.pi / torch.tensor(wavelengths, dtype=torch.float64)
+    for start in range(1, most + 1, 65536):
+        distances = torch.arange(start, min(start + 65536, most + 1), dtype=torch.float64)
+        negative = (distances[:, None] * inv_freq).cos().sum(-1) < 0
+        if negative.any():
+            return start + int(negative.to(torch.int8).argmax()) - 1
+    return None

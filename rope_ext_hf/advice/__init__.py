@@ -1,0 +1,1 @@
+"""What to do for a longer context, by what was measured and published."""

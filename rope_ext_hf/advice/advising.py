@@ -1,0 +1,351 @@
+"""`advise`: from a model and a length in tokens to a method, its cost, the engines that serve it, and the commands.
+
+print(rope.advise("Qwen/Qwen3-8B", 131072))
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_ext_hf.advice.advice import Advice, MethodAdvice, signed
+from rope_ext_hf.advice.memory import cache_memory
+from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length
+from rope_ext_hf.engines.base import ServingConfig, list_engines
+from rope_ext_hf.engines.comparison import reference_engine, usual_server
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
+from rope_ext_hf.hub import empty_model, foreign_errors
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
+from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
+from rope_ext_hf.methods.measurements import (
+    Rise,
+    cost_notes,
+    helped,
+    reach_text,
+    rises_at,
+    rises_for_short_inputs,
+)
+from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.patches.describing import scalings_underneath
+from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to
+from rope_ext_hf.patches.layer_types import SLIDING
+from rope_ext_hf.patches.notes import sliding_note
+from rope_ext_hf.patches.recipes import find_recipe, recipe_note
+from rope_ext_hf.reading.preflight import estimate_flops
+from rope_ext_hf.serving.target import Model, describe_config, make_target, open_model
+
+__all__ = ["advise"]
+
+_OWN_PROCESS = reference_engine().name
+"""The engine that is this package's own process: it is no evidence about a server."""
+_MEASURED_SPANS = 8
+"""Of every length, in the commands that measure: enough to compare methods, and no whole corpus."""
+_SUSTAINED = 1e14
+"""Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
+
+
+@foreign_errors("no advice can be given on this model")
+def advise(
+    model: nn.Module | str | Path,
+    target_length: Length,
+    *,
+    over: str = "own",
+    context_length: int | None = None,
+    batches: Sequence[int] = (1, 8),
+    reads_to: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Advice:
+    """Advise on how a model gets to a length, from its config alone; no weights are read.
+
+    Args:
+        model: a model in memory, a folder, a Hub id or "reference".
+        target_length: tokens.
+        over, context_length: as in `patch`.
+        batches: the numbers of inputs at a time that memory is computed for.
+        reads_to: tokens that the model was found to read as it is (`rope_ext_hf.eval.need`), where those are more than
+            it is for.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Raises:
+        MethodError: a length or a batch below 1, or one that no model has.
+        CheckpointError: no such model.
+        UnsupportedModelError: a model without rotary embeddings, or with several.
+    """
+    target_length = parse_length(target_length)
+    given = [("target_length", target_length), *(("a batch", each) for each in batches)]
+    for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
+        if not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
+            raise MethodError(f"{name} must be a whole number from 1 to {MOST_TOKENS:,}, got {value!r}")
+    opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    name = str(model) if isinstance(model, (str, Path)) else opened.name  # "reference" is no folder of the user's
+    specs = opened.specs if over == "own" and context_length is None else []
+    own = base_rope_of_config(opened.described, over, context_length, opened.config)
+    rotary, rule = own.rotary, own.rule
+    reached, extended_by = rotary.context_length, [str(each) for each in scalings_underneath(rotary)]
+    if specs:
+        top = specs[-1]
+        extended = top.target_length or top.method.extended_length(top.rotary)
+        reached, rule = max(reached, extended or 0), "the patch that it carries"
+        extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
+    if reads_to is not None and reads_to > reached:
+        reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
+    run = _Planner(opened, name, rotary, target_length, {"over": over, "context_length": context_length})
+    needed = target_length > reached
+    methods = run.methods() if needed else []
+    choices = _choices(methods)
+    served, configs = run.served(methods) if needed else run.as_it_is()
+    larger: tuple[str, ...] = ()
+    if specs and 2 * target_length <= reached:
+        times = f"{reached / target_length:.3g} times what is asked for"
+        larger = (f"The patch is for {reached:,} tokens, {times}.", *cost_notes(specs[-1].method, specs[-1].rotary))
+    note, _ = sliding_note(opened.config, _sliding_rope(opened), target_length)
+    present = (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
+    published = recipe_note(opened.config, *(run.result(choices) if needed else present))
+    lengths = sorted({min(reached, target_length), target_length})
+    return Advice(
+        model=name,
+        model_type=opened.config.model_type,
+        target_length=target_length,
+        original_length=rotary.trained_length,
+        context_length=reached,
+        context_rule=rule,
+        extended_by=tuple(reversed(extended_by)),
+        factor=target_length / reached,
+        methods=tuple(sorted(methods, key=lambda each: (not each.fits, not each.purposes))),
+        choices=choices,
+        served=served,
+        memory=cache_memory(opened.config, lengths, list(batches)),
+        commands=run.commands(served, configs, choices, reached),
+        notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
+    )
+
+
+def _sliding_rope(opened: Model) -> Any:
+    parameters = getattr(opened.config, "rope_parameters", None) or {}
+    apart = next((key for key, value in parameters.items() if key in SLIDING and isinstance(value, Mapping)), None)
+    return None if apart is None else describe_config(opened.config, apart)
+
+
+def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
+    """The candidates at this length, by purpose: those that helped a measured model. They are not ranked.
+
+    Where no candidate for serving helped: the methods that did and that an engine serves. Fine-tuning needs no
+    measurement.
+    """
+
+    def served(each: MethodAdvice) -> bool:
+        return any(encoding for name, encoding in each.engines.items() if name != _OWN_PROCESS)
+
+    def takes(each: MethodAdvice, purpose: str) -> bool:
+        ready = each.kind != "" and (each.fits or purpose == FINE_TUNING)
+        return purpose in each.purposes and ready and (served(each) or purpose != SERVING)
+
+    chosen = {purpose: tuple(m.method for m in methods if takes(m, purpose)) for purpose in PURPOSES}
+    if not chosen[SERVING]:
+        chosen[SERVING] = tuple(each.method for each in methods if each.fits and served(each))
+    return {purpose: names for purpose, names in chosen.items() if names}
+
+
+class _Planner:
+    """One model on its way to one length."""
+
+    def __init__(
+        self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
+    ) -> None:
+        self.name = name
+        self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
+        given = {key: value for key, value in underneath.items() if value not in (None, "own")}
+        self.options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
+        self.configs: dict[tuple[str, str], ServingConfig] = {}
+        self.refusal = ""
+
+    def result(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
+        """The method that is taken first, over the model."""
+        if SERVING not in choices:
+            return self.rotary, None
+        return self.rotary, resolve_method(choices[SERVING][0], self.rotary, target_length=self.target_length)
+
+    def methods(self) -> list[MethodAdvice]:
+        """Every method that states when to use it."""
+        known = list_methods().items()
+        return [self._method(name, cls, cls.guidance) for name, cls in known if cls.guidance is not None]
+
+    def _method(self, name: str, cls: type[RopeMethod], guidance: Guidance) -> MethodAdvice:
+        engines: dict[str, str | None] = {}
+        refusals: dict[str, str] = {}
+        factor = self.target_length / self.rotary.context_length
+        rises = rises_at(name, factor)
+        kind, fits, short = "", False, ""
+        try:
+            method = resolve_method(name, self.rotary, target_length=self.target_length)
+            method = bind_to(method, self.rotary, self.opened.config.model_type, self.target_length)
+        except MethodError as error:
+            why = guidance.unmeasured or one_line(error)
+        else:
+            kind = _kind(method)
+            fits = bool(helped(rises))
+            why = self._why(name, guidance, rises)
+            short = self._short_inputs(method, factor)
+        if kind == "static":
+            engines, refusals = self._engines(name)
+        return MethodAdvice(
+            method=name,
+            kind=kind,
+            fits=fits,
+            why=why,
+            measured={rise.model.name: rise.increase for rise in rises},
+            short_inputs=short,
+            decode=guidance.decode,
+            when=guidance.when,
+            purposes=guidance.purposes,
+            engines=engines,
+            refusals=refusals,
+        )
+
+    def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
+        if not rises:
+            return guidance.unmeasured or f"not measured at this length; helped {reach_text(name)}"
+        if models := helped(rises):
+            return f"helped at this length on the {' and the '.join(model.name for model in models)}"
+        return f"helped none of the {len(rises)} small models that were measured"
+
+    def _short_inputs(self, method: RopeMethod, factor: float) -> str:
+        kept = method.unchanged_length(self.rotary)
+        if kept >= min(self.target_length, UNBOUNDED):
+            return "the same"
+        if kept:
+            return f"the same up to {kept:,} tokens"
+        rises = rises_for_short_inputs(method.name, factor)
+        if not rises:
+            return "change"
+        return f"rise by {' / '.join(signed(rise.increase for rise in rises))}"
+
+    def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
+        encodings: dict[str, str | None] = {}
+        refusals: dict[str, str] = {}
+        try:
+            target = make_target(self.opened, name, target_length=self.target_length, **self.underneath)
+        except (MethodError, ServingError) as error:
+            return encodings, dict.fromkeys(list_engines(), one_line(error))
+        for engine, cls in list_engines().items():
+            try:
+                config = cls().config_for(target)
+            except ServingError as error:
+                encodings[engine], refusals[engine] = None, one_line(error)
+            else:
+                encodings[engine] = config.encoding
+                self.configs[engine, name] = config
+        return encodings, refusals
+
+    def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
+        """The fitting method that each engine serves: the first choice for serving, else the first of the others."""
+        fitting = [each for each in methods if each.fits]
+        ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
+        served: dict[str, str] = {}
+        for engine in list_engines():
+            name = next((each.method for each in ordered if each.engines.get(engine)), None)
+            if name is not None:
+                served[engine] = name
+        return served, {engine: self.configs[engine, name] for engine, name in served.items()}
+
+    def as_it_is(self) -> tuple[dict[str, str], dict[str, ServingConfig]]:
+        """The engines that serve the model without a further method, up to the target length where they can."""
+        configs: dict[str, ServingConfig] = {}
+        try:
+            whole = make_target(self.opened, **self.underneath)
+        except (MethodError, ServingError) as error:  # a patch that no engine runs
+            self.refusal = one_line(error)
+            return {}, {}
+        shorter = whole if self.rotary.length_dependent else replace(whole, length=self.target_length)
+        for engine, cls in list_engines().items():
+            for target in (shorter, whole):
+                try:
+                    configs[engine] = cls().config_for(target)
+                    break
+                except ServingError:
+                    continue
+        return dict.fromkeys(configs, Default.name if self.options else ""), configs
+
+    def _time(self, passes: Sequence[int]) -> str:
+        """About how long passes of so many tokens take on an accelerator, in words; empty where that is unknown."""
+        try:
+            model = empty_model(self.opened.config)
+        except CheckpointError:  # the text half of a composite model may have no class that loads alone
+            return ""
+        seconds = estimate_flops(model, passes, scored=0) / _SUSTAINED
+        return f", about {duration(seconds)} at {_SUSTAINED / 1e12:g} TFLOP/s"
+
+    def commands(
+        self,
+        served: Mapping[str, str],
+        configs: Mapping[str, ServingConfig],
+        choices: Mapping[str, Sequence[str]],
+        reached: int,
+    ) -> dict[str, tuple[str, ...]]:
+        """What to run next, by what for."""
+        model, target = self.name, str(self.target_length)
+        quoted = shlex.quote(model)
+        first = next(iter(choices.get(SERVING, ())), None)
+        compared = list(dict.fromkeys(name for names in choices.values() for name in names))
+        lengths = f"{min(reached, self.target_length)},{target}" if reached != self.target_length else target
+        result: dict[str, tuple[str, ...]] = {}
+        if compared:
+            asked = f"--method {','.join(compared)} --target-length {target}{self.options} --lengths {lengths}"
+            passes = [int(length) for length in lengths.split(",")] * (_MEASURED_SPANS * (len(compared) + 1))
+            reading = f"{sum(passes):,} tokens are read{self._time(passes)}"
+            result[f"measure on your own text: {reading}"] = (
+                f"rope-ext ppl {quoted} {asked} --max-spans {_MEASURED_SPANS} --data 'texts/*.txt'",
+                f"rope-ext passkey {quoted} {asked}",
+            )
+        if first is not None:
+            asked = f"--method {first} --target-length {target}{self.options}"
+            out = shlex.quote(f"{Path(model).name}-{target}")
+            result["see what it changes, and keep it in a folder"] = (
+                f"rope-ext describe {quoted} {asked}",
+                f"rope-ext patch {quoted} {asked} --out {out}",
+            )
+        recipe = find_recipe(self.opened.config)
+        if recipe is not None and (recipe.extended_length or 0) >= self.target_length > recipe.context_length:
+            given = recipe.arguments(self.opened.config.max_position_embeddings)
+            asked = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
+            result[f"as published for {recipe.name}"] = (
+                f"rope-ext describe {quoted}{asked}",
+                f"rope-ext serve-config {quoted}{asked} --engine {usual_server()}",
+            )
+        programs: set[str] = set()
+        for engine, name in served.items():
+            program = next((word for word in configs[engine].command if word not in ("python", "-m")), engine)
+            if engine == _OWN_PROCESS or program in programs:  # a second way to run the same program
+                continue
+            programs.add(program)
+            asked = f" --method {name}" + ("" if name == Default.name else f" --target-length {target}") if name else ""
+            result[f"serve with {engine}"] = tuple(_serve(quoted, asked + self.options, engine, configs[engine]))
+        return result
+
+
+def _kind(method: RopeMethod) -> str:
+    if isinstance(method, RemappingMethod):
+        return "remapping"
+    if method.trainable:
+        return "trained"
+    return "length-dependent" if method.length_dependent else "static"
+
+
+def _serve(model: str, asked: str, engine: str, config: ServingConfig) -> Iterable[str]:
+    """The commands that lead to a running server."""
+    yield f"rope-ext serve-config {model}{asked} --engine {engine}"
+    if config.gguf_keys:
+        yield f"rope-ext gguf IN.gguf OUT.gguf --model {model}{asked}"
+    complete = config.command and (config.overrides is not None or not config.config_keys)
+    if complete:
+        variables = "".join(f"{key}={shlex.quote(value)} " for key, value in config.environment.items())
+        yield variables + shlex.join(config.command)

@@ -1,0 +1,340 @@
+"""From a model and a length to a folder that an engine serves: which steps, and what the measurement among them says.
+
+plan = plan_extension("Qwen/Qwen3-8B", 131072, engine="vllm")
+print(plan.method, plan.reason, *plan.steps, sep="\n")
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.advice.advice import Advice, MethodAdvice, signed
+from rope_ext_hf.advice.advising import advise
+from rope_ext_hf.engines.base import find_engine, list_engines
+from rope_ext_hf.engines.comparison import usual_server
+from rope_ext_hf.errors import MethodError, ServingError, short
+from rope_ext_hf.eval.perplexity_results import Result
+from rope_ext_hf.hub import load_empty, model_folder, read_config
+from rope_ext_hf.methods.guidance import SERVING
+from rope_ext_hf.methods.measurements import rises_for_short_inputs
+from rope_ext_hf.patches.recipes import find_recipe
+from rope_ext_hf.patches.saving import unlike_copies
+from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.serving.target import needs_nothing, open_model
+
+__all__ = ["Extension", "ExtensionVerdict", "carries", "judge", "plan_extension"]
+
+UNIT = "bits per byte"
+
+_SHORT_INPUTS = 4
+"""The shortest inputs that are measured have the context length over this."""
+_CHARACTERS = 6
+"""Characters of a document of the default text, for each token of the target length: more than tokens have."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """How a model is extended and served.
+
+    Attributes:
+        model, engine: what is extended, and for which engine.
+        method: the method, by name.
+        target_length, context_length: tokens; the factor is one over the other.
+        reason: why this method, in words.
+        expected: what it costs inputs within the context length by the measurements of this package, in words.
+        expectations: by length, how much the loss rises there over that of the model as loaded at the context length on
+            each small model that was measured, in bits per byte; the context length and the target length.
+        lengths: the lengths in tokens that are measured, the context length and the target length last.
+        out: the folder that is written.
+        steps: the commands, by name: ppl (where it is measured), patch and serve-config, without the program's name.
+    """
+
+    model: str
+    engine: str
+    method: str
+    target_length: int
+    context_length: int
+    reason: str
+    expected: str
+    expectations: dict[int, tuple[float, ...]]
+    lengths: tuple[int, ...]
+    out: str
+    steps: dict[str, tuple[str, ...]]
+
+    @property
+    def commands(self) -> dict[str, str]:
+        """The steps as they are typed."""
+        return {name: f"rope-ext {shlex.join(words)}" for name, words in self.steps.items()}
+
+
+@dataclass(frozen=True)
+class ExtensionVerdict:
+    """What follows from a measurement of an extension: is there a gain, at what price, and was that expected?
+
+    All numbers are in bits per byte, means over documents that weigh alike, paired: where one long document weighs as
+    much as all others, little is known of the mean by tokens.
+
+    Attributes:
+        method: what was measured, by name.
+        context_length, target_length: tokens.
+        change: how much the loss at the target length changes, compared with the model as loaded there.
+        prices: how much the loss changes, by length up to the context length.
+        balances: the change at the target length and the price together, by length; above 0 the price is above the
+            gain.
+        rises: how much the loss with the method is above that of the model as loaded at the context length, by length.
+        expectations: the same on each small model that was measured.
+    """
+
+    method: str
+    context_length: int
+    target_length: int
+    change: Estimate | None
+    prices: Mapping[int, Estimate | None]
+    balances: Mapping[int, Estimate | None]
+    rises: Mapping[int, Estimate | None]
+    expectations: Mapping[int, Sequence[float]]
+
+    @property
+    def refusal(self) -> str:
+        """Why the model had better stay as it is, in words; empty: the gain is there and above every price."""
+        gain = verdict(self.change, unit=UNIT)
+        if gain.outcome is not Outcome.BETTER:
+            return f"{self.method} is not known to gain at {self.target_length:,} tokens: the loss is {gain}"
+        for length, balance in sorted(self.balances.items(), reverse=True):
+            left = verdict(balance, unit=UNIT)
+            if left.outcome is Outcome.WORSE:
+                return f"the price at {length:,} tokens is above the gain: the loss at both together is {left}"
+            if left.outcome is not Outcome.BETTER:
+                return f"the price at {length:,} tokens is not known to be below the gain: together they are {left}"
+        return ""
+
+    @property
+    def sentences(self) -> list[str]:
+        """The gain, the prices, and what was expected."""
+        gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=UNIT)}"
+        prices = [f"at {length:,} tokens it is {verdict(price, unit=UNIT)}" for length, price in self.prices.items()]
+        items = 0 if self.change is None else self.change.items
+        over = f"in the mean over {items} document{'s' * (items != 1)}"
+        return [
+            f"Compared with {AS_LOADED}, {over}: {gain}; {', '.join(prices)}.",
+            *(self._expectation(length) for length, expected in self.expectations.items() if expected),
+        ]
+
+    def _expectation(self, length: int) -> str:
+        """Whether the loss rises as on the small models: within what they span, by the interval."""
+        expected, rise = self.expectations[length], self.rises.get(length)
+        outcomes = [verdict(rise, than=than).outcome for than in (max(expected), min(expected))]
+        if rise is None or rise.low is None or rise.high is None:
+            measured = "nothing" if rise is None else f"{rise.value:+.2f}"
+            said = "whether the expectation failed cannot be told"
+        else:
+            measured = f"{rise.value:+.2f} [{rise.low:+.2f} to {rise.high:+.2f}]"
+            said = "that is not told from the expectation"
+            if outcomes[0] is Outcome.WORSE:
+                said = "the expectation failed, it is higher"
+            elif outcomes[1] is Outcome.BETTER:
+                said = "the expectation failed, it is lower"
+        spread = " to ".join(dict.fromkeys(f"{end:+.2f}" for end in (min(expected), max(expected))))
+        return (
+            f"At {length:,} tokens, {spread} {UNIT} above the loss as loaded at {self.context_length:,} was expected, "
+            f"and {measured} is measured: {said}."
+        )
+
+    def __str__(self) -> str:
+        return " ".join(self.sentences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"refusal": self.refusal, "text": str(self)}
+
+
+def plan_extension(
+    model: str,
+    target_length: int,
+    *,
+    engine: str | None = None,
+    data: str | None = None,
+    most_spans: int = 16,
+    reading: Sequence[str] = (),
+    measure: bool = True,
+    out: Path | None = None,
+    over: str = "own",
+    context_length: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Extension:
+    """Choose how a model is extended, by `advise`, and list the commands that do it; no weights are read.
+
+    Args:
+        model: a folder, a Hub id or "reference".
+        target_length: tokens.
+        engine: a name that `rope-ext serve-config --help` lists; None: the usual server.
+        data: the text that is read; None: the modules of "stdlib", joined to documents that are long enough.
+        most_spans: how many spans of each length are read.
+        reading: further options of `rope-ext ppl`, such as --device.
+        measure: whether the loss is measured.
+        out: the folder to write; None: the name of the model with the length.
+        over, context_length: as in `patch`; None: the published one where a recipe is for such a length, else as read.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Raises:
+        MethodError: a model that needs no extension or carries a patch, or that no method brings to this length.
+        ServingError: an engine that serves no fitting method.
+        CheckpointError: no such model.
+    """
+    engine = find_engine(engine or usual_server()).name
+    opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    if opened.specs:
+        raise MethodError(
+            f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
+            f"model it was made from, or serve it: `rope-ext serve-config {shlex.quote(model)} --engine {engine}`"
+        )
+    recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
+    advice = advise(
+        model,
+        target_length,
+        over=over,
+        context_length=context_length,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    chosen = _choose(advice, engine)
+    reason = f"{chosen.method} is the first choice for serving at {advice.factor:.3g} times the context length"
+    if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
+        where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
+        longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
+        reason = f"{where}{longer}: {recipe.source}"
+    folder = str(out or f"{Path(model).name}-{target_length}")
+    loading = ["--revision", revision] if revision else []
+    loading += ["--trust-remote-code"] if trust_remote_code else []
+    underneath = ["--over", over] if over != "own" else []
+    underneath += ["--context-length", str(context_length)] if context_length else []
+    asked = [model, "--method", chosen.method, "--target-length", str(target_length), *underneath, *loading]
+    lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
+    data = data or f"stdlib?join={_CHARACTERS * target_length}"
+    text = ["--lengths", ",".join(map(str, lengths)), "--max-spans", str(most_spans), "--data", data]
+    steps = {"ppl": ("ppl", *asked, *text, *reading)} if measure else {}
+    steps["patch"] = ("patch", *asked, "--out", folder)
+    steps["serve-config"] = ("serve-config", folder, "--engine", engine)
+    return Extension(
+        model=model,
+        engine=engine,
+        method=chosen.method,
+        target_length=target_length,
+        context_length=advice.context_length,
+        reason=reason,
+        expected=f"inputs within {advice.context_length:,} tokens: {chosen.short_inputs}; at the length asked for: "
+        f"{' / '.join(signed(chosen.measured.values()))} bits per byte, on two small models",
+        expectations={
+            advice.context_length: tuple(r.increase for r in rises_for_short_inputs(chosen.method, advice.factor)),
+            target_length: tuple(chosen.measured.values()),
+        },
+        lengths=lengths,
+        out=folder,
+        steps=steps,
+    )
+
+
+def _choose(advice: Advice, engine: str) -> MethodAdvice:
+    """The method to take for an engine: the first choice for serving, else the first that fits and that it serves."""
+    if not advice.methods:
+        served = advice.commands.get(f"serve with {engine}", ())
+        how = f" Serve it as it is: {served[-1]}" if served else ""
+        raise MethodError(f"{needs_nothing(advice.context_length, advice.target_length, advice.context_rule)}{how}")
+    fitting = [each for each in advice.methods if each.fits and each.engines]
+    if not fitting:
+        raise MethodError(
+            f"no method that engines serve brings {advice.model} from {advice.context_length:,} to "
+            f"{advice.target_length:,} tokens without training, by what was measured; ask for fewer tokens, or see "
+            f"`rope-ext advise {shlex.quote(advice.model)} --target-length {advice.target_length}` for training"
+        )
+    ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
+    chosen = next((each for each in ordered if each.engines.get(engine)), None)
+    if chosen is None:
+        others = [name for name in list_engines() if ordered[0].engines.get(name)]
+        raise ServingError(
+            f"{ordered[0].refusals[engine]}. Engines that serve {ordered[0].method}: {', '.join(others)}"
+        )
+    return chosen
+
+
+def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+    """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
+
+    Its files are compared with those of the model, which takes as long as to copy them.
+
+    Args:
+        revision, trust_remote_code: as `plan_extension` takes them.
+
+    Raises:
+        MethodError: it is there without that patch, or was made from another model or other weights.
+        CheckpointError, FingerprintError: its config is damaged.
+    """
+    out = Path(extension.out)
+    if not out.exists():
+        return False
+    specs = open_model(extension.out).specs if (out / "config.json").is_file() else []
+    spec = specs[-1] if len(specs) == 1 else None
+    same = spec is not None and (spec.method.name, spec.target_length, spec.rotary.context_length) == (
+        extension.method,
+        extension.target_length,
+        extension.context_length,
+    )
+    if not same:
+        raise MethodError(f"{extension.out!r} exists already and is something else; give --out another name")
+    load_empty(out, trust_remote_code=trust_remote_code)  # refuses a record that contradicts itself
+    unlike = unlike_copies(model_folder(extension.model, revision=revision), out)
+    given, copied = (
+        read_config(name, trust_remote_code=trust_remote_code, **where)[0]
+        for name, where in ((extension.model, {"revision": revision}), (out, {}))
+    )
+    if _plain(given) != _plain(copied):
+        unlike.append("config.json")
+    if unlike:
+        raise MethodError(
+            f"{extension.out!r} was not made from {extension.model!r} as it is now: {short(', '.join(unlike))} "
+            "changed since, or belong to another model; give --out another name, or remove the folder"
+        )
+    return True
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The settings of a config without its name, the version that wrote it, and what another folder may state again."""
+    values: dict[str, Any] = config.to_dict()
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+def judge(extension: Extension, run: Run[Result]) -> ExtensionVerdict:
+    """What a measurement says of an extension."""
+    loaded, context, target = method_key(run.settings["loaded"]), extension.context_length, extension.target_length
+    items: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for each in run.results:
+        losses = [(d.nats / math.log(2) / max(1, d.bytes), 1.0) for d in each.documents]
+        items.setdefault(method_key(each.method), {})[each.length] = losses
+    extended = next(key for key in items if key != loaded)
+    short = [length for length in sorted(items[loaded], reverse=True) if length <= context]
+    for length in short:  # both lengths as one, which takes their pairing into account
+        for key in (loaded, extended):
+            pairs = zip(items[key][length], items[key][target], strict=True)
+            items[key][-length] = [(a + b, 1.0) for (a, _), (b, _) in pairs]
+    loss = Measure("loss", UNIT, Evidence.LOSS, False, items)
+    return ExtensionVerdict(
+        method=extension.method,
+        context_length=context,
+        target_length=target,
+        change=loss.change((extended, target), (loaded, target)),
+        prices={length: loss.change((extended, length), (loaded, length)) for length in short},
+        balances={length: loss.change((extended, -length), (loaded, -length)) for length in short},
+        rises={length: loss.change((extended, length), (loaded, context)) for length in (context, target)},
+        expectations=extension.expectations,
+    )

@@ -1,0 +1,43 @@
+"""A plug-in of SGLang: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config.
+
+SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in each of its processes, before it builds
+a model. What the rope settings hold is described in tables.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
+from rope_ext_hf.plugins.tables import build_rotary, for_transformers, refuse_remapping, taken_over
+
+__all__ = ["register"]
+
+FACTORY = "sglang.srt.layers.rotary_embedding.factory"
+
+
+def register() -> None:
+    """Let SGLang's `get_rope` build rotary embeddings of the rope type "rope_ext_hf"."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for name in ("get_rope", "get_rope_cpu"):
+        HookRegistry.register(f"{FACTORY}.{name}", taken_over("rope_scaling", _build), HookType.AROUND)
+    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # SGLang's Gemma 3 takes its frequencies from there
+
+
+def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The rotary module of SGLang for these settings."""
+    from sglang.srt.layers import rotary_embedding
+
+    refuse_remapping(settings)
+    part = arguments["partial_rotary_factor"]
+    return build_rotary(
+        rotary_embedding,
+        settings,
+        head_size=arguments["head_size"],
+        rotary_dim=int(arguments["rotary_dim"] * min(part, 1.0)),
+        max_position=arguments["max_position"],
+        half=arguments["is_neox_style"],
+        dtype=arguments["dtype"],
+    )

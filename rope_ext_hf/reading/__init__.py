@@ -1,0 +1,1 @@
+"""Which text goes through the model, in fixed memory."""

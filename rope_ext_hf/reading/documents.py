@@ -1,0 +1,72 @@
+"""Documents: the texts that an evaluation reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+__all__ = ["MAX_TOKEN_ID", "Content", "Corpus", "Document", "Documents", "Tokens", "corpus_name"]
+
+MAX_TOKEN_ID = 2**31 - 1
+
+Content = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, measured on its own: a span never crosses from one document to the next.
+
+    Attributes:
+        name: of the document, in results and messages.
+        text: empty where token ids are given.
+        ids: token ids of a text that was tokenised before.
+    """
+
+    name: str
+    text: str
+    ids: Sequence[int] | None = None
+
+    @classmethod
+    def from_content(cls, name: str, content: Content) -> Document:
+        return cls(name, content) if isinstance(content, str) else cls(name, "", content)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised document: ids (tokens,) int64 and, per token, where it ends in the text, in UTF-8 bytes.
+
+    `text` is empty where the document came as token ids.
+    """
+
+    name: str
+    ids: Tensor
+    ends: tuple[int, ...]
+    text: str = field(default="", repr=False)
+
+    def bytes_between(self, start: int, stop: int) -> int:
+        """UTF-8 bytes of tokens start..stop."""
+        return self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
+
+
+class Documents(list[Document | Tokens]):
+    """A list of documents.
+
+    Attributes:
+        source: what the text is called, in results.
+        left_out: how many were shorter than `min_bytes`.
+    """
+
+    source = "documents"
+    left_out = 0
+
+
+def corpus_name(corpus: Corpus | None) -> str | None:
+    """What a text is called in results: its name, if it is given by one; None for None."""
+    return str(corpus) if isinstance(corpus, (str, Path)) else None if corpus is None else Documents.source
+
+
+Corpus = str | Path | Document | Tensor | Iterable[object]
+"""What `rope_ext_hf.reading.corpora.load` takes."""

@@ -1,0 +1,231 @@
+"""Estimates of the memory and time of a measurement, made from the config before any weights are read.
+
+>>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
+>>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
+
+Also a warning about layers whose sliding window is shorter than the context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from rope_ext_hf.errors import CheckpointError, MethodError, size_text
+from rope_ext_hf.patches.layer_types import sliding_layers
+from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "MemoryEstimate",
+    "budgets",
+    "check_memory",
+    "estimate_flops",
+    "estimate_memory",
+    "measure_flops",
+    "sliding_window_warning",
+    "widest_activation",
+]
+
+WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
+GPU_WORKING_BYTES = 2 * 2**30
+WORKING_SHARE = 16  # activations get 1/16 of the free memory: the cache and other processes need room too
+EFFICIENCY = 0.5  # of the speed of a large matrix product, as measured when reading text
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of a measurement, in bytes.
+
+    Attributes:
+        weights: the weights.
+        cache: keys and values on the device, of one span.
+        working: activations and logits.
+        offloaded: keys and values in main memory, where they are offloaded.
+    """
+
+    weights: int
+    cache: int
+    working: int
+    offloaded: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.working
+
+    def __str__(self) -> str:
+        parts = ((self.weights, "weights"), (self.cache, "keys and values"), (self.working, "activations"))
+        text = f"{size_text(self.total)}: " + ", ".join(f"{size_text(size)} {name}" for size, name in parts)
+        return f"{text}; and {size_text(self.offloaded)} of main memory" if self.offloaded else text
+
+
+def available(device: torch.device) -> int:
+    """Bytes free on a device."""
+    if device.type == "cuda":
+        # and what torch's allocator holds for this process and does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return int(psutil.virtual_memory().available)
+
+
+def budgets(device: torch.device) -> tuple[int, int]:
+    """Bytes for the activations of one chunk of tokens in the decoder, and for as many logits as are made at once."""
+    working = min(WORKING_BYTES.get(device.type, GPU_WORKING_BYTES), available(device) // WORKING_SHARE)
+    return working * 2 // 3, working // 3
+
+
+def estimate_memory(
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | None = None,
+    offload_cache: bool = False,
+    together: int = 1,
+) -> MemoryEstimate:
+    """Estimate the memory of reading spans of up to `longest` tokens.
+
+    Args:
+        model: on any device, the meta device included.
+        dtype: the dtype that the weights will be loaded in; default: the model's.
+        device: the device it will run on; default: the CPU.
+        offload_cache: keys and values wait in main memory, those of one layer at a time on the device.
+        together: processes that read a span together; the estimate is for one of them.
+    """
+    width = torch.finfo(dtype or model.dtype).bits // 8
+    config: Any = model.config.get_text_config()
+    cache = cached_bytes(config, longest, width=width)
+    working = sum(budgets(device or torch.device("cpu")))
+    weights = model.num_parameters() * width
+    if together > 1:  # what is gathered of one layer, apart and joined; and a part of the tokens in one pass
+        gathered = 2 * max(layer.per_token for layer in cached_layers(config)) * longest * width
+        return MemoryEstimate(weights, gathered, 4 * widest_activation(config) * width * longest // together + working)
+    if offload_cache:
+        # Layers without a window alone are offloaded, and the keys of one of them at a time are on the device.
+        moved = [layer.per_token * longest * width for layer in cached_layers(config) if layer.window is None]
+        # keys, or values: torch pins a power of two of bytes
+        pinned = sum(2 << (size // 2 - 1).bit_length() for size in moved if size)
+        return MemoryEstimate(weights, cache - sum(moved) + max(moved, default=0), working, pinned)
+    return MemoryEstimate(weights, cache, working)
+
+
+def check_memory(
+    model: PreTrainedModel,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    spread: bool = False,
+    offload_cache: bool = False,
+    together: int = 1,
+) -> MemoryEstimate:
+    """Return the estimated memory if the devices have that much free.
+
+    Args:
+        spread: count the memory of all devices, as a device map uses it.
+        offload_cache, together: as `estimate_memory` takes them.
+
+    Raises:
+        CheckpointError: too little memory; the message has the figures and what would fit.
+        MethodError: keys and values can only be offloaded from a GPU.
+    """
+    if offload_cache and device.type == "cpu" and not spread:
+        raise MethodError("on a CPU keys and values are in main memory as they are; leave out --offload-cache")
+    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache, together=together)
+    main = available(torch.device("cpu"))
+    gpus = [available(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    every = sum(gpus) + main
+    free = every if spread else available(device)
+    if needed.total <= free and needed.offloaded <= main:
+        return needed
+    offers = []
+    if not spread and together == 1 and device.type == "cuda" and needed.total <= every:
+        offers.append("--device-map auto (over all GPUs and main memory)")
+    if together > 1:
+        offers.append("more processes")
+    elif not offload_cache and device.type == "cuda":
+        offloaded = estimate_memory(model, longest, dtype, device=device, offload_cache=True)
+        if offloaded.total <= free and offloaded.offloaded <= main:
+            offers.append("--offload-cache (keys and values in main memory)")
+    if dtype == torch.float32:
+        offers.append("--dtype bfloat16 (half of it)")
+    room = free - needed.weights - needed.working
+    if together == 1 and (fitting := room * longest // max(1, needed.cache) // 256 * 256) > 0:
+        offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
+    raise CheckpointError(
+        f"spans of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "
+        f"{size_text(free)} free. Instead: {'; '.join(offers) or 'a machine with more memory'}"
+    )
+
+
+def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -> float:
+    """Estimate the floating-point operations of passes of these sizes, `scored` tokens of them through the head.
+
+    Two per weight and token (of experts, the share that a token is routed to), four per head dim and query-key pair.
+    """
+    config: Any = model.config.get_text_config()
+    routed = getattr(config, "num_experts_per_tok", None) or 1
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or routed
+    tables = list(model.get_input_embeddings().parameters())
+    embedding = sum(table.numel() for table in tables)
+    body = 0.0
+    for name, parameter in model.named_parameters():
+        body += parameter.numel() * (routed / experts if ".experts." in name else 1.0)
+    head = model.get_output_embeddings()
+    body -= embedding
+    if head is not None and all(head.weight is not table for table in tables):
+        body -= head.weight.numel()
+    lengths = list(passes)
+    pairs = sum(length * length / 2 for length in lengths)
+    attention = 4 * pairs * sum(layer.heads * layer.head_dim for layer in cached_layers(config) if layer.per_token)
+    return float(2 * body * sum(lengths) + attention + 2 * embedding * scored)
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """Floating-point operations per second to expect on a device: half the speed of a large matrix product.
+
+    The matrices grow as long as a product takes little of `seconds`: a CPU may multiply float16 a thousand times more
+    slowly than float32.
+    """
+    largest = 1024 if device.type == "cpu" else 4096
+
+    def run(size: int, count: int) -> float:
+        one = torch.ones(size, size, device=device, dtype=dtype)
+        started = time.perf_counter()
+        for _ in range(count):
+            product = one @ one
+        float(product[0, 0])  # waits for the device
+        return time.perf_counter() - started
+
+    size, once = 64, 0.0
+    while size < largest and once < seconds / 32:
+        size *= 2
+        once = min(run(size, 1) for _ in range(3))
+    count = max(1, round(seconds / max(once, 1e-6)))
+    return EFFICIENCY * count * 2 * size**3 / run(size, count)
+
+
+def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
+    """A warning where spans are longer than the sliding window of some layers, else None."""
+    config = model.config.get_text_config()
+    window, sliding = sliding_layers(config)
+    if not sliding or window is None or window >= longest:
+        return None
+    return (
+        f"{sliding} of {config.num_hidden_layers} layers attend to the last {window:,} tokens only; "
+        f"spans of {longest:,} tokens are longer"
+    )
+
+
+def widest_activation(config: Any) -> int:
+    """Numbers per token of the widest activation of a decoder."""
+    stated = getattr(config, "intermediate_size", None) or 0
+    widths = [stated] if isinstance(stated, int) else list(stated)  # one per layer in some families
+    return int(max(*widths, 4 * config.hidden_size))

@@ -1,0 +1,176 @@
+"""The cache that a span is read into: keys and values in memory allocated once, states of other layers as they are.
+
+cache = SpanCache(config, capacity=131072)
+state = cache.state()                # after so many tokens
+cache.restore(state)                 # goes back to them, as often as wanted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache as remembered
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
+
+__all__ = ["FULL", "SLIDING", "SpanCache"]
+
+FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"
+"""transformers' layers of keys and values, of all tokens or of the last ones."""
+HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+"""Its layers that have a state beside keys and values."""
+STATE = ("LinearAttentionLayer", "DummyLayer")
+"""Its layers without keys: linear attention, convolutions and Mamba keep a state of fixed size, others nothing."""
+
+
+class Preallocated:
+    """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled.
+
+    In front of one of transformers' layer classes, whose other state stays as it is.
+
+    Attributes:
+        capacity: tokens that there is room for.
+        offload: that memory is the CPU's, and what is handed out is a copy on the device.
+        filled: tokens that are there.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+    capacity: int
+    offload: bool
+    filled: int
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values (rows, kv_heads, tokens, head_dim), and return those of all tokens."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._room(key_states), self._room(value_states)
+        stop = self.filled + key_states.shape[-2]
+        everything = []
+        for room, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.offload:  # in the room's order, so that both sides of the copy are one run
+                states = states.transpose(1, 2).contiguous().transpose(1, 2)
+            room[:, :, self.filled : stop].copy_(states, non_blocking=True)
+            everything.append(room[:, :, :stop])
+        self.filled = stop
+        keys, values = everything
+        if self.offload:  # in the order of the device's stream: what was just written is read after that
+            return keys.to(key_states.device, non_blocking=True), values.to(value_states.device, non_blocking=True)
+        return keys, values
+
+    def _room(self, states: Tensor) -> Tensor:
+        rows, heads, _, dim = states.shape
+        if not self.offload:
+            return states.new_empty(rows, heads, self.capacity, dim)
+        # Pinned, so that the device copies it without the host waiting; token by token, so that the tokens of a chunk
+        # are one run of memory: the device copies nothing else directly.
+        room = torch.empty(
+            (rows, self.capacity, heads, dim), dtype=states.dtype, device="cpu", pin_memory=states.is_cuda
+        )
+        return room.transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return self.filled
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The keys after the next update, and the tokens that were dropped before them."""
+        return self.filled + query_length, 0
+
+
+@remembered
+def _preallocated(stock: type) -> Any:
+    return type(f"Preallocated{stock.__name__}", (Preallocated, stock), {})
+
+
+class SpanCache(DynamicCache):  # type: ignore[misc]
+    """A cache for spans of up to `capacity` tokens, used again from span to span.
+
+    Args:
+        config: of the decoder.
+        capacity: tokens.
+        offload: keys and values wait in main memory; those of one layer at a time are on its device.
+        windows: layers by index that keep the keys of their window alone; all others keep those of all tokens,
+            whatever the config says of them: see `safe_windows`.
+
+    Raises:
+        NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.
+    """
+
+    def __init__(
+        self, config: Any, capacity: int, *, offload: bool = False, windows: Mapping[int, int] | None = None
+    ) -> None:
+        try:
+            super().__init__(config=config)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
+        self.capacity, self.offload = capacity, offload
+        stocks: list[Any] = vars(self)["layers"]
+        self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == SLIDING}
+        self.layers: list[Any] = [
+            stock if windows and index in windows else self._layer(stock) for index, stock in enumerate(stocks)
+        ]
+        # Some decoders have more layers of attention than their config says.
+        self.layer_class_to_replicate = lambda: self._layer(DynamicLayer())
+        self.updated = 0
+        self.seen: dict[int, set[int | None]] = {}
+        self.empty = self.state()
+
+    def _layer(self, stock: Any) -> Any:
+        kind = type(stock)
+        if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *HYBRID, *STATE):
+            raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
+        if kind.__name__ in STATE:
+            return stock
+        hybrid = kind.__name__ in HYBRID
+        cls = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
+        layer = cls.__new__(cls)
+        layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
+        layer.__dict__ |= {"capacity": self.capacity, "offload": self.offload, "filled": 0}
+        return layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def see(self, reach: int | None) -> None:
+        """Note that a query may see so many of the keys that were added last; None: all."""
+        self.seen.setdefault(self.updated, set()).add(reach)
+
+    def safe_windows(self) -> dict[int, int]:
+        """The windows of layers that the config states, if attention was seen to have exactly these; else none.
+
+        Some classes state a window in their config and attend to everything, and transformers makes one mask for all
+        layers with a window, so that all keep it or none does.
+        """
+        narrow = {index: reaches for index, reaches in self.seen.items() if reaches != {None}}
+        return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
+
+    def state(self) -> list[dict[str, Any]]:
+        """What `restore` needs: how many keys and values count, and copies of all other states."""
+        return [_copied(_changing(layer)) for layer in self.layers]
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go back to a state of this cache; keys and values before it must not have been written over since."""
+        del self.layers[len(state) :]
+        for layer, saved in zip(self.layers, state, strict=True):
+            layer.__dict__ |= _copied(saved)  # copied, because transformers updates states in place
+
+
+CONSTANT = "_sliding_window_tensor"
+"""An attribute of transformers' layers with a window, which goes to the device at first use and then stays there."""
+
+
+def _changing(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer, without keys and values in memory allocated once."""
+    kept = (CONSTANT, "keys", "values") if isinstance(layer, Preallocated) else (CONSTANT,)
+    return {name: value for name, value in vars(layer).items() if name not in kept}
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    copied: dict[str, Any] = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, state)
+    return copied

@@ -1,0 +1,324 @@
+"""Plan an evaluation: documents as token ids, cut into spans by a protocol, before any weights are read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import CorpusError, MethodError, short
+from rope_ext_hf.hub import leading_token, load_tokenizer
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import MAX_TOKEN_ID, Corpus, Document, Tokens
+from rope_ext_hf.reading.preflight import sliding_window_warning
+from rope_ext_hf.reading.protocols import (
+    DefaultPrefix,
+    Protocol,
+    ProtocolOptions,
+    Span,
+    check_lengths,
+    resolve_protocol,
+)
+from rope_ext_hf.reading.token_bytes import byte_ends
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["EvalPlan", "Setting", "check_vocabulary", "own_tokenizer", "prefix_token", "prepare", "text_of", "tokenize"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the text of a result was read, see `rope_ext_hf.reading.protocols`; `left_out` documents were too short.
+
+    `keys` says which model found the key tokens, and how; empty: there are none.
+    """
+
+    protocol: str
+    targets: int
+    stride: int
+    bos: bool
+    left_out: int
+    keys: str = ""
+
+
+def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are.
+
+    Raises:
+        CorpusError: a text with half a surrogate pair, which UTF-8 cannot hold, or token ids that are none.
+    """
+    return [each if isinstance(each, Tokens) else _tokenize(each, tokenizer) for each in documents]
+
+
+def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Documents end to end, an empty line between them; token ids are decoded."""
+    return "\n\n".join(
+        each.text if each.ids is None or each.text else str(tokenizer.decode(list(each.ids))) for each in documents
+    )
+
+
+def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    if document.ids is not None:  # which token has which bytes is unknown: each gets its share
+        ids = list(document.ids)
+        _check_ids(document.name, ids, MAX_TOKEN_ID)
+        total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
+        return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
+    text = document.text
+    try:
+        total = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{document.name}: not text: {error.reason} at character {error.start}") from error
+    encoded = tokenizer(
+        text,
+        add_special_tokens=False,
+        return_offsets_mapping=tokenizer.is_fast,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    ids = encoded["input_ids"]
+    if not tokenizer.is_fast:  # no offsets; exact for byte tokenizers, where tokens and bytes are as many
+        ends = _shares(total, len(ids))
+    else:
+        ends = byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
+    return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), ends, text)
+
+
+def _check_ids(name: str, ids: Sequence[int], most: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < most:
+            raise CorpusError(f"{name}: {short(repr(token))} is not a token id; they are whole numbers from 0 on")
+
+
+def _shares(total: int, count: int) -> tuple[int, ...]:
+    """Where each of `count` parts of equal size ends."""
+    if total == count:  # a token per byte: a text has millions
+        return tuple(range(1, total + 1))
+    return tuple(round(total * (i + 1) / count) for i in range(count))
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """What a perplexity evaluation reads, the same for every method; pure data.
+
+    Attributes:
+        protocol: the protocol that made the spans.
+        lengths: ascending context lengths.
+        options: options of the protocol.
+        prefix: the token id that stands first in each span, or before each document, see `Protocol`; or None.
+        documents: every document with anything to read, and its spans in reading order.
+        left_out: documents too short for the lengths.
+    """
+
+    protocol: Protocol
+    lengths: tuple[int, ...]
+    options: ProtocolOptions
+    prefix: int | None
+    documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
+    left_out: int
+
+    @property
+    def setting(self) -> Setting:
+        """The part of the plan that a result records."""
+        options = self.options
+        return Setting(self.protocol.name, options.targets, options.stride, self.prefix is not None, self.left_out)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model."""
+        return sum(self.passes)
+
+    @property
+    def passes(self) -> list[int]:
+        """Tokens of each pass through the model."""
+        return [stop - start for _, spans in self.documents for _, start, stop in _passes(spans)]
+
+    @property
+    def scored(self) -> int:
+        """Scored tokens; a token that counts for two lengths counts twice."""
+        return sum(span.score_to - span.score_from for _, spans in self.documents for span in spans)
+
+    def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
+        """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
+        ids = document.ids[max(start, 0) : stop].clone()
+        if start < 0:
+            assert self.prefix is not None
+            return torch.cat([ids.new_tensor([self.prefix]), ids]), -1
+        if self.prefix is not None and self.protocol.prefix == "span":
+            ids[0] = self.prefix
+        return ids, start
+
+
+def make_plan(
+    documents: Sequence[Tokens],
+    *,
+    lengths: Sequence[int],
+    protocol: str = "matched",
+    targets: int | None = None,
+    stride: int = 256,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    bos: bool | None = None,
+    max_spans: int | None = None,
+    left_out: int = 0,
+) -> EvalPlan:
+    """Cut tokenised documents into spans.
+
+    Args:
+        documents: tokenised documents.
+        lengths, protocol, targets, stride, tokenizer, bos, max_spans: as `perplexity` takes them.
+        left_out: documents that were too short before.
+
+    Raises:
+        CorpusError, MethodError: as `perplexity` does.
+    """
+    chosen = resolve_protocol(protocol)
+    ordered, scored = check_lengths(lengths, targets)
+    for name, value in (("stride", stride), ("max_spans", max_spans)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
+    options = ProtocolOptions(scored, stride)
+    prefix = prefix_token(tokenizer, bos, chosen.default_prefix)
+    before = int(prefix is not None and chosen.prefix == "span")  # places that the cut has before the first token
+    cut: list[tuple[Tokens, list[Span]]] = []
+    for document in documents:
+        spans = list(chosen.spans(before + len(document.ids), ordered, options))
+        if before:
+            spans = [
+                Span(s.length, s.start - 1, s.stop - 1, s.score_from - 1, s.score_to - 1, s.context) for s in spans
+            ]
+        if prefix is None:  # nothing stands before the first token, so it cannot be scored
+            spans = [s if s.start >= 0 else s._replace(start=0, score_from=max(1, s.score_from)) for s in spans]
+        cut.append((document, [span for span in spans if span.score_from < span.score_to]))
+    left_out += sum(not spans for _, spans in cut)
+    if max_spans is not None:
+        cut = _subsample(cut, ordered, max_spans)
+    reading_order = attrgetter("context", "start", "stop", "score_from")
+    kept = tuple((document, tuple(sorted(spans, key=reading_order))) for document, spans in cut if spans)
+    measured = {span.length for _, spans in kept for span in spans}
+    if missing := [length for length in ordered if length not in measured]:
+        longest = max((len(document.ids) for document in documents), default=0)
+        raise CorpusError(
+            f"no document has {missing[-1]} tokens, the longest length asked for; "
+            f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
+        )
+    return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out)
+
+
+def _passes(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """(context, start, stop) of each pass; spans that share a pass come one after the other."""
+    return [key for key, _ in groupby(spans, key=lambda span: (span.context, span.start, span.stop))]
+
+
+def _subsample(
+    cut: Sequence[tuple[Tokens, list[Span]]], lengths: Sequence[int], most: int
+) -> list[tuple[Tokens, list[Span]]]:
+    """At most `most` spans per length, taken evenly over the corpus; under `matched` the same ones at each length."""
+    kept: list[tuple[Tokens, list[Span]]] = [(document, []) for document, _ in cut]
+    for length in lengths:
+        flat = [(i, span) for i, (_, spans) in enumerate(cut) for span in spans if span.length == length]
+        count = min(most, len(flat))
+        for n in range(count):
+            i, span = flat[(2 * n + 1) * len(flat) // (2 * count)]
+            kept[i][1].append(span)
+    return kept
+
+
+def prefix_token(
+    tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, default: DefaultPrefix = "added"
+) -> int | None:
+    """The token id that an input begins with, or None.
+
+    Args:
+        tokenizer: None: no prefix.
+        bos: True: the BOS token, False: none, None: by `default`.
+        default: see `Protocol.default_prefix`.
+
+    Raises:
+        MethodError: bos=True without a tokenizer, or with one that has no BOS token.
+    """
+    if bos is False or (bos is None and tokenizer is None):
+        return None
+    if tokenizer is None:
+        raise MethodError("bos=True needs a tokenizer")
+    token: int | None = tokenizer.bos_token_id
+    if bos is None:
+        by_default: dict[DefaultPrefix, int | None] = {
+            "added": leading_token(tokenizer),
+            "bos": token,
+            "bos or eos": tokenizer.eos_token_id if token is None else token,
+            "none": None,
+        }
+        return by_default[default]
+    if token is None:
+        raise MethodError(f"bos=True, but {type(tokenizer).__name__} has no BOS token")
+    return token
+
+
+def prepare(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    bos: bool | None = None,
+    **options: Any,
+) -> EvalPlan:
+    """Load, tokenise, check and plan: everything `perplexity` does before the model reads.
+
+    Args:
+        model: may be on the meta device; no weights are read.
+        corpus, tokenizer, bos, **options: as `perplexity` takes them.
+
+    Raises:
+        CorpusError, MethodError: as `perplexity` does.
+    """
+    given = load(corpus)
+    raw = [document for document in given if isinstance(document, Document)]
+    if tokenizer is None and (raw or bos is not False):
+        tokenizer = own_tokenizer(model, needed=bool(raw))
+    documents = [document for document in given if isinstance(document, Tokens)]
+    for document in raw:  # before the tokenizer decodes them
+        if document.ids is not None:
+            _check_ids(document.name, document.ids, MAX_TOKEN_ID)
+            check_vocabulary(model, [Tokens(document.name, torch.tensor(list(document.ids), dtype=torch.int64), ())])
+    if raw and tokenizer is not None:
+        documents += tokenize(raw, tokenizer)
+    check_vocabulary(model, documents)
+    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
+    if (warning := sliding_window_warning(model, max(plan.passes))) is not None:
+        warnings.warn(warning, stacklevel=4)
+    return plan
+
+
+def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
+    """Raise CorpusError where a document holds a token that the model has no embedding for."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for document in documents:
+        ids = document.ids
+        if ids.is_floating_point() or ids.is_complex() or ids.ndim != 1:
+            raise CorpusError(f"{document.name}: token ids must be whole numbers, (tokens,); got {ids.dtype}")
+        for token in (int(ids.min()), int(ids.max())) if len(ids) else ():
+            if not 0 <= token < vocabulary:
+                raise CorpusError(
+                    f"{document.name}: token id {token} is outside the model's vocabulary of {vocabulary}; "
+                    "wrong tokenizer?"
+                )
+
+
+def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the model's weights; None where the model has no name and none is needed.
+
+    Raises:
+        CheckpointError: no tokenizer there.
+        CorpusError: a tokenizer is needed and the model has no name.
+    """
+    if model.name_or_path:
+        return load_tokenizer(model.name_or_path)
+    if needed:
+        raise CorpusError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
+    return None

@@ -1,0 +1,344 @@
+"""Several runs of one model on one page: which method, up to what length, at what cost.
+
+    comparison = compare_runs(["results/llama-perplexity-1a2b", "results/llama-tasks-3c4d"])
+    print(comparison.conclusion)
+    comparison.write_page("comparison.html")
+
+Runs of different kinds have no numbers in common; each kind says what its own are (`RunKind.measures`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from rope_ext_hf.errors import FileError, multiple_text, printable
+from rope_ext_hf.files import atomic_file
+from rope_ext_hf.pictures.drawing import picture, plot_text
+from rope_ext_hf.pictures.html_page import (
+    as_json,
+    collapsed,
+    commands_section,
+    heading,
+    html_page,
+    html_table,
+    paragraph,
+    side_by_side,
+)
+from rope_ext_hf.pictures.result_plots import draw_curves, line_styles
+from rope_ext_hf.pictures.svg_charts import line_chart
+from rope_ext_hf.runs.commands import read_commands
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.kinds import Run, findings_of_runs
+from rope_ext_hf.runs.labels import short_labels
+from rope_ext_hf.runs.measures import Measure, kendall_tau
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.tables import BEYOND
+from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
+
+__all__ = ["Comparison", "compare_runs"]
+
+ENOUGH = 16
+"""Documents or prompts that an interval of Kendall's tau takes. It is a percentile bootstrap: tau is no mean."""
+_SAME = ("weights", "basis", "over", "context_length", "loaded")
+"""Settings of which a difference makes methods of one name different ones."""
+
+
+class Agreement(NamedTuple):
+    """How alike two measures rank the methods at one length: Kendall's tau-b with its 95% interval over items."""
+
+    one: str
+    other: str
+    length: int
+    methods: int
+    tau: float
+    low: float
+    high: float
+
+
+def compare_runs(folders: Sequence[str | Path]) -> Comparison:
+    """Read runs of one model, of any kinds, finished or not; their order does not matter.
+
+    Raises:
+        FileError: not the folder of a run, a damaged one, a run without results, or one of another model.
+    """
+    runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
+    for run in runs:
+        if not run.results:
+            raise FileError(f"{str(run.folder)!r} has no result yet; the command that began it continues it")
+        for key in _SAME:
+            if run.settings.get(key) != runs[0].settings.get(key):
+                raise FileError(
+                    f"{str(run.folder)!r} is a run of another model than {str(runs[0].folder)!r}: they differ in "
+                    f"{key!r}. A comparison is of runs of one model, loaded in one dtype"
+                )
+    return Comparison(runs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one model, side by side.
+
+    Attributes:
+        runs: each has at least one result.
+    """
+
+    runs: Sequence[Run[Any]]
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What the runs found; those that read the same text alike count as one."""
+        return findings_of_runs(self.runs)
+
+    @cached_property
+    def conclusion(self) -> Conclusion:
+        """Which method, up to what length, at what cost, in a few sentences."""
+        return conclude(self.findings)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The label of each method by its key; the model as loaded first."""
+        return self.findings.names
+
+    @property
+    def measures(self) -> list[Measure]:
+        """Those of all runs, the one closest to use first; those that decide nothing last."""
+        return self.findings.ordered
+
+    @property
+    def _loaded(self) -> str:
+        return self.findings.loaded
+
+    @property
+    def _context(self) -> int:
+        return self.findings.context_length
+
+    def cost(self, key: str) -> Estimate | None:
+        """A method's seconds per token as a share of those of the model as loaded, timed in one run; None: in none."""
+        ratios = (time_ratio(times, key, self._loaded) for times in self.findings.times)
+        return next((ratio for ratio in ratios if ratio is not None), None)
+
+    def agreements(self) -> list[Agreement]:
+        """Each pair of measures at each length beyond the context length where both have three methods or more."""
+        rows = []
+        for one, other in combinations(self.findings.informative, 2):
+            lengths = {n for row in one.items.values() for n in row} & {n for row in other.items.values() for n in row}
+            for length in sorted(n for n in lengths if n > self._context):
+                keys = [key for key in one.measured(length) if key in other.measured(length)]
+                if len(keys) >= 3:
+                    rows.append(_agreement(one, other, length, keys))
+        return rows
+
+    # --- for people ---------------------------------------------------------------------------------------------------
+
+    def table(self, *, detailed: bool = False) -> Table:
+        """One row per method: each measure at its longest length and its change at the context length.
+
+        `detailed` with 95% intervals in a second line.
+        """
+        caption = (
+            f"Below each measure the length; 1x: {self._context:,} tokens, where the change against the model as "
+            "loaded stands. * best of a column, and all that their 95% intervals do not tell from it"
+        )
+        view = Table(title=Text(f"{self._title}, by method"), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
+        view.add_column("method", overflow="fold")
+        columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
+        costs = {key: self.cost(key) for key in self.names}
+        if any(costs.values()):
+            cells = {
+                key: f"{cost.value:.2f}x" + (_between(cost, "{:.2f}".format) if detailed else "")
+                for key, cost in costs.items()
+                if cost and cost.low is not None
+            }
+            columns.append(("time per token\nas loaded: 1", cells))
+        for head, _ in columns:
+            view.add_column(head, justify="right", overflow="fold")
+        for key, name in self.names.items():
+            view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
+        return view
+
+    def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
+        """Head and cells by method key, of each column that a measure has in the table."""
+        far, known = measure.longest, self.findings
+        equal = known.best(measure, far) if not measure.flaw else []
+        values = {}
+        for key in measure.measured(far):
+            over = BEYOND if known.beyond(key, far) else ""
+            values[key] = f"{measure.text(measure.value(key, far))}{'*' if key in equal else ' '}{over}"
+            values[key] += _between(measure.estimate(key, far), measure.text) if detailed else ""
+        head = f"{measure.name}\n{far:,} ({multiple_text(far, self._context)})"
+        columns: list[tuple[str, Mapping[str, str]]] = [(head, values)]
+        changes = {
+            key: change
+            for key in self.names
+            if key != self._loaded
+            and (change := measure.change((key, self._context), (self._loaded, self._context))) is not None
+        }
+        if changes:
+            shown = {
+                key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
+                for key, change in changes.items()
+            }
+            columns.append((f"{measure.name}\nchange at 1x", shown))
+        if measure.reaches:
+            columns.append(
+                ("effective length\n[95% interval]", {k: str(reach) for k, reach in measure.reaches.items()})
+            )
+        return columns
+
+    def agreement_table(self) -> Table | None:
+        """Whether the measures rank the methods alike; None where no two of them can be compared."""
+        rows = self.agreements()
+        if not rows:
+            return None
+        caption = (
+            "Kendall's tau-b: 1 the same order of methods, 0 no relation, -1 the reverse order. In brackets its 95% "
+            "interval over documents and prompts"
+        )
+        title = "Do the measures agree beyond the context length?"
+        view = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
+        for index, head in enumerate(("measures", "length", "methods", "tau")):
+            view.add_column(head, justify="right" if index else "left", overflow="fold")
+        for row in rows:
+            between = "" if math.isnan(row.low) else f" [{row.low:.2f} to {row.high:.2f}]"
+            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}{between}"
+            view.add_row(Text(f"{row.one} and {row.other}"), f"{row.length:,}", str(row.methods), tau)
+        return view
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: the conclusion, every value with its interval, effective lengths, agreements, and the runs."""
+        return {
+            "conclusion": str(self.conclusion),
+            "best": None if self.conclusion.best is None else self.names[self.conclusion.best],
+            "not_told_from_it": [self.names[key] for key in self.conclusion.equal],
+            "measures": [self._measure_dict(measure) for measure in self.measures],
+            "agreements": [row._asdict() for row in self.agreements()],
+            "runs": [str(run.path) for run in self.runs],
+        }
+
+    def _measure_dict(self, measure: Measure) -> dict[str, Any]:
+        values = []
+        for key in self.names:
+            for length in measure.lengths(key):
+                beyond = {
+                    "extended_length": self.findings.extended.get(key),
+                    "beyond": self.findings.beyond(key, length),
+                }
+                place = {"method": self.names[key], "length": length}
+                values.append(place | measure.estimate(key, length)._asdict() | beyond)
+        reaches = {self.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
+        about = {"name": measure.name, "unit": measure.unit, "higher_is_better": measure.higher_is_better}
+        about["flaw"] = measure.flaw
+        return about | {"values": values, "effective_lengths": reaches}
+
+    def write_page(self, path: str | Path) -> Path:
+        """Write one self-contained HTML page; it fetches nothing.
+
+        Raises:
+            FileError: anything the disk refuses.
+        """
+        agreement = self.agreement_table()
+        page = html_page(
+            self._title,
+            str(self.conclusion),
+            html_table(self.table(detailed=True)),
+            side_by_side(map(self._chart, self.measures)),
+            "" if agreement is None else html_table(agreement),
+            heading("The runs"),
+            *map(_run_section, self.runs),
+        )
+        with atomic_file(Path(path)) as part:
+            part.write_bytes(page.encode("utf-8", errors="backslashreplace"))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        return paragraph(str(self.conclusion)) + html_table(self.table(detailed=True))
+
+    @property
+    def _title(self) -> str:
+        return printable(Path(self.runs[0].settings["model"]).name or "model")
+
+    def draw(self, path: str | Path | None = None, title: str = "") -> Any:
+        """Draw the measures side by side, one line per method, with the conclusion below; the matplotlib figure.
+
+        Args:
+            path: a PNG, an existing one is replaced; default: none.
+            title: default: the model's name.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        measures = self.findings.informative or self.measures
+        styles = line_styles(list(dict.fromkeys(name for measure in measures for name in self._points(measure))))
+        with picture(path, 6.2 * len(measures), 5.2) as figure:
+            for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
+                draw_curves(axes, self._points(measure), styles, self._context)
+                axes.set_ylabel(_axis_text(measure))
+            figure.suptitle(plot_text(title or self._title), fontsize=13)
+            figure.supxlabel(fill(plot_text(str(self.conclusion), 1000), 75 * len(measures)), fontsize=8.3)
+        return figure
+
+    def _points(self, measure: Measure) -> dict[str, list[tuple[int, float]]]:
+        """Finite values by label, shares in percent; labels are short where that tells the measure's methods apart."""
+        scale = 100 if measure.unit == "%" else 1
+        keys = [key for key in self.names if key in measure.items]
+        rows = [[(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys]
+        finite = [[(n, value) for n, value in row if math.isfinite(value)] for row in rows]
+        return dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
+
+    def _chart(self, measure: Measure) -> str:
+        threshold = None if measure.threshold is None else measure.threshold * (100 if measure.unit == "%" else 1)
+        return line_chart(self._points(measure), self._context, f"{_axis_text(measure)}.", threshold=threshold)
+
+
+def _between(given: Estimate, text: Callable[[float], str]) -> str:
+    """The interval on a line of its own; empty where there is none."""
+    return "" if given.low is None or given.high is None else f"\n{text(given.low)} to {text(given.high)}"
+
+
+def _axis_text(measure: Measure) -> str:
+    unit = "percent" if measure.unit == "%" else measure.unit
+    better = "higher" if measure.higher_is_better else "lower"
+    return f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
+
+
+def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> Agreement:
+    signs = [1 if measure.higher_is_better else -1 for measure in (one, other)]
+    values = [
+        sign * torch.tensor([measure.value(key, length) for key in keys], dtype=torch.float64)
+        for sign, measure in zip(signs, (one, other), strict=True)
+    ]
+    # Different items, so different draws: the two measures vary on their own.
+    drawn = [
+        sign * measure.drawn(keys, length, seed=seed)
+        for seed, (sign, measure) in enumerate(zip(signs, (one, other), strict=True))
+    ]
+    taus = kendall_tau(*drawn)
+    taus = taus[~taus.isnan()]
+    enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= ENOUGH
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(taus, ends).tolist() if enough else (math.nan, math.nan)
+    return Agreement(one.name, other.name, length, len(keys), kendall_tau(*values).item(), low, high)
+
+
+def _run_section(run: Run[Any]) -> str:
+    """A run on the page: what it says by itself, its commands, and what its numbers depend on."""
+    table = run.table(detailed=True)
+    return collapsed(
+        f"{run.kind.name}: {run.title}, {run.folder}",
+        paragraph(str(run.conclusion)),
+        "" if table is None else html_table(table),
+        commands_section("To repeat or continue it", read_commands(run.folder)),
+        as_json(run.settings),
+    )

@@ -1,0 +1,113 @@
+"""A run's folder read back: settings, results, what is complete.
+
+run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
+for result in run.results:
+    print(result.length, result.perplexity)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.errors import FileError, one_line, short
+from rope_ext_hf.files import parse_json_object
+from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.runs.journal import Cell, Layout, Record, read_plain, read_records
+from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
+from rope_ext_hf.runs.labels import method_key
+
+__all__ = ["SETTINGS", "check_settings", "read_run", "results_from_records"]
+
+SETTINGS = "run.json"
+
+
+def read_run(folder: str | Path) -> Run[Any]:
+    """Read a run from its folder.
+
+    Args:
+        folder: a folder that `sweep`, `perplexity` or `passkey` wrote; it may be unfinished.
+
+    Returns:
+        The run with the results of all methods, in the order in which they were first finished.
+
+    Raises:
+        FileError: not the folder of a run, or a damaged one; the message names file and line.
+    """
+    folder = Path(folder)
+    settings = _read_settings(folder)
+    layout = Layout.from_settings(settings)
+    kind = run_kind(settings["kind"])
+    records = read_records(folder, layout, kind.parse)
+    setting = kind.setting(**settings["setting"])
+    return Run(folder, settings, results_from_records(kind, setting, layout, records))
+
+
+def results_from_records(kind: RunKind, setting: Any, layout: Layout, records: Sequence[Record]) -> list[Any]:
+    """One result per method and cell that has the values of all its items."""
+    values: dict[tuple[str, Cell], dict[int, Any]] = {}
+    costs: dict[tuple[str, Cell], dict[int, Cost]] = {}
+    for record in records:
+        key = (method_key(record.method), record.cell)
+        values.setdefault(key, {})[record.item] = record.value
+        costs.setdefault(key, {})[record.item] = record.cost
+    return [
+        kind.result(
+            method, setting, cell, *([each[item] for item in sorted(each)] for each in (complete, costs[key, cell]))
+        )
+        for key, method in {method_key(record.method): record.method for record in records}.items()
+        for cell, count in sorted(layout.counts.items())
+        if len(complete := values.get((key, cell), {})) == count
+    ]
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
+    try:
+        return check_settings(parse_json_object(read_plain(path)))
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{str(path)!r} does not describe a run: {one_line(error)}") from error
+    except FileError as error:
+        raise FileError(f"{str(folder)!r} is not the folder of a run: {one_line(error)}") from error
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("model", "dtype", "device", "data", "kind", "over"), (str,)),
+    **dict.fromkeys(("parameters", "context_length", "tokens"), (int,)),
+    **dict.fromkeys(("versions", "setting"), (dict,)),
+    "loaded": (dict, type(None)),
+}
+
+
+def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings that hold everything results, tables and pages need.
+
+    Raises:
+        ValueError: a missing value, or one of another type; the message names it.
+    """
+    for key, types in _TYPES.items():
+        value = settings.get(key)
+        if key not in settings or not isinstance(value, types) or isinstance(value, bool):
+            raise ValueError(f"{key!r} must be {' or '.join(t.__name__ for t in types)}, got {short(repr(value))}")
+    kind = run_kind(settings["kind"])
+    for key in ("parameters", "context_length", "tokens"):
+        if not 1 <= settings[key] < 2**63:
+            raise ValueError(f"{key!r} must be at least 1, got {short(str(settings[key]))}")
+    if not all(isinstance(number, str) for number in settings["versions"].values()):
+        raise ValueError("'versions' must map names to strings")
+    _check_setting(kind.setting, settings["setting"])
+    Layout.from_settings(settings)
+    return settings
+
+
+def _check_setting(cls: type, setting: Mapping[str, Any]) -> None:
+    expected = {item.name: item.type for item in fields(cls)}
+    needed = {item.name for item in fields(cls) if item.default is MISSING}
+    if not needed <= set(setting) <= set(expected):
+        raise ValueError(f"'setting' must have the keys {', '.join(expected)}, got {short(json.dumps(setting))}")
+    for name in setting:
+        if type(setting[name]).__name__ != (kind := expected[name]):
+            raise ValueError(f"'setting': {name} must be {kind}, got {short(repr(setting[name]))}")

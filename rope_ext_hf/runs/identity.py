@@ -1,0 +1,160 @@
+"""What the numbers of a run depend on besides text and protocol: the model, what is patched, and the code.
+
+A run's folder is named after this, so that a changed model starts another run. A value too many costs a run anew, one
+too few a wrong number: where in doubt, a value is in.
+
+Not in it are the tokenizer and the tokens per pass. What is read are token ids, and what a text weighs are the bytes of
+its tokens: `Measurement.fingerprint` has both, the BOS token too. Nothing is generated, so nothing is decoded: an
+answer is right where its ids are the likeliest, whatever a vocabulary calls them. The tokens per pass change the last
+digits of a loss; but a run that ran out of memory must go on with fewer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.patches.geometry import base_rope_of_model
+from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.runs.model_digest import model_digest
+
+__all__ = ["Basis", "code_digest", "find_basis", "model_key", "provenance"]
+
+
+def provenance(model: Any, data: str) -> dict[str, Any]:
+    """Where a result comes from."""
+    parameter = next(model.parameters())
+    return {
+        "model": model.name_or_path,
+        "parameters": model.num_parameters(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "data": data,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+    }
+
+
+_COMPUTING = (
+    *("attention", "engines", "eval", "methods", "patches", "plugins", "reading", "rotary", "runs", "servers"),
+    *("serving", "suites"),
+)
+"""The folders of this package that make numbers, here or by an engine that they configure."""
+_KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPUTING)}))(\.|$)")
+"""Modules of packages whose versions a run's settings hold, and of those folders."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What the methods of a run are applied to.
+
+    Attributes:
+        rotary: the rotary embedding, scalings included.
+        layers: as `patch` takes them.
+        below: the live patches that stay underneath, bottom first.
+    """
+
+    rotary: Rotary
+    layers: tuple[str | int, ...] | None = None
+    below: tuple[PatchSpec, ...] = ()
+
+    @classmethod
+    def from_specs(cls, specs: tuple[PatchSpec, ...]) -> Basis:
+        """What the last of these patches is applied to."""
+        return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "rotary": self.rotary.to_dict(),
+            "layers": self.layers,
+            "below": [spec.to_dict() for spec in self.below],
+        }
+
+
+def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
+    """What these methods are applied to: of a method that the model has already, alone, what it is applied to there.
+
+    Args:
+        over, context_length: as `patch` takes them.
+
+    Raises:
+        MethodError, UnsupportedModelError: as `patch` does.
+    """
+    specs = present_specs(model)
+    if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
+        return Basis.from_specs(specs)
+    under = base_rope_of_model(model, over=over, context_length=context_length)
+    return Basis(under.rotary, None, under.live)
+
+
+def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str) -> dict[str, Any]:
+    """What a run of these methods depends on, as settings of the run.
+
+    Args:
+        methods: None is the model as it is, with its present patches.
+        basis: as `find_basis` gives it.
+        over: as `patch` takes it.
+
+    Raises:
+        UnsupportedModelError: a model without rotary embeddings.
+    """
+    specs = present_specs(model)
+    as_it_is = None in methods or (specs and basis == Basis.from_specs(specs))
+    return {
+        "weights": model_digest(model),
+        "over": over,
+        "basis": basis.to_dict(),
+        "patches": [spec.to_dict() for spec in specs] if None in methods else [],
+        # beyond what the method and its basis say; a patch without these arguments has neither
+        "of_patch": _more_of_patch(specs[-1]) if specs and as_it_is else {},
+        "code": code_digest(model),
+    }
+
+
+def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
+    own = spec.method.extended_length(spec.rotary)
+    length = {} if spec.target_length in (None, own) else {"target_length": spec.target_length}
+    return length | ({"native": True} if spec.native else {})
+
+
+def code_digest(model: nn.Module) -> str:
+    """A digest of the source that computes the numbers: of this package, its plug-ins, and code that came with a model.
+
+    The version alone would not do: a copy from git has the same one for months.
+    """
+    digest = hashlib.sha256(_own_source())
+    kinds = {*map(type, model.modules()), *list_methods().values()}
+    for name in sorted({kind.__module__ for kind in kinds if not _KNOWN_SOURCE.match(kind.__module__)}):
+        path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None
+        digest.update(name.encode())
+        if path is not None and Path(path).is_file():
+            digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _own_source() -> bytes:
+    digest = hashlib.sha256()
+    for folder in _COMPUTING:
+        for path in sorted(files("rope_ext_hf").joinpath(folder).iterdir(), key=lambda path: path.name):
+            if path.name.endswith((".py", ".toml")):
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.digest()

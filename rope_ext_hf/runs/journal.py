@@ -1,0 +1,333 @@
+"""The journal of a run: one line per finished piece of work, on disk before it is reported.
+
+    layout = Layout.from_settings(settings)
+    records = read_records(folder, layout, parse)
+    with open_journal(folder, rank=0) as write:
+        write(Record(method, item, cell, value, cost))
+
+A run's folder may come from somebody else. Links, FIFOs and devices in it are refused, never followed; every record is
+validated once, and an error names file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from rope_ext_hf.bounds import limit
+from rope_ext_hf.errors import FileError, one_line, short
+from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object
+from rope_ext_hf.locks import locked
+from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.runs.labels import method_key
+
+__all__ = [
+    "Cell",
+    "Layout",
+    "Record",
+    "Value",
+    "agree_on_chunks",
+    "exclusive",
+    "holds_folder",
+    "open_journal",
+    "plain_files",
+    "read_plain",
+    "read_records",
+    "replace_chunks",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Cell = tuple[float, ...]
+"""What a value counts for: (context length,), with a depth from 0 to 1, or with the index of a task."""
+
+
+class Value(Protocol):
+    """What one item gives in one cell, such as the loss of a document."""
+
+    def to_record(self) -> list[Any]:
+        """As a journal holds it."""
+
+
+_JOURNALS = "records.*.jsonl"
+_CHUNKS = "chunks.json"
+_GO_ON = "make room, and the same command goes on where this one stopped"
+
+
+class Record(NamedTuple):
+    """One line of a journal.
+
+    Attributes:
+        method: `RopeMethod.to_dict`, or None for the model as loaded.
+        item: index of the document or the trial.
+        cell: what the value counts for.
+        value: what a `RunKind` of the run's kind parses.
+        cost: what the measurement cost.
+    """
+
+    method: dict[str, Any] | None
+    item: int
+    cell: Cell
+    value: Value
+    cost: Cost
+
+    def to_line(self) -> bytes:
+        line = self._asdict() | {"cell": list(self.cell), "value": self.value.to_record(), "cost": list(self.cost)}
+        return json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a complete run holds.
+
+    Attributes:
+        items: names of the documents or trials.
+        counts: per cell, how many items have a value.
+    """
+
+    items: tuple[str, ...]
+    counts: dict[Cell, int]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Layout:
+        """Read `items`, `cells` and `per_cell`.
+
+        Raises:
+            ValueError: one is missing, or of another shape.
+        """
+        items, cells, counts = (_list(settings, key) for key in ("items", "cells", "per_cell"))
+        if not items or not all(isinstance(name, str) for name in items):
+            raise ValueError("'items' must be a list of names")
+        if len(cells) != len(counts) or not cells:
+            raise ValueError("'cells' and 'per_cell' must be lists of the same length")
+        if not all(type(count) is int and 1 <= count <= len(items) for count in counts):
+            raise ValueError(f"'per_cell' must hold numbers from 1 to {len(items)}")
+        return cls(tuple(items), dict(zip(map(_cell, cells), counts, strict=True)))
+
+
+def _list(settings: Mapping[str, Any], key: str) -> list[Any]:
+    value = settings.get(key)
+    if not isinstance(value, list):
+        raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
+    return value
+
+
+def _cell(value: Any) -> Cell:
+    match value:
+        case [int(length)] if 1 <= length < 2**63:
+            return (length,)
+        case [int(length), int() | float() as place] if 1 <= length < 2**63 and 0 <= place < 2**20:
+            return (length, float(place))
+    raise ValueError(f"expected a cell [length] or [length, depth or task], got {short(repr(value))}")
+
+
+# --- reading a folder that may be somebody else's ---------------------------------------------------------------------
+
+
+def plain_files(folder: Path, pattern: str) -> list[Path]:
+    """The regular files of a folder that match a pattern, sorted; links, FIFOs and devices are left out.
+
+    Raises:
+        FileError: the folder cannot be read.
+    """
+    with disk_errors(folder):
+        return sorted(path for path in folder.glob(pattern) if stat.S_ISREG(path.lstat().st_mode))
+
+
+def read_plain(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a regular file, at most `most` of them; default: the limit `json_bytes`.
+
+    Raises:
+        FileError: a link, a FIFO, a device, more than `most` bytes, or anything the disk refuses.
+    """
+    most = most or limit("json_bytes")
+    with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise FileError(f"{str(path)!r} has more than {most:,} bytes")
+        return file.read()
+
+
+def _open_plain(path: Path, flags: int) -> BinaryIO:
+    """Open a regular file; a link is not followed, a FIFO not waited for."""
+    if path.is_symlink():
+        raise FileError(f"{str(path)!r} is a link; a run's folder holds plain files")
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(f"{str(path)!r} is not a plain file")
+    # Unbuffered where it is written, so that nothing is left to write when it is closed.
+    return os.fdopen(descriptor, "rb") if flags == os.O_RDONLY else os.fdopen(descriptor, "a+b", buffering=0)
+
+
+def read_records(folder: Path, layout: Layout, parse: Callable[[str, Any], Value]) -> list[Record]:
+    """Every record of a run, each once.
+
+    Args:
+        folder: the run's folder.
+        layout: items and cells that may occur.
+        parse: (item's name, JSON value) -> value; raises ValueError.
+
+    Raises:
+        FileError: a damaged record, or two records with different values for one place; the message names the lines.
+    """
+    places: dict[tuple[str, int, Cell], tuple[str, Record]] = {}
+    for path in plain_files(folder, _JOURNALS):
+        for number, line in enumerate(read_plain(path).split(b"\n")[:-1], 1):  # after the last newline: half a line
+            where = f"{path}:{number}"
+            try:
+                record = _parse_record(line, layout, parse)
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise FileError(f"{where}: {one_line(error)}; delete the line to have it measured again") from error
+            first, earlier = places.setdefault((method_key(record.method), record.item, record.cell), (where, record))
+            if repr(earlier.value) != repr(record.value):  # by repr, since NaN differs from itself
+                raise FileError(f"{where} contradicts {first}: different values for the same place; delete one of them")
+    return [record for _, record in places.values()]
+
+
+def _parse_record(line: bytes, layout: Layout, parse: Callable[[str, Any], Value]) -> Record:
+    raw = parse_json_object(line)
+    written = raw.pop("crc", None)  # an earlier version wrote none
+    if set(raw) != set(Record._fields):
+        raise ValueError(f"expected the keys {', '.join(Record._fields)}, got {short(', '.join(map(str, raw)))}")
+    method, item, cell = raw["method"], raw["item"], _cell(raw["cell"])
+    if method is not None and not (isinstance(method, dict) and isinstance(method.get("method"), str)):
+        raise ValueError(f"expected a method with its name, or null, got {short(repr(method))}")
+    if type(item) is not int or not 0 <= item < len(layout.items):
+        raise ValueError(f"expected an item from 0 to {len(layout.items) - 1}, got {short(repr(item))}")
+    if cell not in layout.counts:
+        raise ValueError(f"the run has no cell {list(cell)}")
+    record = Record(method, item, cell, parse(layout.items[item], raw["value"]), Cost.from_record(raw["cost"]))
+    if written not in (None, _checksum(raw)):
+        raise ValueError("the line is not as it was written")
+    return record
+
+
+def _checksum(line: Mapping[str, Any]) -> int:
+    """Of a line without its checksum: a digit that changed is a number, too."""
+    return zlib.crc32(json.dumps(line).encode())
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exclusive(folder: Path, rank: int) -> Iterator[None]:
+    """Lock a run's folder for one process of this rank; the lock ends with the process, however it ends.
+
+    Raises:
+        FileError: another process holds the lock.
+    """
+    path = folder / f"run.{rank}.lock"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise FileError(f"{str(path)!r} is not a plain file")
+    with ExitStack() as held:
+        with disk_errors(path):
+            held.enter_context(locked(path, folder))
+        yield
+
+
+def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end.
+
+    Raises:
+        FileError: the call, where another process holds the lock or the folder cannot be made.
+    """
+    arguments = signature(function)
+
+    @wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        out = arguments.bind(*args, **kwargs).arguments.get("out")
+        if out is None:
+            return function(*args, **kwargs)
+        with disk_errors(Path(out)):
+            Path(out).mkdir(parents=True, exist_ok=True)
+        with exclusive(Path(out), 0):
+            return function(*args, **kwargs)
+
+    return alone
+
+
+@contextmanager
+def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
+    """A function that appends a record and returns once it is on disk; half a line left by a kill is cut off first.
+
+    Raises:
+        FileError: anything the disk refuses.
+    """
+    path = folder / f"records.{rank}.jsonl"
+    with disk_errors(path):
+        file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+
+    def write(record: Record) -> None:
+        with disk_errors(path, _GO_ON):
+            left = memoryview(record.to_line())
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+
+    try:
+        with disk_errors(path):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            fsync_path(folder)
+        yield write
+    finally:
+        with disk_errors(path, _GO_ON):  # a network's file system may find only now that it is full
+            file.close()
+
+
+def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
+    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first.
+
+    Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
+
+    Raises:
+        FileError: chunks.json holds anything but two positive whole numbers.
+    """
+    path = folder / _CHUNKS
+    if not os.path.lexists(path):
+        _write_chunks(folder, chunk, head_bytes, _link)
+    try:
+        match json.loads(read_plain(path)):
+            case [int(chunk), int(head_bytes)] if 1 <= chunk <= 2**31 and 1 <= head_bytes < 2**63:
+                return chunk, head_bytes
+    except (ValueError, RecursionError):
+        pass
+    raise FileError(f"{str(path)!r} does not hold two positive whole numbers; delete it")
+
+
+def replace_chunks(folder: Path, chunk: int, head_bytes: int) -> None:
+    """Have those who take up the run later use these sizes, where the agreed ones needed too much memory."""
+    _write_chunks(folder, chunk, head_bytes, Path.replace)
+
+
+def _write_chunks(folder: Path, chunk: int, head_bytes: int, put: Callable[[Path, Path], object]) -> None:
+    path, own = folder / _CHUNKS, folder / f"chunks.{os.getpid()}.part"
+    with disk_errors(path):
+        own.unlink(missing_ok=True)
+        try:
+            own.write_text(json.dumps([chunk, head_bytes]), encoding="utf-8")
+            fsync_path(own)
+            put(own, path)
+        finally:
+            own.unlink(missing_ok=True)
+
+
+def _link(own: Path, path: Path) -> None:
+    """Give a file another name, where that is free."""
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        own.replace(path)

@@ -1,0 +1,499 @@
+"""Runs and the kinds of runs: what a run's folder holds, what measures it, and how its results are shown.
+
+    run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
+    run.kind.name, run.results, run.table()
+
+A run measures methods on items (documents, or prompts). Each item has a value per cell: a context length, or a context
+length and a depth. A result is made of the values of all items of its cell.
+
+A kind of run is one file of `eval/` whose name ends in `_runs.py`: a `RunKind` for the results, and a `Measurement`
+for what is read and scored. Nothing outside that file names the kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import pkgutil
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
+from rope_ext_hf.methods.base import rotary_from_dict
+from rope_ext_hf.methods.registry import method_from_dict
+from rope_ext_hf.pictures.html_page import html_table, paragraph
+from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.runs.journal import Cell, Layout, Value
+from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
+from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rope_ext_hf.methods.base import RopeMethod
+    from rope_ext_hf.reading.scorer import TokenScorer
+    from rope_ext_hf.runs.measures import Measure
+
+__all__ = [
+    "Measurement",
+    "Results",
+    "Run",
+    "RunKind",
+    "RunPlan",
+    "findings_of_runs",
+    "register_run_kind",
+    "run_kind",
+]
+
+R = TypeVar("R", bound=MethodResult)
+R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
+M_co = TypeVar("M_co", bound="Measurement", covariant=True)
+K = TypeVar("K", bound="type[RunKind]")
+
+_OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
+"""What methods extend, in words, by `over`."""
+
+
+@dataclass(frozen=True)
+class Run(Generic[R_co]):
+    """What a run's folder holds.
+
+    Attributes:
+        path: the folder; None for a run that was measured without files.
+        settings: everything the numbers depend on, provenance among it.
+        results: per method and cell that is complete.
+    """
+
+    path: Path | None
+    settings: dict[str, Any]
+    results: Sequence[R_co]
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are.
+
+        Raises:
+            ValueError: it was measured without files.
+        """
+        if self.path is None:
+            raise ValueError("this run was measured without files; give out=... to keep it in a folder")
+        return self.path
+
+    @property
+    def kind(self) -> RunKind:
+        """What was measured, and how it is shown."""
+        return run_kind(self.settings["kind"])
+
+    @property
+    def context_length(self) -> int:
+        """The length in tokens that what the methods extend is for: by default the model as loaded."""
+        length: int = self.settings["context_length"]
+        return length
+
+    @property
+    def meant_for(self) -> str:
+        """`context_length` in words, with what it is the length of: the model without its own scaling, for example."""
+        return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
+
+    def extended_length(self, method: Mapping[str, Any] | None) -> int | None:
+        """The length in tokens that the model is for under one of the methods; None: it has no end, or is not known.
+
+        Args:
+            method: `RopeMethod.to_dict`, or None for the model as loaded.
+        """
+        if method_key(method) == method_key(self.settings["loaded"]):
+            return self.context_length
+        try:
+            rotary = rotary_from_dict(self.settings["basis"]["rotary"], method_from_dict)
+            return method_from_dict(method or {}).extended_length(rotary)
+        except (KeyError, TypeError, ValueError, MethodError):  # of another version, or a method that is not here
+            return None
+
+    @cached_property
+    def extended_lengths(self) -> dict[str, int | None]:
+        """`extended_length` of each method that has results, by its key."""
+        methods = {method_key(result.method): result.method for result in self.results}
+        return {key: self.extended_length(method) for key, method in methods.items()}
+
+    def beyond(self, result: Any) -> bool:
+        """Whether a result is of a longer input than the model is for under its method."""
+        return bool(result.length > (self.extended_lengths[method_key(result.method)] or result.length))
+
+    @cached_property
+    def any_beyond(self) -> bool:
+        """Whether `beyond` holds for any result."""
+        return any(map(self.beyond, self.results))
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What was measured, as conclusions follow from it."""
+        return findings_of_runs([self])
+
+    @cached_property
+    def conclusion(self) -> Conclusion:
+        """What it comes to, in sentences."""
+        return conclude(self.findings)
+
+    def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
+        """The same run with the results of these methods alone, in this order."""
+        by_method: dict[str, list[R_co]] = {method_key(method): [] for method in methods}
+        for result in self.results:
+            by_method.get(method_key(result.method), []).append(result)
+        return replace(self, results=[result for results in by_method.values() for result in results])
+
+    def table(self, *, detailed: bool = False) -> Table | None:
+        """The results as a table of a terminal, `detailed` as in the HTML page; None where nothing is complete."""
+        return self.kind.table(self, detailed=detailed) if self.results else None
+
+    @property
+    def title(self) -> str:
+        """The model, and what it read."""
+        return printable(f"{Path(self.settings['model']).name or 'model'} on {self.settings['data']}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The results as results.csv has them: per result the values of its columns."""
+        names = labels(result.method for result in self.results)
+        return [
+            {"method": names[method_key(result.method)]}
+            | dict(zip(self.kind.columns, row, strict=True))
+            | {"extended_length": self.extended_lengths[method_key(result.method)]}
+            | {"beyond_extended_length": self.beyond(result), "parameters": json.dumps(result.method)}
+            for result, row in zip(self.results, self.kind.rows(self), strict=True)
+        ]
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of what `rows` holds, in order."""
+        return ["method", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
+
+    def to_dataframe(self) -> Any:
+        """The results as a pandas DataFrame, a row per result, with the columns of results.csv.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ImportError("to_dataframe() needs pandas: pip install pandas") from error
+        return DataFrame(self.rows(), columns=self.columns)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the results, as the PNG in a run's folder shows them.
+
+        Args:
+            path: a PNG to write; default: none.
+
+        Returns:
+            The matplotlib figure, which a notebook shows.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there are no results, or the kind of run has no picture.
+        """
+        if not self.results:
+            raise ValueError("there is nothing to plot: no result is complete")
+        return self.kind.draw(self, None if path is None else Path(path), self.title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the conclusion, the chart and the table of the HTML page."""
+        if (table := self.table(detailed=True)) is None:
+            return paragraph("Nothing is finished yet.")
+        return paragraph(str(self.conclusion)) + self.kind.chart(self) + html_table(table)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and results, as results.json has them."""
+        results = [
+            result.to_dict()
+            | {"extended_length": self.extended_lengths[method_key(result.method)], "beyond": self.beyond(result)}
+            for result in self.results
+        ]
+        conclusion = str(self.conclusion) if self.results else ""
+        return {"provenance": self.settings, "conclusion": conclusion, "results": results} | self.kind.summary(self)
+
+
+class Results(list[R]):
+    """The results of one call, a list; a notebook shows them as their run.
+
+    Attributes:
+        run: the run that they are of.
+    """
+
+    def __init__(self, run: Run[R]) -> None:
+        super().__init__(run.results)
+        self.run = run
+
+    def to_dataframe(self) -> Any:
+        """As `Run.to_dataframe`."""
+        return self.run.to_dataframe()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """As `Run.plot`."""
+        return self.run.plot(path)
+
+    def _repr_html_(self) -> str:
+        return self.run._repr_html_()
+
+
+class RunKind(ABC):
+    """The results of one kind of run, and how they are shown.
+
+    Attributes:
+        name: in run.json, and in the names of folder and picture.
+        setting: dataclass of plain values that says how items are read.
+        items: what the items are, in words.
+        columns: of results.csv, between the method's label and its parameters.
+    """
+
+    name: ClassVar[str]
+    setting: ClassVar[type]
+    items: ClassVar[str]
+    columns: ClassVar[Sequence[str]]
+
+    @abstractmethod
+    def parse(self, item: str, value: Any) -> Value:
+        """The value of an item of this name, from the JSON of a journal's record; raises ValueError."""
+
+    @abstractmethod
+    def result(
+        self, method: dict[str, Any] | None, setting: Any, cell: Cell, values: Sequence[Any], costs: Sequence[Cost]
+    ) -> MethodResult:
+        """The result of one method and cell, from the values of all items and what each cost."""
+
+    @abstractmethod
+    def rows(self, run: Run[Any]) -> Iterable[Sequence[Any]]:
+        """The values of `columns`, per result."""
+
+    @abstractmethod
+    def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
+        """The table of a run with at least one result."""
+
+    @property
+    def has_picture(self) -> bool:
+        """Whether this kind draws a picture."""
+        return type(self).draw is not RunKind.draw
+
+    def draw(self, run: Run[Any], path: Path | None, title: str) -> Any:
+        """Draw a run with at least one result as a PNG, or without a file; the matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: this kind of run has no picture.
+        """
+        raise ValueError(f"runs of the kind {self.name!r} have no picture")
+
+    def chart(self, run: Run[Any]) -> str:
+        """The results as an SVG figure of the HTML page; empty where there is nothing to draw."""
+        return ""
+
+    def measures(self, run: Run[Any]) -> Sequence[Measure]:
+        """What this run says of each method at each length; conclusions follow from it."""
+        return ()
+
+    def times(self, run: Run[Any]) -> Measure | None:
+        """Seconds per token of each method at each length; None where nothing was timed."""
+        return None
+
+    def summary(self, run: Run[Any]) -> dict[str, Any]:
+        """What results.json holds besides settings and results, JSON-ready."""
+        return {}
+
+    def speed(self, run: Run[Any]) -> str:
+        """How fast the text was read, in words; empty where it was not timed."""
+        return ""
+
+    def not_finite(self, run: Run[Any]) -> list[str]:
+        """Where a loss is not finite, in words."""
+        return []
+
+
+class Measurement(ABC):
+    """What is measured with each method: the items, and how one item is scored.
+
+    Attributes:
+        kind: the name of its `RunKind`.
+        items: names of the documents or trials.
+        setting: how the items are read, as results record it: a `RunKind.setting`.
+        passes: tokens of each pass through the model, with one method.
+        scored: tokens that go through the model's head, with one method.
+        after_each_pass: tokens that are read from the cache of each pass, which estimates of time count in.
+    """
+
+    kind: ClassVar[str]
+    items: Sequence[str]
+    setting: Any
+    passes: Sequence[int]
+    scored: int
+    after_each_pass: int = 0
+
+    @abstractmethod
+    def cells(self, item: int) -> Sequence[Cell]:
+        """The cells that one item has values for."""
+
+    @abstractmethod
+    def cell_fingerprints(self) -> Mapping[Cell, str]:
+        """Of each cell a digest of the token ids that are read, of their bytes, and of how they are scored.
+
+        Cells of two runs with the same digest are of the same items, read alike.
+        """
+
+    def fingerprint(self) -> str:
+        """A digest of all cells."""
+        return hashlib.sha256(repr(sorted(self.cell_fingerprints().items())).encode()).hexdigest()
+
+    @abstractmethod
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
+    ) -> Iterator[tuple[Cell, Value, Cost]]:
+        """Score one item at some of its cells.
+
+        Args:
+            scorer: reads the tokens.
+            item: index of the item.
+            cells: the cells to score.
+            progress: called with the number of tokens read, after each pass.
+
+        Yields:
+            (cell, value, cost), as soon as a cell is complete.
+        """
+
+    @property
+    def layout(self) -> Layout:
+        """Items and cells of a complete run."""
+        counts: dict[Cell, int] = {}
+        for item in range(len(self.items)):
+            for cell in self.cells(item):
+                counts[cell] = counts.get(cell, 0) + 1
+        return Layout(tuple(self.items), dict(sorted(counts.items())))
+
+
+@dataclass(frozen=True)
+class RunPlan(Generic[M_co]):
+    """What a run measures, made and checked before any weights are read.
+
+    Attributes:
+        measurement: what is read and scored, the same with each method.
+        data: what the text is called.
+        methods: in the order in which they are measured and shown, None for the model as it is; of none, the model is
+            measured with the method that it has.
+        over, context_length: what the methods extend, as `patch` takes them.
+        chunk, offload_cache: as `TokenScorer` takes them.
+        scorer: makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class.
+        reader: what the run's settings say of it, where it is another one.
+    """
+
+    measurement: M_co
+    data: str
+    methods: tuple[RopeMethod | None, ...] = ()
+    over: str = "own"
+    context_length: int | None = None
+    chunk: int | None = None
+    offload_cache: bool = False
+    scorer: Callable[..., Any] | None = None
+    reader: dict[str, str] = field(default_factory=dict)
+
+
+def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
+    """What runs of one model found; the same whatever order they come in.
+
+    Runs of one kind that read the same items alike, by the digests of their cells, count as one.
+    """
+    first, *_ = runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
+    loaded = first.settings["loaded"]
+    names = labels([loaded, *(result.method for run in runs for result in run.results)])
+    extended = {key: length for run in runs for key, length in run.extended_lengths.items()}
+    every = [(m, run) for run in _merged(runs) for m in run.kind.measures(run) if any(m.items.values())]
+    return Findings(
+        names=dict(zip(names, short_labels(names.values()), strict=True)),
+        loaded=method_key(loaded),
+        context_length=first.context_length,
+        measures=_told_apart(every),
+        times=[times for run in runs if (times := run.kind.times(run)) is not None],
+        extended={key: length for key, length in extended.items() if length},
+    )
+
+
+def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
+    """The runs, those joined that share a cell and differ in none; a method counts once in each cell."""
+    groups: list[list[Run[Any]]] = []
+    for run in runs:
+        texts = _cell_texts(run)
+        for group in groups:
+            others = [_cell_texts(other) for other in group]
+            shared = {cell for other in others for cell in texts.keys() & other.keys()}
+            same = all(other.get(cell, text) == text for other in others for cell, text in texts.items())
+            if shared and same and group[0].settings["kind"] == run.settings["kind"]:
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return [replace(group[0], results=_joined(group)) for group in groups]
+
+
+def _cell_texts(run: Run[Any]) -> dict[str, str]:
+    """The digest of each cell; of a run of before there were any, of all cells together."""
+    return run.settings.get("cell_texts") or {"": run.settings.get("text", str(id(run)))}
+
+
+def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
+    results: dict[Any, Any] = {}
+    for run in runs:
+        taken = set(results)
+        for result in run.results:  # a cell of passkey and tasks is a length and a depth or a task
+            place = (method_key(result.method), result.length, getattr(result, "depth", getattr(result, "task", None)))
+            if place not in taken:
+                results[place] = result
+    return list(results.values())
+
+
+def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
+    """Measures of which no two have the same name: with the name of the text, the longest length, or a number."""
+    made = [measure for measure, _ in measures]
+    for index in range(3):
+        count, seen = Counter(measure.name for measure in made), Counter[str]()
+        for place, (measure, (_, run)) in enumerate(zip(made, measures, strict=True)):
+            if count[measure.name] > 1:
+                seen[measure.name] += 1
+                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")[
+                    index
+                ]
+                made[place] = replace(measure, name=f"{measure.name}, {told}")
+    return made
+
+
+_KINDS: dict[str, RunKind] = {}
+_KINDS_IN = "rope_ext_hf.eval"
+"""The package with the files of kinds, which are found by their names as plug-ins are."""
+
+
+def register_run_kind(kind: K) -> K:
+    """Make a kind of run known by its name; a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if kind.name in _KINDS:
+        raise ValueError(f"there is a kind of run called {kind.name!r} already")
+    _KINDS[kind.name] = kind()
+    return kind
+
+
+def run_kind(name: str) -> RunKind:
+    """The kind of run of this name; files of kinds are read where it is not known yet.
+
+    Raises:
+        ValueError: there is none; the message has the nearest name.
+    """
+    if name not in _KINDS:
+        for file in pkgutil.iter_modules(importlib.import_module(_KINDS_IN).__path__):
+            if file.name.endswith("_runs"):
+                importlib.import_module(f"{_KINDS_IN}.{file.name}")
+    if name not in _KINDS:
+        raise ValueError(f"unknown kind {short(name)!r}.{did_you_mean(name, _KINDS)}")
+    return _KINDS[name]

@@ -1,0 +1,239 @@
+"""A digest of everything that a model computes with: configs, modules, parameters and buffers.
+
+    model_digest(model)                    # 64 hexadecimal digits
+
+Any bit of a weight, any value of the config and any setting of a module changes it. It is the same for the same model
+loaded again, from another folder, or in another process, and for a model before and after it was patched: what a patch
+puts in is left out, and stands in a run's settings by itself (`identity.py`).
+
+Not seen: hooks and functions that somebody hung onto a model. Give such a model another folder.
+
+Cost: every weight is read once, on its own device, without a copy of the model. One core of an AMD EPYC reads 3 GB/s,
+so 8 billion parameters in bfloat16 take 5 s on one core, and less than loading them on several. (SHA-256 alone reads
+0.9 GB/s there, and would have to copy what is on a GPU.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from itertools import repeat
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
+
+__all__ = ["model_digest"]
+
+WORDS_PER_ROW = 2**17  # 1 MiB: rows and multipliers stay in a CPU's cache
+ROWS_AT_ONCE = 64  # on a GPU
+
+_NOT_IN_CONFIGS = frozenset(
+    # where it came from
+    {"_name_or_path", "_commit_hash", "_auto_class", "auto_map", "transformers_version", "architectures"}
+    # every tensor has its own, and every module its class
+    | {"dtype", "torch_dtype", "_post_init_done"}
+)
+_NOT_IN_MODULES = frozenset(
+    # where it came from, and where it is
+    {"name_or_path", "hf_device_map", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit", "model_tags"}
+    # which warnings were given
+    | {"warnings_issued"}
+)
+_LEFT_BEHIND = re.compile(r"(?!.*original).*inv_freq|.*max_seq_len_cached")
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children and hooks
+
+
+def model_digest(model: nn.Module) -> str:
+    """A digest of a model's configs, and of its modules with their settings, parameters and buffers.
+
+    Args:
+        model: a transformers model with its weights, in any dtype, quantised or not, on any devices or offloaded.
+
+    Returns:
+        64 hexadecimal digits. Live patches of this package do not count.
+    """
+    digest = _Digest()
+    with torch.no_grad():
+        _add_configs(digest, model)
+        for name, module in _modules(model):
+            _add_module(digest, name, module)
+    return digest.hexdigest()
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module with its name, parents first, those in the slots as they were before a patch."""
+    modules: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if isinstance(module, PatchedSlot):
+            module = module.replaced
+        if id(module) not in modules:
+            modules[id(module)] = name, module
+            waiting += [(f"{name}.{attribute}", child) for attribute, child in module.named_children()][::-1]
+    return list(modules.values())
+
+
+def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
+    """Add a module's class, settings, parameters and buffers, those that are not saved included.
+
+    Not what the last input left behind in a rotary module of transformers whose frequencies follow the input.
+    """
+    follows_the_input = any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
+    kind = type(module)
+    digest.add({f"module {name}": f"{kind.__module__}.{kind.__qualname__}"})
+    with _on_device(module):
+        tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        settings = {k: v for k, v in vars(module).items() if k not in _OF_TORCH and k not in _NOT_IN_MODULES}
+        values = sorted((tensors | settings).items())
+        digest.add({k: v for k, v in values if not (follows_the_input and _LEFT_BEHIND.fullmatch(k))})
+
+
+@contextmanager
+def _on_device(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that accelerate keeps in main memory or on disk are there."""
+    if all(parameter.device.type != "meta" for parameter in module.parameters(recurse=False)):
+        yield
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        yield
+
+
+def _add_configs(digest: _Digest, model: nn.Module) -> None:
+    """Add every config that a module of the model holds: of a patched one the original, with what its user changed."""
+    swaps = {id(swap.patched): swap for slot in patched_slots(model) for swap in slot.state.configs}
+    changed: dict[int, dict[str, Any]] = {}
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if not hasattr(config, "model_type"):
+            continue
+        if (swap := swaps.get(id(config))) is not None:
+            config = swap.original
+            changed[id(config)] = {
+                key: value
+                for key, value in vars(swap.patched).items()
+                if not hasattr(value, "model_type") and (key not in swap.written or swap.written[key] != value)
+            }
+        configs.setdefault(id(config), config)
+
+    def settings(config: Any) -> dict[str, Any]:
+        values = vars(config) | changed.get(id(config), {})
+        return {key: inner(value) for key, value in values.items() if key not in _NOT_IN_CONFIGS}
+
+    def inner(value: Any) -> Any:
+        if hasattr(value, "model_type"):
+            return settings(value)
+        if isinstance(value, Mapping):
+            return {key: inner(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [inner(each) for each in value]
+        return value.to_dict() if hasattr(value, "to_dict") else value  # of a quantisation
+
+    written: list[dict[str, Any]] = []  # copies of one config count once, wherever a model keeps them
+    for config in configs.values():
+        if (values := settings(config)) not in written:
+            written.append(values)
+            digest.add({"config": values})
+
+
+class _Digest:
+    """A SHA-256 of names and values; of a tensor two sums per row of its bits are what goes in.
+
+    A row's words x_i (64 bits each) make sum(a_i x_i) and sum(b_i (x_i >> 32)) modulo 2**64, a and b fixed odd random
+    numbers: the multilinear hash of Lemire and Kaser (arXiv 1202.4961), which tells positions apart. One changed word
+    always changes the first sum. Two tensors that differ in any other way agree with a probability near 2**-32: the
+    first sum hardly sees the highest bits of a word, for which there is the second.
+    """
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+        self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._multipliers: dict[torch.device, Tensor] = {}
+
+    def hexdigest(self) -> str:
+        return self._sha.hexdigest()
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add named values; objects other than tensors, numbers, texts and collections of these are passed over."""
+        for part in self._parts(values.items()):
+            data = part.encode("utf-8", "surrogatepass")
+            self._sha.update(f"{len(data)}:".encode() + data)
+
+    def _parts(self, values: Iterable[tuple[str, Any]]) -> list[str]:
+        """Names and values as texts, in turn; a collection stands between brackets that carry its name."""
+        parts: list[str] = []
+        for name, value in values:
+            match value:
+                case Tensor():
+                    if value not in self._of_tensor:  # tied weights are read once
+                        self._of_tensor[value] = self._tensor(value)
+                    parts += name, self._of_tensor[value]
+                case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
+                    parts += name, repr(value)
+                case Mapping():
+                    inner = sorted(zip(map(repr, value), value.values(), strict=True), key=itemgetter(0))
+                    parts += name, "{", *self._parts(inner), name, "}"
+                case list() | tuple():
+                    parts += name, "[", *self._parts(zip(repeat(""), value)), name, "]"
+                case set() | frozenset():
+                    parts += name, repr(sorted(map(repr, value)))
+        return parts
+
+    def _tensor(self, tensor: Tensor) -> str:
+        inner = _Digest()
+        inner._multipliers = self._multipliers
+        inner.add({"shape": [str(tensor.dtype), *tensor.shape]})
+        if "quant_state" in vars(tensor):  # what a quantised parameter carries beside its codes
+            inner.add({"quant_state": vars(tensor.quant_state)})  # type: ignore[attr-defined]
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            inner.add({"context": context} | {name: getattr(tensor, name) for name in names})
+        elif tensor.numel() and tensor.device.type != "meta":
+            inner._add_bits(tensor.detach())
+        return inner.hexdigest()
+
+    def _add_bits(self, tensor: Tensor) -> None:
+        if tensor.is_quantized:
+            tensor = tensor.dequantize()
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        rows = ROWS_AT_ONCE if data.is_cuda else 1
+        sums = [
+            part
+            for piece in torch.split(data, 8 * WORDS_PER_ROW * rows)
+            for part in self._row_sums(piece if data.is_cuda else piece.cpu())
+        ]
+        self._sha.update(torch.cat(sums).cpu().numpy().tobytes())
+
+    def _row_sums(self, piece: Tensor) -> list[Tensor]:
+        """The two sums of each row of some bytes, (rows,) int64 each."""
+        if over := len(piece) % 8:
+            piece = torch.cat([piece, piece.new_zeros(8 - over)])
+        if piece.storage_offset() % 8:  # a slice of a larger tensor
+            piece = piece.clone()
+        words = piece.view(torch.int64)
+        if len(words) > WORDS_PER_ROW and (rest := len(words) % WORDS_PER_ROW):
+            return [*self._row_sums(piece[: -8 * rest]), *self._row_sums(piece[-8 * rest :])]
+        words = words.view(-1, min(len(words), WORDS_PER_ROW))
+        low, high = self._multipliers_on(words.device)[:, : words.shape[1]]
+        return [(words * low).sum(-1), ((words >> 32) * high).sum(-1)]
+
+    def _multipliers_on(self, device: torch.device) -> Tensor:
+        """(2, WORDS_PER_ROW) int64, odd; the same everywhere."""
+        if device not in self._multipliers:
+            draws = torch.Generator().manual_seed(0)
+            numbers = torch.randint(-(2**63), 2**63 - 1, (2, WORDS_PER_ROW), generator=draws, device="cpu")
+            self._multipliers[device] = (numbers | 1).to(device)
+        return self._multipliers[device]

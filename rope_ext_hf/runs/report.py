@@ -1,0 +1,126 @@
+"""A run's files for people: results.json, results.csv, a picture, and one self-contained HTML page.
+
+    write_files(read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e"))
+
+The page fetches nothing. A folder may come from somebody else: files are replaced, never written through a link, and
+linked pictures are not embedded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.errors import FileError, one_line
+from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.pictures.html_page import (
+    MAX_PICTURE_BYTES,
+    commands_section,
+    embedded_picture,
+    html_page,
+    html_table,
+    paragraph,
+    provenance,
+)
+from rope_ext_hf.runs.commands import read_commands
+from rope_ext_hf.runs.journal import plain_files, read_plain
+from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.labels import method_key
+
+__all__ = ["write_files"]
+
+
+@dataclass(frozen=True)
+class Files:
+    """What `write_files` wrote: JSON, CSV, the HTML page, and the picture (None: there is none)."""
+
+    json: Path
+    csv: Path
+    page: Path
+    picture: Path | None
+
+
+def write_files(run: Run[Any]) -> Files:
+    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all.
+
+    A picture that cannot be drawn costs the picture only: a warning says why.
+
+    Raises:
+        FileError: anything the disk refuses.
+        ValueError: the run was measured without files.
+    """
+    results = _write(run.folder / "results.json", json_text(run.to_dict()) + "\n")
+    table = _write(run.folder / "results.csv", _csv(run))
+    picture = _draw(run, run.folder / f"{run.kind.name}.png")
+    page = _write(run.folder / "report.html", _page(run))
+    return Files(results, table, page, picture)
+
+
+def _csv(run: Run[Any]) -> str:
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, run.columns)
+    table.writeheader()
+    table.writerows(run.rows())
+    return text.getvalue()
+
+
+def _write(path: Path, text: str) -> Path:
+    with atomic_file(path) as part:
+        part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+    return path
+
+
+def _draw(run: Run[Any], path: Path) -> Path | None:
+    """The picture's path; None where there is nothing to draw, or no way to."""
+    if not run.results or not run.kind.has_picture:
+        return None
+    try:
+        with warnings.catch_warnings(), atomic_file(path) as part:
+            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+            run.kind.draw(run, part, run.title)
+    except ImportError:
+        return None
+    except FileError:
+        raise
+    except Exception as error:  # matplotlib raises anything on what it cannot draw
+        warnings.warn(f"the picture {path.name} could not be drawn: {one_line(error)}", stacklevel=3)
+        return None
+    return path
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _page(run: Run[Any]) -> str:
+    settings, kind = run.settings, run.kind
+    others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
+    versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
+    speed = kind.speed(run)
+    by = f"by {settings['engine']} on" if "engine" in settings else "on"
+    summary = (
+        f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}. "
+        f"{len(settings['items'])} {kind.items}. Read {by} {settings['device']}{speed and f' at {speed}'}. {versions}."
+    )
+    table = run.table(detailed=True)
+    methods = list({method_key(result.method): result.method for result in run.results}.values())
+    return html_page(
+        run.title,
+        str(run.conclusion) if run.results else "Nothing is finished yet.",
+        kind.chart(run),
+        *(_embedded(path) for path in others),
+        "" if table is None else html_table(table),
+        paragraph(summary),
+        commands_section("To repeat or continue it", read_commands(run.folder)),
+        provenance("Everything these numbers depend on", settings | {"methods": methods}),
+    )
+
+
+def _embedded(path: Path) -> str:
+    try:
+        return embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES))
+    except FileError:
+        return ""

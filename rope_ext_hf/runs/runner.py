@@ -1,0 +1,330 @@
+"""The one loop of every measurement: methods x items x cells, in memory or in a run's folder.
+
+    plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
+    run = measure(model, plan, out="rope-ext-results")
+
+A run's folder is named after everything that its numbers depend on (model, patches, text, protocol, code: see
+`identity.py`), so that a changed setting starts another run. Each finished piece of work is one line of the folder's
+journal, on disk before it is reported; the same call continues after the last whole line. Tables, pictures and pages
+are made from the folder alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rope_ext_hf.errors import FileError, MethodError
+from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
+from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.patching import patched, patched_method
+from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.runs.folder import SETTINGS, check_settings, read_run, results_from_records
+from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
+from rope_ext_hf.runs.journal import (
+    Cell,
+    Record,
+    agree_on_chunks,
+    exclusive,
+    open_journal,
+    read_plain,
+    read_records,
+    replace_chunks,
+)
+from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
+from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.workers import Workers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.methods.base import RopeMethod
+
+__all__ = ["Progress", "ProgressBar", "measure", "progress_of_tokens"]
+
+
+class Progress:
+    """What a run reports while it goes on.
+
+    Args:
+        call: called with the method's label and the tokens read, after each pass.
+    """
+
+    def __init__(self, call: Callable[[str, int], object] | None = None) -> None:
+        self._call = call
+
+    def started(self, folder: Path, done: int, units: int) -> None:
+        """The run's folder is there, with so many of so many values."""
+
+    def reading(self, how: str) -> None:
+        """The first pass begins; `how` is `TokenScorer.reading`."""
+
+    def passed(self, method: str, tokens: int) -> None:
+        """A pass of so many tokens has ended, with the method of this label."""
+        if self._call is not None:
+            self._call(method, tokens)
+
+    def close(self) -> None:
+        """The run is complete, or was stopped."""
+
+
+class ProgressBar(Progress):
+    """A bar of tqdm: in a notebook a widget, elsewhere a line on standard error."""
+
+    def __init__(self, plan: RunPlan[Any]) -> None:
+        from tqdm.auto import tqdm
+
+        super().__init__()
+        self._bar = tqdm(
+            total=sum(plan.measurement.passes) * max(1, len(plan.methods)), unit=" tokens", unit_scale=True
+        )
+
+    def started(self, folder: Path, done: int, units: int) -> None:
+        self._bar.n = self._bar.initial = round(self._bar.total * done / max(1, units))
+        self._bar.refresh()
+
+    def passed(self, method: str, tokens: int) -> None:
+        self._bar.set_description(method, refresh=False)
+        self._bar.update(tokens)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A plan on a model.
+
+    Attributes:
+        basis: what the methods are applied to.
+        loaded: the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
+        methods: each with its `to_dict`, by its key, in the order in which they are measured.
+    """
+
+    model: PreTrainedModel
+    plan: RunPlan[Any]
+    basis: Basis
+    loaded: dict[str, Any] | None
+    methods: dict[str, tuple[RopeMethod | None, dict[str, Any] | None]]
+
+    @classmethod
+    def from_plan(cls, model: PreTrainedModel, plan: RunPlan[Any]) -> _Job:
+        present = patched_method(model)
+        methods = plan.methods or (present,)
+        loaded = present.to_dict() if present is not None and None in methods else None
+        basis = find_basis(model, methods, plan.over, plan.context_length)
+        saved = [(method, loaded if method is None else method.to_dict()) for method in methods]
+        job = cls(model, plan, basis, loaded, {method_key(each[1]): each for each in saved})
+        changed = loaded is not None and job.methods[method_key(loaded)][0] is not None
+        if changed and basis != Basis.from_specs(present_specs(model)):
+            raise MethodError(
+                f"{label(loaded)} is what the model runs as loaded; to measure it with another over or context_length, "
+                "give the model without its patch"
+            )
+        return job
+
+    def settings(self, *, in_folder: bool) -> dict[str, Any]:
+        """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
+        measurement, layout = self.plan.measurement, self.plan.measurement.layout
+        settings = (
+            provenance(self.model, self.plan.data)
+            | self.plan.reader
+            | {
+                "kind": measurement.kind,
+                "text": measurement.fingerprint(),
+                "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints().items()},
+                "loaded": self.loaded,
+                "setting": asdict(measurement.setting),
+                "items": list(layout.items),
+                "cells": [list(cell) for cell in layout.counts],
+                "per_cell": list(layout.counts.values()),
+                "tokens": sum(measurement.passes),
+            }
+        )
+        methods, over = [method for method, _ in self.methods.values()], self.plan.over
+        settings |= {"over": over, "basis": self.basis.to_dict()}
+        settings |= model_key(self.model, methods, self.basis, over) if in_folder else {}
+        return settings | {"context_length": self.basis.rotary.context_length}
+
+    def scorer(self) -> TokenScorer:
+        plan = self.plan
+        longest = max(plan.measurement.passes, default=1)
+        options: dict[str, Any] = {"chunk": plan.chunk, "offload_cache": plan.offload_cache, "longest": longest}
+        scorer: TokenScorer = (plan.scorer or TokenScorer)(self.model, **options)
+        return scorer
+
+    def score(
+        self,
+        scorer: TokenScorer,
+        items: Sequence[int],
+        done: AbstractSet[tuple[str, int, Cell]],
+        write: Callable[[Record], object],
+        progress: Progress,
+    ) -> None:
+        """Score some items with every method, without the units that are done."""
+        measurement = self.plan.measurement
+        for key, (method, saved) in self.methods.items():
+            report = partial(progress.passed, label(saved))
+            with self._applied(method):
+                for item in items:
+                    if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
+                        for cell, value, cost in measurement.measure(scorer, item, left, report):
+                            write(Record(saved, item, cell, value, cost))
+
+    def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
+        """The model under a method; one that it has already, on the same basis, is not patched in a second time."""
+        specs = present_specs(self.model)
+        present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
+        if method is None or present:
+            return nullcontext()
+        return patched(self.model, method, over=self.plan.over, context_length=self.plan.context_length)
+
+
+def progress_of_tokens(given: Callable[[int], object] | bool | None, plan: RunPlan[Any]) -> Progress:
+    """The progress that `perplexity` and `passkey` take: called with the tokens of each pass, or True for a bar."""
+    if given is True:
+        return ProgressBar(plan)
+    return Progress((lambda _, tokens: given(tokens)) if given else None)
+
+
+def measure(
+    model: PreTrainedModel,
+    plan: RunPlan[Any],
+    *,
+    out: str | Path | None = None,
+    workers: Workers | None = None,
+    progress: Progress | None = None,
+) -> Run[Any]:
+    """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
+
+    Args:
+        model: the model with its weights; it is measured in eval mode, and its modules have their own modes afterwards.
+        plan: what is measured.
+        out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
+        workers: the processes that share the run; default: this one alone.
+        progress: told what happens.
+
+    Returns:
+        The run, with the results of these methods; complete where the workers waited for each other.
+
+    Raises:
+        FileError: another process is writing this run, the folder is damaged, or the disk refuses.
+        MethodError: one of the workers has another text, model, method or protocol.
+        RopeExtError: one of the workers has ended.
+    """
+    workers = workers or Workers()
+    measurement = plan.measurement
+    with closing(progress or Progress()) as shown, evaluating(model):
+        job = _Job.from_plan(model, plan)
+        settings = job.settings(in_folder=out is not None)
+        if out is None:
+            scorer, records = job.scorer(), list[Record]()
+            shown.reading(scorer.reading)
+            job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
+            kind = run_kind(measurement.kind)
+            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
+        settings = check_settings(json.loads(json.dumps(settings)))
+        workers.agree(_in_words(settings, job))
+        folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder, workers.rank):
+            if workers.rank == 0:
+                _write_settings(folder, settings)
+            with disk_errors(folder):
+                workers.agree({"the folder of --out": str(folder.stat().st_ino)})  # its number is the same everywhere
+            _write_settings(folder, settings)
+            _add_to_folder(job, folder, workers, shown)
+            workers.agree()
+            run = read_run(folder)
+            if workers.rank == 0:
+                write_files(run)
+    return run.select([saved for _, saved in job.methods.values()])
+
+
+def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
+    """Score what a run's folder lacks of this process's items, each value a line of the journal."""
+    measurement, fixed = job.plan.measurement, job.plan.chunk is not None
+    records = read_records(folder, measurement.layout, run_kind(measurement.kind).parse)
+    done = {(method_key(record.method), record.item, record.cell) for record in records}
+    if workers.together:  # also: nobody writes before all have read
+        workers.agree({"what was measured before": _short(sorted(done))})
+    items = workers.share(len(measurement.items))
+    units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
+    progress.started(folder, sum(unit in done for unit in units), len(units))
+    scorer = job.scorer()
+    if not fixed:
+        scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+    agreed = scorer.chunk, scorer.head_bytes
+    progress.reading(scorer.reading)
+    with open_journal(folder, workers.rank) as write:
+
+        def add(record: Record) -> None:
+            nonlocal agreed
+            if not fixed and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
+                agreed = sizes  # the scorer ran out of memory, and went on with less
+                replace_chunks(folder, *agreed)
+            if workers.rank == 0 or not workers.together:
+                write(record)
+            workers.check()
+
+        job.score(scorer, items, done, add, progress)
+
+
+def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Write run.json, or check that it is this run's."""
+    path = folder / SETTINGS
+    if os.path.lexists(path):
+        try:
+            if _key(parse_json_object(read_plain(path))) == _key(settings):
+                return
+        except (ValueError, RecursionError):
+            pass
+        raise FileError(f"{str(path)!r} describes another run or is damaged; move {str(folder)!r} away")
+    with atomic_file(path) as part:
+        part.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def _key(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the numbers depend on: all but where the model was loaded from."""
+    return {name: value for name, value in settings.items() if name != "model"}
+
+
+_WORDS = {
+    **dict.fromkeys(("weights", "parameters", "patches", "of_patch", "loaded"), "the model"),
+    **dict.fromkeys(("basis", "context_length"), "what the methods extend"),
+    **dict.fromkeys(("text", "items", "cell_texts"), "the text"),
+    **dict.fromkeys(("setting", "per_cell", "tokens"), "the protocol"),
+    **{"cells": "the lengths", "kind": "the kind of measurement", "code": "the source of the packages"},
+    **{"data": "the name of the text", "parallel": "--parallel", "over": "--over"},
+}
+"""What settings of a run are called in a message."""
+
+
+def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
+    """What all processes of a run must have in common, by what it is called, long values as digests."""
+    values: dict[str, list[Any]] = {}
+    for name, value in _key(settings).items():
+        values.setdefault(_WORDS.get(name, name), []).append(value)
+    values["the methods"] = [[label(saved), saved] for _, saved in job.methods.values()]
+    values["--chunk"], values["--offload-cache"] = [job.plan.chunk], [job.plan.offload_cache]
+    return {name: _short(each[0] if len(each) == 1 else each) for name, each in values.items()}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text.strip('"') if len(text) < 40 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(_key(settings), sort_keys=True).encode()).hexdigest()[:10]

@@ -1,0 +1,55 @@
+"""What the tables of results have in common, for a terminal and for a page.
+
+Names come from files and models and may hold anything: they go into tables as text, never as markup, with control
+characters escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from rope_ext_hf.errors import multiple_text
+from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.labels import MethodResult, labels, method_key
+
+__all__ = ["BEYOND", "beyond_mark", "by_method", "length_table"]
+
+R = TypeVar("R", bound=MethodResult)
+
+
+def by_method(results: Sequence[R]) -> dict[str, list[R]]:
+    """Results by the label of their method, in the order they came."""
+    names = labels(result.method for result in results)
+    rows: dict[str, list[R]] = {name: [] for name in names.values()}
+    for result in results:
+        rows[names[method_key(result.method)]].append(result)
+    return rows
+
+
+BEYOND = "\u2020"
+"""The mark of a value at a length beyond the one that the model is for under its method."""
+
+
+def beyond_mark(run: Run[Any], result: Any) -> str:
+    """The mark of a result, or a blank where the other results of the run have it; empty where none has."""
+    if run.beyond(result):
+        return BEYOND
+    return " " if run.any_beyond else ""
+
+
+def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
+    """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
+    if run.any_beyond:
+        caption += f"; {BEYOND} longer than the model is for under the method"
+    table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if index else "left", overflow="fold")
+    for length in sorted({result.length for result in run.results}):
+        head = f"{length:,}\n{multiple_text(length, run.context_length)}"
+        table.add_column(head, justify="right", overflow="fold")
+    return table

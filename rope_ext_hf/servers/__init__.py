@@ -1,0 +1,1 @@
+"""Whether a running server computes what was measured, and vLLM as a reader."""

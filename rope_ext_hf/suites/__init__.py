@@ -1,0 +1,1 @@
+"""What a long prompt asks; nothing here knows a model."""

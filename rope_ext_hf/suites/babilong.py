@@ -1,0 +1,201 @@
+"""BABILong: bAbI's facts among the sentences of any text (Kuratov et al. 2024, arXiv 2406.10149).
+
+qa1 to qa5 of bAbI (Weston et al. 2015, arXiv 1502.05698): where somebody is, where a thing is, where it was before,
+what lies in a direction of a room, who gave what to whom. The facts are made by a small world of people, things and
+rooms, and not taken from bAbI's files; the wordings around them, and how an answer is scored, are those of BABILong.
+The haystack gives the sentences between them. The answer is begun with "Answer:", which BABILong leaves to the model.
+No package beside this one is needed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__: list[str] = []
+
+WORDINGS = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
+PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
+BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
+
+PEOPLE = ("Daniel", "John", "Mary", "Sandra")
+GIVERS = ("Bill", "Fred", "Jeff", "Mary")
+ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+THINGS = ("apple", "football", "milk")
+GOES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
+TAKES = ("got the {} there", "grabbed the {} there", "picked up the {} there", "took the {} there")
+DROPS = ("dropped the {}", "discarded the {}", "left the {}", "put down the {}")
+GIVES = ("gave the {} to {}", "handed the {} to {}", "passed the {} to {}")
+OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
+
+
+class Story(NamedTuple):
+    """Facts in order, a question, its answer, and the words that answers of the task are among."""
+
+    facts: list[str]
+    question: str
+    answer: str
+    labels: tuple[str, ...]
+
+
+@register_suite
+class BabiLong(Suite):
+    """qa1 to qa5; an answer is right where it names the right word of the task, and no other."""
+
+    name = "babilong"
+    tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
+
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        parts = (part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", wanted.haystack))
+        sentences = [part for part in parts if len(part) >= 10]
+        if not sentences:
+            raise MethodError("the haystack of babilong has no sentence of ten characters; give another text")
+
+        def sample(index: int, noise: int) -> Sample:
+            rng = random.Random(f"{task} {wanted.seed} {index}")
+            return _sample(task, wanted.tokenizer, rng, sentences, noise)
+
+        return fill(task, wanted, sample, 0, 40)
+
+    @staticmethod
+    def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
+        """Whether the first sentence has the right word and none of the others (BABILong's `compare_answers`)."""
+        first = re.split(r"\.|<context>|<example>", answer.lower())[0]
+        return float(references[0].lower() in first and not any(other.lower() in first for other in others))
+
+
+def _sample(
+    task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, sentences: Sequence[str], noise: int
+) -> Sample:
+    story = STORIES[task](rng)
+    start = rng.randrange(len(sentences))
+    lines = [sentences[(start + i) % len(sentences)] for i in range(noise)]
+    places = sorted(rng.random() for _ in story.facts)
+    for fact, place in reversed(list(zip(story.facts, places, strict=True))):
+        lines.insert(int(place * (noise + 1)), fact)
+    prompt = PROMPT.format(context=" ".join(lines), question=story.question, **_wording(task))
+    # A word of the question is never the answer.
+    others = tuple(x for x in story.labels if x != story.answer and x.lower() not in story.question.lower())
+    length = count_tokens(tokenizer, prompt + "\nAnswer:") + BUDGET
+    return Sample(prompt, "\nAnswer:", (story.answer,), BUDGET, length, others)
+
+
+def _wording(task: str) -> dict[str, str]:
+    return {key: text.strip() for key, text in WORDINGS[task].items()}
+
+
+def _goes(rng: random.Random, who: str, room: str) -> str:
+    return f"{who} {rng.choice(GOES)} the {room}."
+
+
+def _where_is_somebody(rng: random.Random) -> Story:
+    facts, rooms = [], dict[str, str]()
+    for _ in range(rng.randint(2, 10)):
+        who = rng.choice(PEOPLE)
+        rooms[who] = rng.choice([room for room in ROOMS if room != rooms.get(who)])
+        facts.append(_goes(rng, who, rooms[who]))
+    who = rng.choice(list(rooms))
+    return Story(facts, f"Where is {who}?", rooms[who], ROOMS)
+
+
+def _carried(rng: random.Random, steps: int) -> tuple[list[str], dict[str, list[str]]]:
+    """People who walk, take and drop things: the facts, and the rooms that each thing was in, the last one last."""
+    facts, rooms, holder, seen = [], dict[str, str](), dict[str, str](), dict[str, list[str]]()
+    for _ in range(steps):
+        who = rng.choice(PEOPLE)
+        held = [thing for thing, by in holder.items() if by == who]
+        lying = [x for x in THINGS if x not in holder and (x not in seen or seen[x][-1] == rooms.get(who))]
+        act = rng.random()
+        if who in rooms and lying and act < 0.35:
+            thing = rng.choice(lying)
+            holder[thing] = who
+            facts.append(f"{who} {rng.choice(TAKES).format(thing)}.")
+            if thing not in seen:
+                seen[thing] = [rooms[who]]
+        elif held and act < 0.5:
+            thing = rng.choice(held)
+            del holder[thing]
+            facts.append(f"{who} {rng.choice(DROPS).format(thing)}.")
+        else:
+            rooms[who] = rng.choice([room for room in ROOMS if room != rooms.get(who)])
+            facts.append(_goes(rng, who, rooms[who]))
+            for thing in held:
+                seen[thing].append(rooms[who])
+    return facts, seen
+
+
+def _where_is_a_thing(rng: random.Random) -> Story:
+    while True:
+        facts, seen = _carried(rng, rng.randint(4, 16))
+        if seen:
+            thing = rng.choice(list(seen))
+            return Story(facts, f"Where is the {thing}?", seen[thing][-1], ROOMS)
+
+
+def _where_was_a_thing(rng: random.Random) -> Story:
+    while True:
+        facts, seen = _carried(rng, rng.randint(8, 32))
+        moved = [thing for thing, rooms in seen.items() if len(rooms) > 1]
+        if moved:
+            thing = rng.choice(moved)
+            before, last = seen[thing][-2:]
+            return Story(facts, f"Where was the {thing} before the {last}?", before, ROOMS)
+
+
+def _what_lies_there(rng: random.Random) -> Story:
+    first, middle, last = rng.sample(ROOMS, 3)
+    one = rng.choice(list(OPPOSITE))
+    other = rng.choice([way for way in OPPOSITE if way != OPPOSITE[one]])  # else two rooms lie on one side
+    facts = [f"The {first} is {one} of the {middle}.", f"The {middle} is {other} of the {last}."]
+    rng.shuffle(facts)
+    asked = [(f"What is {one} of the {middle}?", first), (f"What is the {middle} {other} of?", last)]
+    question, answer = rng.choice(asked)
+    return Story(facts, question, answer, ROOMS)
+
+
+def _who_gave_what(rng: random.Random) -> Story:
+    facts, holder, given = list[str](), dict[str, str](), list[tuple[str, str, str]]()
+    while not given or len(facts) < 4 or (len(facts) < 20 and rng.random() < 0.8):
+        who, act = rng.choice(GIVERS), rng.random()
+        held = [thing for thing, by in holder.items() if by == who]
+        free = [thing for thing in THINGS if thing not in holder]
+        if held and act < 0.5:
+            thing, whom = rng.choice(held), rng.choice([other for other in GIVERS if other != who])
+            holder[thing] = whom
+            given.append((who, thing, whom))
+            facts.append(f"{who} {rng.choice(GIVES).format(thing, whom)}.")
+        elif free and act < 0.75:
+            holder[free[0]] = who
+            facts.append(f"{who} {rng.choice(TAKES).format(free[0])}.")
+        else:
+            facts.append(_goes(rng, who, rng.choice(ROOMS)))
+    who, thing, whom = given[-1]
+    question, answer = rng.choice(
+        [
+            (f"What did {who} give to {whom}?", thing),
+            (f"Who gave the {thing} to {whom}?", who),
+            (f"Who gave the {thing}?", who),
+            (f"Who received the {thing}?", whom),
+            (f"Who did {who} give the {thing} to?", whom),
+        ]
+    )
+    return Story(facts, question, answer, (*GIVERS, *THINGS))
+
+
+STORIES: dict[str, Callable[[random.Random], Story]] = {
+    "qa1": _where_is_somebody,
+    "qa2": _where_is_a_thing,
+    "qa3": _where_was_a_thing,
+    "qa4": _what_lies_there,
+    "qa5": _who_gave_what,
+}

@@ -1,0 +1,258 @@
+"""Task suites: what a long prompt asks for, how much may be generated, and which answers are right.
+
+    ruler = suite("ruler")
+    ruler.samples("vt", tokenizer, length=4096, count=20, seed=42, haystack=text)
+
+A suite called json-kv is one file of this folder, json_kv.py, with a `Suite` under `register_suite`. Nothing
+outside that file names it. A suite makes its prompts from its seed and a text: no file is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from rope_ext_hf.errors import MethodError, did_you_mean, short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "PromptSettings",
+    "Sample",
+    "Suite",
+    "count_tokens",
+    "fill",
+    "largest_fitting",
+    "list_suites",
+    "register_suite",
+    "suite",
+    "suite_names",
+    "too_short",
+]
+
+S = TypeVar("S", bound="type[Suite]")
+
+
+_TRIED = 32  # times a length that is too short, where a longer one is looked for
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and its right answers.
+
+    Attributes:
+        prompt: what the model reads; with a chat template, the user's message.
+        prefix: how the answer begins, given to the model after the prompt.
+        references: strings that a right answer holds.
+        budget: tokens to generate at most.
+        length: tokens of prompt, prefix and budget together.
+        others: wrong answers, such as those that stand in the prompt, against which the first reference is ranked.
+        closed: whether it is ranked against no other answers.
+    """
+
+    prompt: str
+    prefix: str
+    references: tuple[str, ...]
+    budget: int
+    length: int
+    others: tuple[str, ...] = ()
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """What the prompts of a task are made with.
+
+    Attributes:
+        tokenizer: counts the tokens of prompts, without special tokens.
+        length: tokens of prompt and generation together, at most.
+        count: how many prompts.
+        seed: of names, values and places.
+        haystack: the text that facts are hidden in, of tasks that use one.
+        reserved: so many tokens of `length` are a chat template's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    count: int
+    seed: int
+    haystack: str
+    reserved: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of prompt and generation without the chat template."""
+        return self.length - self.reserved
+
+
+class Suite(ABC):
+    """Tasks that are measured and averaged together.
+
+    Attributes:
+        name: on the command line and in results.
+        tasks: their names, in the order in which they are shown.
+        seed: the default seed of its prompts.
+        score_by: "generate" or "rank", what is done where nothing else is asked for.
+    """
+
+    name: ClassVar[str]
+    tasks: ClassVar[tuple[str, ...]]
+    seed: ClassVar[int] = 0
+    score_by: ClassVar[str] = "generate"
+
+    def samples(self, task: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Sample]:
+        """Make the prompts of one task.
+
+        Args:
+            task: one of `tasks`.
+            tokenizer, **settings: fields of `PromptSettings`.
+
+        Raises:
+            ImportError: a package that the suite draws words from is not installed.
+            MethodError: the task does not fit into the length; the message has one that it fits into.
+        """
+        wanted = PromptSettings(tokenizer, **settings)
+        try:
+            return self.make(task, wanted)
+        except TooShortError as error:
+            least = self._least_length(task, wanted)
+            longer = f"ask for {least:,} tokens, or" if least else f"nor into {_TRIED} times as many tokens;"
+            raise MethodError(f"{error}; {longer} leave the task out with --tasks") from error
+
+    def _least_length(self, task: str, wanted: PromptSettings) -> int | None:
+        """The least length that these prompts fit into, to a sixteenth; None: none up to `_TRIED` times theirs."""
+
+        def fits(length: int) -> bool:
+            try:
+                return bool(self.make(task, replace(wanted, length=length)))
+            except MethodError:
+                return False
+
+        low = high = wanted.length
+        while not fits(high := 2 * high):
+            low = high
+            if high >= _TRIED * wanted.length:
+                return None
+        while high - low > high // 16:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
+
+    @abstractmethod
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        """What `samples` returns."""
+
+    @staticmethod
+    def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
+        """The share of references that an answer holds, in any case: RULER's `string_match_all`.
+
+        Args:
+            answer: what was generated.
+            references, others: of the sample.
+        """
+        return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Tokens of a text, without special tokens."""
+    return len(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+
+
+def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest size that a binary search from `low` to `high` tries and that fits; None where none does."""
+    best = None
+    while low <= high:
+        middle = (low + high) // 2
+        if fits(middle):
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def fill(
+    task: str, wanted: PromptSettings, sample: Callable[[int, int], Sample], smallest: int, step: int
+) -> list[Sample]:
+    """Prompts that fill their length.
+
+    Args:
+        sample: the prompt of an index and a size; a larger size is a longer prompt.
+        smallest: the least size of a prompt.
+        step: by how much larger a prompt is that tells how long one more of its parts is.
+
+    Raises:
+        MethodError: the smallest prompt does not fit.
+    """
+    made = []
+    for index in range(wanted.count):
+        of_size = partial(sample, index)
+        each = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
+        most = max(smallest, int(2 * wanted.room / each) + 1)
+        size = largest_fitting(smallest, most, partial(_fits, of_size, wanted.room))
+        if size is None:
+            raise too_short(task, wanted.length)
+        made.append(of_size(size))
+    return made
+
+
+def _fits(sample: Callable[[int], Sample], room: int, size: int) -> bool:
+    return sample(size).length <= room
+
+
+class TooShortError(MethodError):
+    """A length that the smallest prompt of a task does not fit into."""
+
+
+def too_short(task: str, length: int) -> TooShortError:
+    """The error of a task whose smallest prompt does not fit."""
+    return TooShortError(
+        f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its generation "
+        "budget do not fit"
+    )
+
+
+_SUITES: dict[str, Suite] = {}
+
+
+def register_suite(cls: S) -> S:
+    """Make a suite known by its name; a decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if cls.name in _SUITES:
+        raise ValueError(f"there is a suite called {cls.name!r} already")
+    _SUITES[cls.name] = cls()
+    return cls
+
+
+def suite_names() -> list[str]:
+    """The names of all suites, by those of their files, without loading them."""
+    files = {file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)])}
+    return sorted(name.replace("_", "-") for name in files - {"base", "statements"})
+
+
+def list_suites() -> dict[str, Suite]:
+    """Every suite by its name."""
+    for name in suite_names():
+        importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
+    return dict(sorted(_SUITES.items()))
+
+
+def suite(name: str) -> Suite:
+    """The suite of this name.
+
+    Raises:
+        MethodError: there is none; the message has the nearest name.
+    """
+    known = list_suites()
+    if name not in known:
+        raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,138 @@
+"""GraphWalks: sets of nodes of a directed graph, after OpenAI's data set (huggingface.co/datasets/openai/graphwalks).
+
+A prompt lists the edges of a random graph and asks for the parents of a node, or for the nodes at a depth of a
+breadth-first search. The graph has as many nodes as the length takes. The instructions follow the data set's card
+(MIT), with its correction of February 2026 (nodes at exactly the depth; a node is not its own parent); the graphs are
+made anew, four edges from every node, as in the published prompts. No package beside this one is needed.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__: list[str] = []
+
+EDGES = 4  # from every node
+DEPTHS = (1, 2, 3)
+SMALLEST = 8  # nodes
+ROOM = 32  # tokens that an answer may have beyond the right one
+
+PROMPT = """\
+You will be given a graph as a list of directed edges. All nodes are at least degree 1. You will also get a \
+description of an operation to perform on the graph.
+Your job is to execute the operation on the graph and return the set of nodes that the operation results in. If \
+asked for a breadth-first search (BFS), only return the nodes that are at exactly that depth, do not return the \
+starting node and do not return nodes at a smaller depth. If asked for the parents of a node, only return the nodes \
+that have an edge leading to the given node, do not return the given node itself.
+
+Here is an example:
+<begin example>
+The graph has the following edges:
+uvwx -> alke
+abcd -> uvwx
+abcd -> efgh
+efgh -> uvwx
+
+Example 1:
+Operation:
+Perform a BFS from node abcd with depth 1.
+Final Answer: [uvwx, efgh]
+
+Example 2:
+Operation:
+Perform a BFS from node alke with depth 1.
+Final Answer: []
+
+Example 3:
+Operation:
+Find the parents of node uvwx.
+Final Answer: [abcd, efgh]
+
+Example 4:
+Operation:
+Find the parents of node abcd.
+Final Answer: []
+<end example>
+
+Here is the graph to operate on:
+The graph has the following edges:
+{edges}
+
+Operation:
+{operation}
+
+You should immediately return the set of nodes that the operation results in, with no additional text. Return your \
+final answer as a list of nodes in the very last line of your response. For example, if the operation returns the \
+set of nodes [node1, node2, node3], your response should be:
+Final Answer: [node1, node2, node3]
+If the operation returns the empty set, your response should be:
+Final Answer: []
+"""
+
+
+@register_suite
+class GraphWalks(Suite):
+    """`bfs` and `parents`; an answer's score is the F1 of its set of nodes."""
+
+    name = "graphwalks"
+    tasks = ("bfs", "parents")
+
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        def sample(index: int, nodes: int) -> Sample:
+            return _sample(task, wanted.tokenizer, random.Random(f"{task} {wanted.seed} {index}"), nodes)
+
+        return fill(task, wanted, sample, SMALLEST, 2 * SMALLEST)
+
+    @staticmethod
+    def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
+        """F1 of the set in the last line of an answer, as lm-eval's graphwalks has it; 1 where both sets are empty."""
+        found, right = (_nodes(text) for text in (answer, references[0]))
+        if found is None or right is None:
+            return 0.0
+        if not found and not right:
+            return 1.0
+        return 2 * len(found & right) / (len(found) + len(right))
+
+
+def _nodes(text: str) -> set[str] | None:
+    """The nodes after "Final Answer:" in the last line, quotes left out; None where no such list stands there."""
+    listed = re.search(r"Final Answer:\s*\[(.*)\]", text.rstrip("\n").split("\n")[-1])
+    return None if listed is None else {node.strip().strip("'\"") for node in listed[1].split(",") if node.strip()}
+
+
+def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int) -> Sample:
+    nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
+    start, depth = rng.random(), rng.choice(DEPTHS)
+    reached = {node: rng.choices([other for other in nodes if other != node], k=EDGES) for node in nodes}
+    node = nodes[int(start * len(nodes))]
+    if task == "bfs":
+        operation, right = f"Perform a BFS from node {node} with depth {depth}.", at_depth(reached, node, depth)
+    else:
+        operation, right = f"Find the parents of node {node}.", parents(reached, node)
+    edges = "\n".join(f"{one} -> {other}" for one, others in reached.items() for other in others)
+    answer = f"Final Answer: [{', '.join(right)}]"
+    prompt = PROMPT.format(edges=edges, operation=operation)
+    budget = count_tokens(tokenizer, answer) + ROOM
+    return Sample(prompt, "", (answer,), budget, count_tokens(tokenizer, prompt) + budget)
+
+
+def at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
+    """The nodes whose shortest path from a node has so many edges, in the order in which they are found."""
+    seen, frontier = {start}, [start]
+    for _ in range(depth):
+        frontier = list(dict.fromkeys(other for node in frontier for other in reached[node] if other not in seen))
+        seen.update(frontier)
+    return frontier
+
+
+def parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
+    """The nodes with an edge to a node."""
+    return [one for one, others in reached.items() if node in others]

@@ -1,0 +1,59 @@
+"""One key of a long JSON object: after `json_kv` of HELMET (Yen et al. 2024, arXiv 2410.02694, MIT), made anew.
+
+Keys and values are random UUIDs, as in "Lost in the Middle" (Liu et al. 2023, arXiv 2307.03172). Two keys with their
+values stand before the question as examples. The object has as many keys as the length takes; the one asked for stands
+at a random place. The wording is HELMET's, but that the object has a heading and is named "above", where it stands. No
+package beside this one is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__: list[str] = []
+
+EXAMPLES = 2
+BUDGET = 100
+
+
+@register_suite
+class JsonKv(Suite):
+    """One task, `kv`: the value of a key."""
+
+    name = "json-kv"
+    tasks = ("kv",)
+
+    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+        def sample(index: int, keys: int) -> Sample:
+            return _sample(wanted.tokenizer, random.Random(f"{wanted.seed} {index}"), keys)
+
+        return fill(task, wanted, sample, EXAMPLES + 1, EXAMPLES + 1)
+
+
+def _sample(tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: int) -> Sample:
+    place = rng.random()
+    pairs = [(_uuid(rng), _uuid(rng)) for _ in range(keys)]
+    examples, (key, value), others = pairs[:EXAMPLES], pairs[EXAMPLES], pairs[EXAMPLES + 1 :]
+    listed = [*examples, *others]
+    rng.shuffle(listed)
+    listed.insert(int(place * keys), (key, value))
+    shown = "".join(f"Key: {name}\nCorresponding value: {it}\n\n" for name, it in examples)
+    prompt = (
+        f"JSON data:\n{json.dumps(dict(listed))}\n\n"
+        f"Extract the value corresponding to the specified key in the JSON object above.\n\n{shown}Key: {key}\n"
+    )
+    prefix = "Corresponding value:"
+    wrong = tuple(it for _, it in [*others, *examples])
+    return Sample(prompt, prefix, (value,), BUDGET, count_tokens(tokenizer, prompt + prefix) + BUDGET, wrong)
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

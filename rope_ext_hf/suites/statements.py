@@ -1,0 +1,297 @@
+"""Prompts that ask at their end for what was stated earlier in a long text.
+
+    question = ask(TASKS["key-value"], random.Random(0), keys=2)
+    question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
+    question.question          # "\\n# quill ="
+    question.answer            # " 51893"
+
+A task is what is asked and in which words; all tasks are data in `TASKS`, so a new one is a new entry. The bundled
+model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come from two
+disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tomllib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+
+__all__ = ["TASKS", "Question", "Task", "ask", "insert", "other_answers"]
+
+_WORDS = tomllib.loads(files("rope_ext_hf.suites").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
+
+
+def _listed(table: str, kind: str) -> tuple[str, ...]:
+    return tuple(str(_WORDS[table][kind]).split())
+
+
+TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
+HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
+VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
+CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
+"""What made-up words consist of."""
+LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
+
+Draw = Callable[[random.Random, bool], str]
+"""A random name or value, from what is held out if the second argument is true, else from what is trained on."""
+
+
+def _draw_split(make: Callable[[], str], held_out: bool) -> str:
+    """The first made text on the wanted side of the split; an eighth of all texts is held out."""
+    while True:
+        text = make()
+        if (zlib.crc32(text.encode()) % 8 == 0) == held_out:
+            return text
+
+
+def number(rng: random.Random, held_out: bool) -> str:
+    """Five digits; in training also other numbers of digits, so that none is learnt as the end of an answer."""
+    digits = 5 if held_out else rng.choice((3, 4, 5, 5, 5, 5, 6, 7))
+    return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)
+
+
+def word(rng: random.Random, held_out: bool) -> str:
+    """A word; in training mostly a made-up one, since words of a list would be learnt by heart and not copied."""
+    if held_out:
+        return rng.choice(HELD_OUT_WORDS)
+    if rng.random() < 0.35:
+        return rng.choice(TRAINING_WORDS)
+    while True:
+        syllables = range(rng.choice((1, 2, 2, 3)))
+        made = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice("  lnrst") for _ in syllables)
+        if len(made := made.replace(" ", "")) > 2 and made not in HELD_OUT_WORDS:
+            return made
+
+
+def words(rng: random.Random, held_out: bool) -> list[str]:
+    """Two different ones."""
+    return draw_distinct(lambda: word(rng, held_out), 2)
+
+
+def identifier(rng: random.Random, held_out: bool) -> str:
+    """One word or two."""
+    return "_".join(words(rng, held_out)[: rng.choice((1, 2))])
+
+
+def subject(rng: random.Random, held_out: bool) -> str:
+    """What a sentence begins with; in training sometimes shorter, so that more sentences fit into a prompt."""
+    return " ".join(["The", *words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
+
+
+def predicate(rng: random.Random, held_out: bool) -> str:
+    """The rest of a sentence: a verb and, in training not always, a noun."""
+    if held_out:
+        return f"{rng.choice(HELD_OUT_VERBS)} {word(rng, True)}"
+    verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else word(rng, False) + "s"
+    return verb if rng.random() < 0.25 else f"{verb} {word(rng, False)}"
+
+
+def code(rng: random.Random, held_out: bool) -> str:
+    """Eight letters and digits; in training six to ten."""
+    length = 8 if held_out else rng.randint(6, 10)
+    return _draw_split(lambda: "".join(rng.choices(LETTERS, k=length)), held_out)
+
+
+def code_prefix(rng: random.Random, held_out: bool) -> str:
+    """Four letters and digits."""
+    return _draw_split(lambda: "".join(rng.choices(LETTERS, k=4)), held_out)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a name and its value are stated, how they are asked for, and the answer.
+
+    Each is a format string with {name}, {NAME} in capitals, and {value}; the question has no {value}.
+    """
+
+    statement: str
+    question: str
+    answer: str = " {value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One kind of retrieval.
+
+    Attributes:
+        name, value: how they are drawn.
+        held_out: wordings for measurements, used in turn; the bundled model is not trained on them.
+        head: instructions before the filler.
+        filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
+            library.
+    """
+
+    name: Draw
+    value: Draw
+    held_out: tuple[Wording, ...]
+    head: str = ""
+    filler: str | None = None
+
+
+TASKS: dict[str, Task] = {
+    "key-value": Task(
+        name=identifier,
+        value=number,
+        held_out=(
+            Wording("\n# {name} = {value}\n", "\n# {name} ="),
+            Wording("\n| {name} | {value} |\n", "\n| {name} |"),
+        ),
+    ),
+    "assignment": Task(
+        name=identifier,
+        value=number,
+        held_out=(
+            Wording("\n{NAME} = 0x{value}\n", "\nassert {NAME} == 0x", "{value}"),
+            Wording("\n{name} := {value}\n", "\nreturn {name}  # ", "{value}"),
+        ),
+    ),
+    "quote": Task(
+        name=subject,
+        value=predicate,
+        held_out=(
+            Wording("\n'{name} {value}.'\n", "\n'{name}"),
+            Wording("\n-- {name} {value}!\n", "\n-- {name}"),
+        ),
+    ),
+    "copy": Task(
+        name=code_prefix,
+        value=code,
+        held_out=(
+            Wording("\n({name}{value})\n", "\n({name}", "{value}"),
+            Wording("\nkey={name}{value}\n", "\nkey={name}", "{value}"),
+        ),
+    ),
+    "needle": Task(
+        name=identifier,
+        value=number,
+        held_out=(
+            Wording(
+                "\nThe secret number of the {name} is {value}.\n",
+                "\nWhat is the secret number of the {name}? The secret number of the {name} is",
+            ),
+        ),
+    ),
+    "passkey": Task(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
+        name=identifier,
+        value=number,
+        head="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+        "I will quiz you about the important information there.\n",
+        filler="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
+        held_out=(
+            Wording(
+                "\nThe pass key is {value}. Remember it. {value} is the pass key.\n",
+                "\nWhat is the pass key? The pass key is",
+            ),
+        ),
+    ),
+}
+"""All tasks by name. A task whose wordings have no {name} has one key only."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Statements, the question about the first of them, and its answer.
+
+    Attributes:
+        statements: to be inserted into other text, the asked one first.
+        answers: to the statements, in their order; `answer` is the first.
+        questions: about the statements, in their order; `question` is the first.
+    """
+
+    head: str
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+    @classmethod
+    def from_values(cls, task: Task, wording: Wording, names: Sequence[str], values: Sequence[str]) -> Question:
+        pairs = [
+            {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
+        ]
+        return cls(
+            head=task.head,
+            statements=tuple(wording.statement.format(**pair) for pair in pairs),
+            questions=tuple(wording.question.format(**pair) for pair in pairs),
+            answers=tuple(wording.answer.format(**pair) for pair in pairs),
+        )
+
+    @property
+    def question(self) -> str:
+        return self.questions[0]
+
+    @property
+    def answer(self) -> str:
+        return self.answers[0]
+
+    def about(self, index: int) -> Question:
+        """The same statements, asked for the one of this index, which comes first."""
+
+        def first(texts: tuple[str, ...]) -> tuple[str, ...]:
+            return (texts[index], *texts[:index], *texts[index + 1 :])
+
+        return replace(
+            self,
+            statements=first(self.statements),
+            questions=first(self.questions),
+            answers=first(self.answers),
+        )
+
+
+def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> Question:
+    """Draw `keys` names with their values, and ask for the first.
+
+    Args:
+        wording: number of the wording, counted on from 0 after the last; default: a random one.
+
+    Raises:
+        ValueError: more keys than the task can tell apart.
+    """
+    wordings = task.held_out
+    chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
+    if keys > 1 and "{name}" not in chosen.question.lower():
+        raise ValueError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
+    names = draw_distinct(lambda: task.name(rng, True), keys)
+    return Question.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
+
+
+def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """So many different texts, in the order drawn."""
+    drawn: dict[str, None] = {}
+    for _ in range(100 * count):
+        drawn[draw()] = None
+        if len(drawn) == count:
+            return list(drawn)
+    raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
+
+
+def other_answers(task: Task, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same task.
+
+    After many of these, values that training draws: of long held-out ones there are few of one length.
+    """
+    yield from question.answers[1:]
+    answer = task.held_out[wording % len(task.held_out)].answer
+    for drawn in itertools.count():
+        yield answer.format(value=task.value(rng, drawn < 1000))
+
+
+def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
+    """Where `len(depths)` statements stand in `length` tokens of filler.
+
+    Args:
+        depths: shares of the filler that stand before each statement, 0 to 1.
+
+    Returns:
+        One triple per statement in the order of the text: its index, and from where to where filler stands before it.
+    """
+    at = 0
+    places = []
+    for index in sorted(range(len(depths)), key=depths.__getitem__):
+        stop = round(depths[index] * length)
+        places.append((index, at, stop))
+        at = stop
+    return places

@@ -1,0 +1,248 @@
+"""Reading texts token by token: every model class, in chunks where it can be, equal to its ordinary forward."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rope_ext_hf as rope
+from rope_ext_hf.reading import scorer as scorer_module
+from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.span_cache import SpanCache
+from tests.coverage import EQUAL, RESULT, measured
+from tests.support.every_model import Entry, build, data, entries, tiny
+from tests.support.models import build as build_family
+from tests.support.tiers import ALL
+
+IN_CHUNKS = [
+    "bailing_hybrid",
+    "bamba",
+    "beam",
+    "falcon_h1",
+    "gemma2",
+    "gemma3n_text",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "lfm3",
+    "llama4_text",
+    "olmo_hybrid",
+    "phimoe",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba2",
+    "zaya",
+]
+"""Linear attention, convolutions and Mamba, alone and beside attention; windows and chunks; layers of other sizes."""
+WHOLE = {
+    "deepseek_v32": "DynamicIndexedLayer",
+    "doge": "mask itself",
+    "falcon": "mask itself",
+    "minimax": "cache of its own",
+}
+"""Model types that are read whole, by words of the reason."""
+REFUSED = {"bert": "no rotary", "modernbert": "sees the tokens", "t5gemma": "token ids alone"}
+ROWS = {(row["model_type"], row["class"]): row for row in json.loads(RESULT.read_text(encoding="utf-8"))["rows"]}
+HYBRIDS = ["falcon_h1", "lfm2_moe", "qwen3_next"]
+
+
+def first_entry(model_type: str) -> Entry:
+    return next(entry for entry in entries() if entry.model_type == model_type)
+
+
+def tokens(count: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, 90, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
+    """(tokens - 1,), from one forward of the model."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_type", IN_CHUNKS)
+def test_a_class_is_read_in_chunks(of_type: str) -> None:
+    """Spans beyond every window, answers after a prompt, and prompts with a beginning in common."""
+    assert measured(tiny(of_type), first_entry(of_type)) == "in chunks"
+
+
+@pytest.mark.parametrize("of_type", WHOLE)
+def test_a_class_that_needs_more_is_read_whole_and_says_why(of_type: str) -> None:
+    how = measured(tiny(of_type), first_entry(of_type))
+    assert how.startswith("whole: ")
+    assert WHOLE[of_type] in how
+
+
+@pytest.mark.parametrize("of_type", REFUSED)
+def test_a_class_without_next_token_losses_is_refused(of_type: str) -> None:
+    masked = next(entry for entry in reversed(entries()) if entry.model_type == of_type)
+    with pytest.raises(rope.UnsupportedModelError, match=REFUSED[of_type]):
+        TokenScorer(build(masked))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # what classes of transformers say while they are built
+@pytest.mark.parametrize("entry", entries() if ALL else [], ids=lambda entry: f"{entry.model_type}-{entry.name}")
+def test_every_class_is_measured_as_recorded(entry: Entry) -> None:
+    row = ROWS[entry.model_type, entry.name]["measured"]
+    if entry.model_type in data()["not_measured"] or entry.model_type in data()["measured_as"]:
+        pytest.skip("transformers does not build it alone")
+    try:
+        how = measured(build(entry), entry)
+    except rope.RopeExtError:
+        assert not row["works"]
+    else:
+        assert row["works"]
+        assert (how == "in chunks") == ("because" not in row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "rerope"])
+@pytest.mark.parametrize("of_type", HYBRIDS)
+def test_patched_hybrids(of_type: str, method: str) -> None:
+    model = tiny(of_type)
+    params: dict[str, Any] = {"yarn": {"factor": 4}, "rerope": {"window": 32}}.get(method, {})
+    rope.patch(model, method, **params)
+    ids = tokens(200)
+    with rope.fixed_length(model, 200):
+        expected = ordinary_losses(model, ids)
+    scorer = TokenScorer(model, chunk=37)
+    assert scorer.chunked
+    torch.testing.assert_close(scorer.losses(ids, 1), expected, atol=EQUAL, rtol=0)
+    rope.unpatch(model)
+    torch.testing.assert_close(scorer.losses(ids, 1), ordinary_losses(model, ids), atol=EQUAL, rtol=0)
+
+
+def test_a_window_that_the_mask_alone_states() -> None:
+    """PhiMoE gives its attention no sliding_window; without the window the losses are others."""
+    model = tiny("phimoe", sliding_window=32)
+    ids = tokens(160)
+    expected = ordinary_losses(model, ids)
+    scorer = TokenScorer(model, chunk=37)
+    assert scorer.chunked
+    torch.testing.assert_close(scorer.losses(ids, 1), expected, atol=EQUAL, rtol=0)
+    wide = tiny("phimoe", sliding_window=1000)
+    assert (ordinary_losses(wide, ids) - expected).abs().max() > 0.01
+
+
+def test_a_window_in_the_keywords_alone_is_not_trusted() -> None:
+    """sdpa and eager attention follow the mask, flash attention the keyword: such a model is read whole."""
+    model = build_family("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, kwargs | {"sliding_window": 8}), with_kwargs=True
+        )
+    scorer = TokenScorer(model, chunk=37)
+    assert "its mask has the window None, its attention the window 8" in scorer.reading
+    ids = tokens(60)
+    torch.testing.assert_close(scorer.losses(ids, 1), ordinary_losses(model, ids), atol=EQUAL, rtol=0)
+
+
+def test_attention_with_additions_to_its_scores_is_read_whole() -> None:
+    model = build_family("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.zeros(1, 4, 1, 1)}), with_kwargs=True
+        )
+    assert TokenScorer(model).reading == "whole: its attention is given position_bias"
+
+
+def deep(layers: int, width: int, scale: float) -> Any:
+    """A narrow random Llama in bfloat16, its weights of a standard deviation of `scale`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=scale,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "width", "scale"), [(32, 256, 0.02), (32, 256, 0.12), (80, 64, 0.06)])
+def test_rounding_in_deep_bfloat16_models_is_no_reason_to_read_them_whole(
+    layers: int, width: int, scale: float
+) -> None:
+    scorer = TokenScorer(deep(layers, width, scale), chunk=64)
+    assert scorer.reading == "in chunks of 64 tokens"
+
+
+@pytest.mark.slow
+def test_logits_of_another_model_are_told_from_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 too: one layer of 32 that forgets what was before its chunk."""
+    model = deep(32, 256, 0.06)
+    update = SpanCache.update
+
+    def forget(self: Any, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        keys, values = update(self, key, value, layer, *args, **kwargs)
+        if layer == 5:
+            keys[:, :, : -key.shape[-2]] = values[:, :, : -key.shape[-2]] = 0
+        return keys, values
+
+    monkeypatch.setattr(SpanCache, "update", forget)
+    assert "standard deviations" in TokenScorer(model, chunk=64).reading
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory left"), RuntimeError("CUDA error: launch failed")])
+def test_failures_of_a_device_are_no_reason_to_read_whole(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("rope_ext_hf.reading.chunked_attention.attend_from_kwargs", fail)
+    with pytest.raises(type(error), match=str(error)):
+        TokenScorer(build_family("llama"))
+
+
+def test_offloaded_tokens_are_one_run_of_memory() -> None:
+    """Else a device copies them piece by piece through the host, pinned or not; (1, kv_heads, tokens, head_dim)."""
+    model = build_family("llama")
+    scorer = TokenScorer(model, chunk=37, offload_cache=True)
+    scorer.losses(tokens(150), 5)
+    assert scorer.cache is not None
+    for layer in scorer.cache.layers:
+        for room in (layer.keys, layer.values):
+            assert room.shape[1] > 1
+            written = room[:, :, 37:74].transpose(1, 2)
+            assert written.is_contiguous()
+
+
+def test_memory_is_allocated_for_the_longest_span_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def record(config: Any, capacity: int, **options: Any) -> SpanCache:
+        made.append(capacity)
+        return SpanCache(config, capacity, **options)
+
+    monkeypatch.setattr(scorer_module, "SpanCache", record)
+    scorer = TokenScorer(build_family("llama"), chunk=37, longest=200)
+    made.clear()  # that of the check
+    for count in (50, 100, 200):
+        scorer.losses(tokens(count), 1)
+    assert made == [200]
+
+
+def test_prompts_with_another_beginning_are_read_again() -> None:
+    """`again` is taken back where the cache has grown since, which holds for every kind of state."""
+    model = tiny("qwen3_next")
+    scorer = TokenScorer(model, chunk=37)
+    answers = tokens(6, seed=3).reshape(2, 3)
+    scorer.candidates(tokens(50), answers, shared=30)
+    longer = tokens(120)
+    found, likeliest = scorer.candidates(longer, answers, shared=30, again=True)
+    for row, answer in enumerate(answers):
+        ids = torch.cat([longer, answer])
+        torch.testing.assert_close(found[row], ordinary_losses(model, ids)[-3:], atol=EQUAL, rtol=0)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, -4:-1]
+        assert torch.equal(likeliest[row], logits.argmax(-1))

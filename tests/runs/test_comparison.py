@@ -1,0 +1,275 @@
+"""Several runs of one model on one page: the choice, its price, whether measures agree, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.errors import FileError
+from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
+from rope_ext_hf.eval.perplexity_results import DocumentLoss
+from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
+from rope_ext_hf.eval.task_runs import TaskScore, TaskSetting
+from rope_ext_hf.methods.static import NTK, Linear, Yarn
+from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.reference import path
+from rope_ext_hf.runs.comparison import Comparison
+from rope_ext_hf.runs.kinds import Run, run_kind
+from rope_ext_hf.runs.labels import method_key, short_labels
+
+METHODS = {"as loaded": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
+METHODS["ntk"] = NTK(factor=4.0).to_dict()
+COMMON = {"model": "model", "data": "text", "loaded": None, "context_length": 64, "over": "own", "weights": "w"}
+
+
+def losses(folder: Path, values: dict[str, dict[int, float]], speeds: dict[str, float] | None = None) -> Run[Any]:
+    kind, setting = run_kind("perplexity"), Setting("matched", 5, 256, False, 0)
+    results = []
+    for name, row in values.items():
+        for n, loss in row.items():
+            documents = [DocumentLoss(f"d{i}", 10 * (loss + 0.01 * i), 10, 12, 1) for i in range(9)]
+            cost = Cost(100, 100 / (speeds or {}).get(name, 50.0), 0)
+            results.append(kind.result(METHODS[name], setting, (n,), documents, [cost] * 9))
+    return Run(folder, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)
+
+
+def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
+    """A tasks run in which so many of 40 prompts are answered."""
+    kind, setting = run_kind("tasks"), TaskSetting("ruler", "vt", "generate", 42, False, 0)
+    results = [
+        kind.result(METHODS[name], setting, (n, 0), [TaskScore(float(i < right), "") for i in range(40)], [Cost()])
+        for name, row in values.items()
+        for n, right in row.items()
+    ]
+    return Run(folder, COMMON | {"kind": "tasks", "setting": vars(setting)} | changed, results)
+
+
+def retrieval(folder: Path, values: dict[str, dict[int, int]]) -> Run[Any]:
+    kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0)
+    results = [
+        kind.result(METHODS[name], setting, (n, depth), [TrialScore(i < right, 1.0) for i in range(20)], [Cost()])
+        for name, row in values.items()
+        for n, right in row.items()
+        for depth in (0.0, 1.0)
+    ]
+    return Run(folder, COMMON | {"kind": "passkey", "setting": vars(setting)}, results)
+
+
+LOSSES = {
+    "as loaded": {64: 1.0, 256: 5.0},
+    "yarn": {64: 1.2, 256: 1.5},
+    "linear": {64: 3.0, 256: 3.0},
+    "ntk": {64: 1.1, 256: 1.4},
+}
+ANSWERS = {
+    "as loaded": {64: 36, 256: 0},
+    "yarn": {64: 35, 256: 34},
+    "linear": {64: 10, 256: 8},
+    "ntk": {64: 36, 256: 12},
+}
+
+
+def best(comparison: Comparison) -> str | None:
+    return None if comparison.conclusion.best is None else comparison.names[comparison.conclusion.best]
+
+
+def test_answers_decide_before_losses(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES, {"yarn": 40.0}), answers(tmp_path, ANSWERS)])
+    assert best(comparison) == "yarn x4"
+    text = str(comparison.conclusion)
+    assert "At 256 tokens (4x), yarn x4 reads best: score of ruler 85.0% [" in text
+    assert "(as loaded 0.0%) and loss 1.540 [" in text
+    assert "effective length by the score of ruler is 256 [0 to 256] tokens; as loaded 64 [64 to 64]" in text
+    assert "the score of ruler is not told apart: -2.5 [" in text
+    assert "the loss is higher by 0.200 [0.200 to 0.200] nats per token" in text
+    assert "takes 1.25 [1.25 to 1.25] times as long" in text
+    assert "By the loss alone it would be ntk x4" in text
+
+
+def test_a_measure_at_luck_decides_nothing(tmp_path: Path) -> None:
+    nothing = {name: {64: 0, 256: 0} for name in ANSWERS}
+    comparison = Comparison([answers(tmp_path, nothing), losses(tmp_path, LOSSES)])
+    assert best(comparison) == "ntk x4"
+    assert "The score of ruler is better than luck with no method" in str(comparison.conclusion)
+    assert comparison.agreements() == []
+
+
+def run_of(name: str, folder: Path, values: dict[str, dict[int, float]], text: str, **settings: Any) -> Run[Any]:
+    run = losses(folder / name, values, settings.pop("speeds", None))
+    cells = {json.dumps([n]): f"{text} {n}" for n in (64, 256)}
+    return Run(run.path, run.settings | {"text": text, "cell_texts": cells, "data": text} | settings, run.results)
+
+
+ONE = {"as loaded": LOSSES["as loaded"], "linear": LOSSES["linear"]}
+OTHER = {"as loaded": LOSSES["as loaded"], "yarn": LOSSES["yarn"]}
+
+
+def every_order(*runs: Run[Any]) -> tuple[Comparison, list[Any]]:
+    """The comparison, and what each order of the runs says and shows."""
+    said = []
+    for order in itertools.permutations(runs):
+        comparison = Comparison(order)
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(comparison.table(detailed=True))
+        said.append((str(comparison.conclusion), captured.get(), [m.name for m in comparison.measures]))
+    return comparison, said
+
+
+def test_runs_over_the_same_text_count_as_one_in_every_order(tmp_path: Path) -> None:
+    comparison, said = every_order(run_of("a", tmp_path, ONE, "text"), run_of("b", tmp_path, OTHER, "text"))
+    assert best(comparison) == "yarn x4"
+    assert said.count(said[0]) == 2
+    assert [measure.name for measure in comparison.measures] == ["loss"]
+    assert "the loss is higher by 0.200" in said[0][0]
+
+
+def test_runs_that_share_some_lengths_count_as_one(tmp_path: Path) -> None:
+    """A run of 64 and 256 tokens and one of 256 alone, by the digests of their cells."""
+    short = run_of("b", tmp_path, {"yarn": {256: 1.5}}, "text", cell_texts={"[256]": "text 256"})
+    comparison, said = every_order(run_of("a", tmp_path, ONE, "text"), short)
+    assert best(comparison) == "yarn x4"
+    assert said.count(said[0]) == 2
+
+
+def test_runs_over_different_text_are_not_compared(tmp_path: Path) -> None:
+    comparison, said = every_order(run_of("a", tmp_path, ONE, "text"), run_of("b", tmp_path, OTHER, "other text"))
+    assert best(comparison) is None
+    assert "Which of linear x4 and yarn x4 reads best cannot be told: no measure has both" in said[0][0]
+    assert said.count(said[0]) == 2
+    assert {measure.name for measure in comparison.measures} == {"loss, text", "loss, other text"}
+
+
+def test_measures_of_one_name_and_text_are_told_apart_by_length_or_number(tmp_path: Path) -> None:
+    same = {"data": "text"}
+    longer = run_of("b", tmp_path, {"yarn": {512: 1.0}}, "b", **same)
+    named = Comparison([run_of("a", tmp_path, ONE, "a", **same), longer]).measures
+    assert [measure.name for measure in named] == ["loss, text, to 512 tokens", "loss, text, to 256 tokens"]
+    equal = Comparison([run_of(name, tmp_path, ONE, name, **same) for name in "ab"]).measures
+    assert [measure.name for measure in equal] == ["loss, text, to 256 tokens, 1", "loss, text, to 256 tokens, 2"]
+
+
+def test_times_of_two_runs_are_not_compared(tmp_path: Path) -> None:
+    one = run_of("a", tmp_path, {"as loaded": LOSSES["as loaded"]}, "text", speeds={"as loaded": 500.0})
+    other = run_of("b", tmp_path, {"yarn": LOSSES["yarn"]}, "text", speeds={"yarn": 50.0})
+    comparison, said = every_order(one, other)
+    assert "times as long" not in said[0][0]
+    assert not any(comparison.cost(key) for key in comparison.names)
+
+
+def test_the_model_as_loaded_may_be_the_best(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES | {"as loaded": {64: 1.0, 256: 0.9}})])
+    assert "At 256 tokens (4x), the model as loaded reads best" in str(comparison.conclusion)
+    assert "Compared with" not in str(comparison.conclusion)
+
+
+def test_agreement_of_measures(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
+    (row,) = comparison.agreements()
+    # losses, best first: ntk yarn linear loaded; answers: yarn ntk linear loaded: one of six pairs is turned
+    assert (row.length, row.methods) == (256, 4)
+    assert row.tau == pytest.approx(4 / 6)
+    assert math.isnan(row.low)  # nine documents: no interval of a rank correlation
+
+
+def test_retrieval_is_over_all_depths(tmp_path: Path) -> None:
+    run = retrieval(tmp_path, {"as loaded": {64: 20, 256: 0}, "yarn": {64: 20, 256: 15}})
+    (measure,) = Comparison([run]).measures
+    assert measure.value(method_key(METHODS["yarn"]), 256) == 0.75
+    assert len(measure.items[method_key(None)][256]) == 20  # trials, not trials x depths
+
+
+def test_ranks_count_where_nothing_is_answered_exactly(tmp_path: Path) -> None:
+    kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0)
+    scores = [TrialScore(False, 1.0 if i < 15 else 3.0) for i in range(20)]
+    run = Run(tmp_path, COMMON | {"kind": "passkey"}, [kind.result(None, setting, (64, 0.5), scores, [Cost()])])
+    (measure,) = kind.measures(run)
+    assert (measure.name, measure.chance) == ("right answers first, needle", 0.05)
+    assert measure.value(method_key(None), 64) == 0.75
+
+
+def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
+    kind, setting = run_kind("perplexity"), Setting("matched", 5, 256, False, 0, "a file")
+    results = [
+        kind.result(
+            METHODS[name],
+            setting,
+            (256,),
+            [DocumentLoss(d, loss * 10, 10, 12, 1, nats * 2, 2) for d in "abcde"],
+            [Cost()] * 5,
+        )
+        for name, loss, nats in (("as loaded", 1.0, 3.0), ("yarn", 1.1, 0.5))
+    ]
+    comparison = Comparison([Run(tmp_path, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)])
+    assert [measure.name for measure in comparison.measures] == ["loss of key tokens", "loss"]
+    assert comparison.measures[0].value(method_key(METHODS["yarn"]), 256) == 0.5
+    text = str(comparison.conclusion)
+    assert "yarn x4 reads best: loss of key tokens 0.500 [0.500 to 0.500] nats per token (as loaded 3.000)" in text
+    assert "By the loss alone it would be the model as loaded" in text
+
+
+def test_the_page_and_the_json(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
+    page = comparison.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 2
+    assert page.index("reads best") < page.index("<table") < page.index("<svg") < page.index("Do the measures agree")
+    assert "http" not in page.replace("http://www.w3.org", "")
+    found = json.loads(json.dumps(comparison.to_dict()))
+    assert found["best"] == "yarn x4"
+    assert found["measures"][0]["effective_lengths"]["as loaded"] == {"length": 64, "low": 64, "high": 64}
+    assert len(found["measures"][1]["values"]) == 8
+    assert comparison._repr_html_().startswith("<p>At 256")
+
+
+@pytest.mark.slow
+def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path())
+    loss = perplexity(model, "stdlib", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
+    keys = passkey(model, lengths=[128], depths=[0.5], trials=1, task="key-value", out=tmp_path).run.folder
+    invoked = CliRunner().invoke(app, ["report", str(loss), str(keys)])
+    assert invoked.exit_code == 0, invoked.output
+    assert "cannot be told: " in " ".join(invoked.output.split())  # two documents, and one prompt
+    assert (tmp_path / "comparison.html").is_file()
+    assert str(compare_runs([keys, loss]).conclusion) == str(compare_runs([loss, keys]).conclusion)
+    model.get_input_embeddings().weight.data[0, 0] += 1
+    other = perplexity(model, "stdlib", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
+    with pytest.raises(FileError, match="run of another model"):
+        compare_runs([loss, other])
+
+
+@pytest.mark.slow
+def test_a_run_without_results_is_refused(tmp_path: Path) -> None:
+    folder = perplexity(
+        AutoModelForCausalLM.from_pretrained(path()), "stdlib", lengths=[64], max_spans=1, out=tmp_path
+    ).run.folder
+    for journal in folder.glob("*.jsonl"):
+        journal.write_text("")
+    assert read_run(folder).results == []
+    with pytest.raises(FileError, match="no result yet"):
+        compare_runs([folder, folder])
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
+    figure = comparison.draw(tmp_path / "measures.png", "a $strange$ title")
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        *("Score of ruler, percent; higher is better", "Loss, nats per token; lower is better")
+    ]
+    assert (tmp_path / "measures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_are_short_where_that_tells_methods_apart() -> None:
+    assert short_labels(["as loaded", "yarn x8", "rerope llama4 window=128"]) == ["as loaded", "yarn x8", "rerope"]
+    both = ["rerope window=128", "rerope window=64"]
+    assert short_labels(both) == both

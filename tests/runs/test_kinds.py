@@ -1,0 +1,282 @@
+"""A kind of run that is defined in this file alone, taken through everything that runs go through."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import ByT5Tokenizer
+from typer.testing import CliRunner
+
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.eval import passkey, perplexity, sweep
+from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.patches.geometry import bind
+from rope_ext_hf.pictures.drawing import picture
+from rope_ext_hf.reading.documents import Document, Tokens
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.runs import kinds
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.journal import Cell
+from rope_ext_hf.runs.kinds import Measurement, Results, Run, RunKind, RunPlan, register_run_kind, run_kind
+from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.runner import measure
+from tests.support.models import build
+
+# --- the definition -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GuessSetting:
+    """How many tokens are guessed."""
+
+    guessed: int
+
+
+class Guesses(NamedTuple):
+    """How many of the tokens of one text were likelier than all others together."""
+
+    right: int
+
+    def to_record(self) -> list[Any]:
+        return list(self)
+
+
+@dataclass(frozen=True)
+class GuessShare:
+    """The share of right guesses at one length."""
+
+    method: dict[str, Any] | None
+    length: int
+    share: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class GuessRuns(RunKind):
+    """Guesses of the last tokens of texts."""
+
+    name = "guesses"
+    setting = GuessSetting
+    items = "texts"
+    columns = ("length", "share")
+
+    def parse(self, item: str, value: Any) -> Guesses:
+        return Guesses(*value)
+
+    def result(
+        self,
+        method: dict[str, Any] | None,
+        setting: GuessSetting,
+        cell: Cell,
+        values: Sequence[Guesses],
+        costs: Sequence[Cost],
+    ) -> GuessShare:
+        return GuessShare(method, int(cell[0]), sum(v.right for v in values) / len(values) / setting.guessed)
+
+    def rows(self, run: Run[GuessShare]) -> Iterable[Sequence[Any]]:
+        return ([result.length, result.share] for result in run.results)
+
+    def table(self, run: Run[GuessShare], *, detailed: bool = False) -> Table:
+        table = Table("method", "length", "share")
+        for result in run.results:
+            table.add_row(label(result.method), str(result.length), f"{result.share:.0%}")
+        return table
+
+    def draw(self, run: Run[GuessShare], path: Path | None, title: str) -> Any:
+        with picture(path, 2, 2) as figure:
+            figure.suptitle(title)
+        return figure
+
+
+class GuessMeasurement(Measurement):
+    """Texts of equal length, whose last tokens are guessed."""
+
+    kind = "guesses"
+
+    def __init__(self, texts: Sequence[Tensor], lengths: Sequence[int]) -> None:
+        self.texts, self.lengths = texts, lengths
+        self.items = [f"text {index}" for index in range(len(texts))]
+        self.setting = GuessSetting(8)
+        self.passes = [*lengths] * len(texts)
+        self.scored = 8 * len(self.passes)
+
+    def cells(self, item: int) -> Sequence[Cell]:
+        return [(length,) for length in self.lengths]
+
+    def cell_fingerprints(self) -> dict[Cell, str]:
+        return {(length,): repr([text[-length:].tolist() for text in self.texts]) for length in self.lengths}
+
+    def measure(
+        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
+    ) -> Iterator[tuple[Cell, Guesses, Cost]]:
+        for cell in cells:
+            losses = scorer.losses(self.texts[item][-int(cell[0]) :], int(cell[0]) - 8)
+            progress(int(cell[0]))
+            yield cell, Guesses(int((losses < 4.5).sum())), scorer.take_cost()
+
+
+# --- its uses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> RunPlan[GuessMeasurement]:
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    register_run_kind(GuessRuns)
+    texts = torch.randint(3, 90, (3, 128), generator=torch.Generator().manual_seed(0))
+    yarn: RopeMethod = bind(build("llama"), Yarn(factor=2.0), 128)
+    return RunPlan(GuessMeasurement(list(texts), [64, 128]), "random tokens", methods=(None, yarn))
+
+
+def test_it_is_measured_reported_and_read_back(plan: RunPlan[GuessMeasurement], tmp_path: Path) -> None:
+    run = measure(build("llama"), plan, out=tmp_path)
+    assert run.folder.name.startswith("model-guesses-")
+    assert read_run(run.folder) == run
+    assert measure(build("llama"), plan).results == run.results  # without files
+    model = build("llama").eval()
+    right = 0
+    for text in plan.measurement.texts:
+        with torch.no_grad():
+            losses = -model(text[None]).logits[0].log_softmax(-1)[-9:-1].gather(-1, text[-8:, None])
+        right += int((losses < 4.5).sum())
+    assert 0 < right < 24
+    assert [(label(r.method), r.length) for r in run.results] == [
+        *(("as loaded", 64), ("as loaded", 128), ("yarn x2", 64), ("yarn x2", 128))
+    ]
+    assert run.results[1].share == right / 24
+    assert {path.name for path in run.folder.iterdir()} >= {
+        *("run.json", "records.0.jsonl", "results.json", "results.csv", "report.html", "guesses.png")
+    }
+    with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["share"]) for row in rows] == [result.share for result in run.results]
+    assert "3 texts" in (run.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_it_is_continued(plan: RunPlan[GuessMeasurement], tmp_path: Path) -> None:
+    folder = measure(build("llama"), plan, out=tmp_path).folder
+    journal = folder / "records.0.jsonl"
+    lines = journal.read_text(encoding="utf-8").splitlines(keepends=True)
+    journal.write_text("".join(lines[:5]), encoding="utf-8")
+    assert len(read_run(folder).results) < 4
+    assert measure(build("llama"), plan, out=tmp_path) == read_run(folder)
+    again = journal.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(a)["value"] for a in again] == [json.loads(b)["value"] for b in lines]
+
+
+def test_the_command_line_reports_it(plan: RunPlan[GuessMeasurement], tmp_path: Path) -> None:
+    folder = measure(build("llama"), plan, out=tmp_path).folder
+    printed = CliRunner().invoke(app, ["report", str(folder)])
+    assert printed.exit_code == 0
+    assert "share" in printed.output
+    assert "yarn x2" in printed.output
+
+
+def test_a_name_is_given_once(plan: RunPlan[GuessMeasurement]) -> None:
+    assert [run_kind(name).name for name in ("perplexity", "passkey", "guesses")] == [
+        "perplexity",
+        "passkey",
+        "guesses",
+    ]
+    with pytest.raises(ValueError, match=r"unknown kind 'gueses'.*Did you mean 'guesses'"):
+        run_kind("gueses")
+    with pytest.raises(ValueError, match="a kind of run called 'guesses' already"):
+        register_run_kind(GuessRuns)
+
+
+# --- in a notebook
+
+
+def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:
+    setting, yarn = Setting("matched", 5, 256, False, 0), Yarn(factor=2.0).to_dict()
+    places = [(method, length) for method in (None, yarn) for length in (64, 128)]
+    results = [
+        Result.from_documents(method, setting, length, [DocumentLoss(name, 10 * loss, 10, 12, 1) for name in "abc"])
+        for (method, length), loss in zip(places, losses, strict=False)
+    ]
+    settings = {"kind": "perplexity", "context_length": 64, "over": "own", "loaded": None, "model": "m", "data": "<d>"}
+    return Run(None, settings, results)
+
+
+def test_a_notebook_shows_conclusion_chart_and_table() -> None:
+    run = run_of_yarn()
+    for shown in (run, Results(run)):
+        page = shown._repr_html_()
+        assert "At 128 tokens (2x), yarn x2 reads best: loss 1.600" in page
+        assert page.count("<svg") == page.count("<table") == 1
+        assert "<d>" not in page
+    assert "Nothing is finished" in run_of_yarn(())._repr_html_()
+
+
+def test_results_as_a_dataframe() -> None:
+    run = run_of_yarn()
+    for table in (run.to_dataframe(), Results(run).to_dataframe()):
+        assert list(table.columns) == run.columns
+        assert list(table["method"]) == ["as loaded", "as loaded", "yarn x2", "yarn x2"]
+        assert list(table["loss_nats"]) == [1.0, 2.0, 1.5, 1.6]
+        assert table.pivot(index="method", columns="length", values="loss_nats").loc["yarn x2", 128] == 1.6
+    assert list(run_of_yarn(()).to_dataframe().columns) == list(table.columns)
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        run_of_yarn().to_dataframe()
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_the_plot(tmp_path: Path) -> None:
+    run = run_of_yarn()
+    figure = Results(run).plot(tmp_path / "plot.png")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    lines = [list(line.get_ydata()) for line in axes.lines]
+    assert [result.bits_per_byte for result in run.results[2:]] in lines
+    with pytest.raises(ValueError, match="nothing to plot"):
+        run_of_yarn(()).plot()
+
+
+def test_results_are_a_list() -> None:
+    run = run_of_yarn()
+    results = Results(run)
+    assert results == list(run.results)
+    assert copy.copy(results).run is run
+    assert pickle.loads(pickle.dumps(results)) == results
+
+
+@pytest.mark.slow
+def test_progress_is_a_bar_of_tqdm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = build("llama")
+    text = [Tokens("d", torch.arange(200) % 80 + 3, tuple(range(1, 201)))]
+    options: dict[str, Any] = {"lengths": [64, 128], "bos": False, "progress": True}
+    perplexity(model, text, **options)
+    assert "192/192" in capsys.readouterr().err
+    for _ in range(2):  # the second time everything is there
+        sweep(model, text, methods=["ntk", "dynamic-yarn"], factors=[2.0], out=tmp_path, **options)
+        assert "576/576" in capsys.readouterr().err
+    passkey(
+        build("llama", vocab_size=259), lengths=[128], depths=[0], trials=2, distractors=3, task="key-value",
+        tokenizer=ByT5Tokenizer(extra_ids=0), haystack=[Document("hay", "some text " * 50)], progress=True,
+    )  # fmt: skip
+    assert "256/256" in capsys.readouterr().err
+
+
+def test_a_run_without_files_has_no_folder(plan: RunPlan[GuessMeasurement]) -> None:
+    with pytest.raises(ValueError, match="measured without files"):
+        _ = measure(build("llama"), plan).folder

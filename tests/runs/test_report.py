@@ -1,0 +1,316 @@
+"""The files of a run for people: tables, CSV, pictures, the HTML page; of folders with any names in them."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import math
+import os
+import subprocess
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rope_ext_hf.eval import perplexity_runs
+from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+from rope_ext_hf.eval.retrieval_runs import Retrieval
+from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.pictures import result_plots
+from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.runs.commands import add_command, read_commands
+from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.labels import label, labels
+from rope_ext_hf.runs.report import write_files
+
+SETTING = Setting("matched", 5, 256, False, 0)
+PNG = b"\x89PNG\r\n\x1a\n"
+HOSTILE = "$a$ $$ <script>alert(1)</script> [/red] [bold] \x1b[31m \ud800 \N{HANGUL SYLLABLE HAN}"
+HOSTILE_FILE = os.fsdecode(b"$x$ \xff\xfe.txt")
+
+
+def result(
+    length: int, loss: float, method: dict[str, Any] | None = None, names: Sequence[str] = ("one", "two")
+) -> Result:
+    documents = [DocumentLoss(name, loss * 10, 10, 12, 1) for name in names]
+    return Result.from_documents(method, SETTING, length, documents)
+
+
+def a_run(folder: Path, results: Sequence[Any], **settings: Any) -> Run[Any]:
+    folder.mkdir(exist_ok=True)
+    common: dict[str, Any] = {
+        **{"model": "model", "parameters": 1, "dtype": "float32", "device": "cpu", "data": "text"},
+        **{
+            "kind": "perplexity",
+            "context_length": 64,
+            "tokens": 10,
+            "versions": {"torch": "2"},
+            "over": "own",
+            "loaded": None,
+        },
+        **{"items": ["one", "two"], "cells": [[64], [128]], "per_cell": [2, 2]},
+    }
+    return Run(folder, common | settings, results)
+
+
+YARN = Yarn(factor=4.0).to_dict()
+RESULTS = [result(n, loss, m) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 128)]
+
+
+class Page(HTMLParser):
+    """The elements of a page, and its text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.images: list[bytes] = []
+        self.text = ""
+        self.drawn: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "img":
+            self.images.append(base64.b64decode((dict(attrs)["src"] or "").partition("base64,")[2]))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.tags[-1:] == ["text"]:
+            self.drawn.append(data)
+
+
+def printed(run: Run[Any]) -> str:
+    console = Console(width=200, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(run.table())
+    return captured.get()
+
+
+@pytest.mark.slow
+def test_every_file_is_written(tmp_path: Path) -> None:
+    run = a_run(tmp_path, RESULTS)
+    files = write_files(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("perplexity.png", "report.html", "results.csv", "results.json")
+    ]
+    assert files.picture is not None
+    page = Page(files.page)
+    assert page.images == []  # a chart in the page's own colours instead
+    assert page.tags.count("svg") == 1
+    assert {"yarn x4", "as loaded"} <= set(page.drawn)
+    assert len(json.loads(files.json.read_text(encoding="utf-8"))["results"]) == 4
+    with files.csv.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["length"]) for row in rows] == [
+        *(("as loaded", "64"), ("as loaded", "128"), ("yarn x4", "64"), ("yarn x4", "128"))
+    ]
+    assert [row["loss_increase_at_context_length_nats"] for row in rows] == ["", "", "-0.5", "-0.5"]
+
+
+@pytest.mark.slow
+def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
+    results = [
+        Retrieval(m, "code", 1, n, d, 10, 19, 0.9, 1.5, 0.9, 0.05, ())
+        for m in (None, YARN)
+        for n in (64, 128)
+        for d in (0, 1)
+    ]
+    run = a_run(tmp_path, results, kind="passkey")
+    files = write_files(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("passkey.png", "report.html", "results.csv", "results.json")
+    ]
+    page = Page(files.page)
+    assert page.text.count("90%  1.5") == 8
+    assert page.tags.count("svg") == 2  # methods
+    assert page.drawn.count("90%") == 8
+    assert page.drawn.count("1.5") == 8
+    with files.csv.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["depth"] for row in rows] == ["0", "1"] * 4
+    assert {(row["task"], row["keys"]) for row in rows} == {("code", "1")}
+    assert printed(run).count("90%  1.5") == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [HOSTILE, HOSTILE_FILE, "$", "$$", r"\$", "$\\frac{", "x" * 5000])
+def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
+    method = {"method": name, "factor": 2.0}  # of a plug-in that is not installed here
+    results = [result(n, 2.0, m, ("one", name)) for m in (None, method) for n in (64, 128)]
+    run = a_run(tmp_path, [*results, result(256, math.nan, None, (name,))], model=name, data=name, device=name)
+    files = write_files(run)
+    page = Page(files.page)
+    assert "script" not in page.tags
+    assert "svg" in page.tags
+    assert files.picture is not None
+    for text in (files.page.read_text(encoding="utf-8"), files.csv.read_text(encoding="utf-8"), printed(run)):
+        assert "\x1b" not in text
+    if name == HOSTILE:
+        assert "[/red] [bold]" in printed(run)  # as text, not as markup
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [709.5, 1e6, math.inf])
+def test_a_loss_beyond_what_a_float_holds_the_exp_of(tmp_path: Path, loss: float) -> None:
+    run = a_run(tmp_path, [result(64, loss), result(128, 2.0)])
+    text = Page(write_files(run).page).text
+    assert ("not finite" in text) == math.isinf(loss)
+    assert run.results[0].perplexity == math.inf
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["results"][0]["perplexity"] is None
+    assert "7.39" in printed(run)
+
+
+def test_a_picture_that_fails_costs_the_picture_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no font")
+
+    run = a_run(tmp_path, RESULTS)
+    write_files(run)
+    monkeypatch.setattr(perplexity_runs, "curves", broken)
+    with pytest.warns(UserWarning, match=r"perplexity\.png could not be drawn: no font"):
+        files = write_files(run)
+    assert files.picture is None
+    assert not (tmp_path / "perplexity.png").exists() or Page(files.page).images == []
+    assert files.csv.exists()
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr(result_plots, "picture", missing)
+    assert write_files(a_run(tmp_path, RESULTS)).picture is None
+
+
+def test_nothing_finished_yet(tmp_path: Path) -> None:
+    run = a_run(tmp_path, [])
+    assert "Nothing is finished yet" in Page(write_files(run).page).text
+    assert run.table() is None
+
+
+# --- a folder of somebody else's
+
+
+def test_links_are_replaced_not_written_through(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    names = ["results.csv", "results.json", "report.html", "perplexity.png"]
+    for name in names:
+        for there in (name, f"{name}.part"):
+            (outside / there).write_bytes(b"untouched")
+            (folder / there).symlink_to(outside / there)
+    write_files(a_run(folder, RESULTS))
+    assert all((outside / n).read_bytes() == b"untouched" for n in [*names, *(f"{n}.part" for n in names)])
+    assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in names)
+
+
+def test_only_plain_pictures_are_embedded(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "run", tmp_path / "secret.png"
+    secret.write_bytes(PNG + b"secret")
+    run = a_run(folder, RESULTS)
+    (folder / "x.png").symlink_to(secret)
+    os.mkfifo(folder / "fifo.png")
+    (folder / "folder.png").mkdir()
+    (folder / "text.png").write_bytes(b"no picture")
+    (folder / "own.png").write_bytes(PNG + b"own")
+    assert Page(write_files(run).page).images == [PNG + b"own"]
+
+
+# --- what the page says
+
+
+def test_the_page_begins_with_a_conclusion(tmp_path: Path) -> None:
+    """Two documents decide nothing, three do."""
+    few = Page(write_files(a_run(tmp_path, RESULTS)).page).text
+    assert "Which method reads best cannot be told: the loss rests on 2 documents (at least 3 are needed)." in few
+    names = ("one", "two", "three")
+    results = [result(n, loss, m, names) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 128)]
+    text = Page(write_files(a_run(tmp_path, results)).page).text
+    assert "At 128 tokens (2x), yarn x4 reads best: loss 1.500" in text
+
+
+def test_results_beyond_the_extended_length_are_marked_everywhere(tmp_path: Path) -> None:
+    basis: dict[str, Any] = {"rotary": Rotary(16, 10000.0, 64).to_dict(), "layers": None, "below": []}
+    names = ("one", "two", "three")
+    results = [result(n, loss, m, names) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 256, 512)]
+    run = a_run(tmp_path, results, basis=basis)
+    files = write_files(run)
+    rows = list(csv.DictReader(files.csv.read_text(encoding="utf-8").splitlines()))
+    expected = [("64", "False"), ("256", "True"), ("512", "True"), ("64", "False"), ("256", "False"), ("512", "True")]
+    assert [(row["length"], row["beyond_extended_length"]) for row in rows] == expected
+    assert [row["extended_length"] for row in rows] == ["64"] * 3 + ["256"] * 3
+    assert [each["beyond"] for each in json.loads(files.json.read_text())["results"]] == [
+        b == "True" for _, b in expected
+    ]
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(run.table())
+    assert captured.get().count("\N{DAGGER}") == 3 + 1  # and the caption's
+    page = Page(files.page).text
+    assert page.count("\N{DAGGER}") == 3 + 1
+    assert "Measured beyond the length that it is for: yarn x4 (256 tokens)." in page
+
+
+def test_the_page_has_the_methods_and_the_commands(tmp_path: Path) -> None:
+    run = a_run(tmp_path, RESULTS)
+    assert "To repeat" not in Page(write_files(run).page).text  # run from Python
+    for data in ("my text.txt", "$(reboot)", "my text.txt"):
+        add_command(tmp_path, ["ppl", "model", "--data", data])
+    text = Page(write_files(run).page).text
+    assert "To repeat or continue it" in text
+    assert text.count("rope-ext ppl model --data 'my text.txt'") == 1
+    assert "rope-ext ppl model --data '$(reboot)'" in text
+    assert json.loads(text[text.index("{\n") :])["methods"] == [None, YARN]
+
+
+@pytest.mark.parametrize("held", ["; reboot", '"reboot"', '[["reboot"]]', "[1]", "\xff", "[" * 10_000, "{}"])
+def test_commands_of_somebody_else_are_left_out(tmp_path: Path, held: str) -> None:
+    (tmp_path / "commands.jsonl").write_bytes(held.encode("latin-1"))
+    assert read_commands(tmp_path) == []
+
+
+def test_commands_of_somebody_else_are_quoted(tmp_path: Path) -> None:
+    arguments = ["ppl", "; reboot", "`reboot`", "a\nreboot"]
+    (tmp_path / "commands.jsonl").write_text(json.dumps(arguments), encoding="utf-8")
+    (command,) = read_commands(tmp_path)
+    assert subprocess.run(
+        ["sh", "-c", command.replace("rope-ext", "printf '%s|'", 1)], capture_output=True, text=True, check=True
+    ).stdout == "".join(f"{each}|" for each in arguments)
+    (tmp_path / "commands.jsonl").unlink()
+    (tmp_path / "other.jsonl").write_text(json.dumps(arguments), encoding="utf-8")
+    (tmp_path / "commands.jsonl").symlink_to(tmp_path / "other.jsonl")
+    assert read_commands(tmp_path) == []
+
+
+# --- labels
+
+
+def test_labels_are_the_methods_own() -> None:
+    assert label(None) == "as loaded"
+    assert label(YARN) == "yarn x4"
+    assert label({"method": "dynamic-ntk"}) == "dynamic-ntk paper"
+    assert label({"method": "of somebody else", "factor": 2}) == "of somebody else"
+    assert label({"method": "yarn", "odd": []}) == "yarn"
+
+
+def test_equal_labels_get_what_tells_them_apart(tmp_path: Path) -> None:
+    plain, other = ({"method": "plug-in", "knob": knob} for knob in (1, 2))
+    assert list(labels([plain, None, other]).values()) == ["plug-in (knob=1)", "as loaded", "plug-in (knob=2)"]
+    results = [result(64, loss, method) for loss, method in ((1.0, plain), (2.0, other))]
+    table = a_run(tmp_path, results).table()
+    assert table is not None
+    assert table.row_count == 2
+
+
+def test_columns_count_in_context_lengths_of_the_model(tmp_path: Path) -> None:
+    run = a_run(tmp_path, RESULTS, context_length=128)
+    text = printed(run)
+    assert "0.5x" in text
+    assert "1x" in text
+    assert "0.5x" in Page(write_files(run).page).text

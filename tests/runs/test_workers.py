@@ -1,0 +1,213 @@
+"""Processes that share a run, each a real one: they agree before they read, and none waits for one that ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rope_ext_hf as rope
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.eval.perplexity_question import plan_perplexity
+from rope_ext_hf.methods.static import NTK, Yarn
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.runs import workers as module
+from rope_ext_hf.runs.context_parallel import spread_over
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.runner import Progress, measure
+from rope_ext_hf.runs.workers import Workers
+from tests.support.forks import run_forked
+from tests.support.models import build
+
+SILENCE = 10.0
+"""Seconds here, in place of the forty of a run."""
+
+
+def run_a_part(out: Path, given: Mapping[str, Any]) -> None:
+    """What one process does; an error of this package ends it as in the command line."""
+    try:
+        measure_a_part(out, given)
+    except rope.RopeExtError as error:
+        print(f"rope-ext: {error}", flush=True)
+        sys.exit(2)
+
+
+def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
+    """Measure a small model, with what is given in place of what all have."""
+    module.SILENCE, module.GRACE, module.BEAT = SILENCE, 2.0, 0.2
+    torch.set_num_threads(1)
+    workers = Workers.from_launcher()
+    with workers.in_step():
+        if given.get("plans") == "badly":
+            raise FileNotFoundError("texts.txt")
+        model = build("llama", seed=given.get("seed", 0)).to(given.get("dtype", torch.float32))
+        draws = torch.Generator().manual_seed(given.get("text", 0))
+        texts = [Tokens(f"d{i}", torch.randint(3, 90, (200,), generator=draws), tuple(range(1, 201))) for i in range(3)]
+        settings = {"methods": (None, given.get("method", Yarn(factor=2.0))), "chunk": given.get("chunk", 64)}
+        plan = plan_perplexity(
+            model,
+            texts[: given.get("documents", 3)],
+            lengths=given.get("lengths", [64, 128]),
+            protocol=given.get("protocol", "matched"),
+            bos=False,
+            settings=settings,
+        )
+        if given.get("parallel"):
+            plan, workers, _ = spread_over(model, plan, workers)
+
+        class Ending(Progress):
+            """The process ends after some passes, as it is told."""
+
+            passes = 0
+
+            def passed(self, method: str, tokens: int) -> None:
+                self.passes += 1
+                if self.passes == 3 and given.get("ends") == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.passes == 3 and given.get("ends") == "failed":
+                    raise RuntimeError("the device is lost")
+
+        measure(model, plan, out=given.get("out", out), workers=workers, progress=Ending())
+    print("measured")
+
+
+def launch(out: Path, *given: Mapping[str, Any], status: tuple[int, ...]) -> list[str]:
+    """What processes print that measure with what each is given, and end with these exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    with ThreadPoolExecutor(len(given)) as pool:
+        each = [
+            pool.submit(
+                run_forked,
+                run_a_part,
+                out,
+                mine,
+                folder=out,
+                environment=meet | {"RANK": str(rank), "WORLD_SIZE": str(len(given))},
+                status=status[rank],
+                seconds=150,
+            )
+            for rank, mine in enumerate(given)
+        ]
+        return [process.result() for process in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"text": 1}, "the text"),
+        *(
+            pytest.param(changed, named, marks=pytest.mark.thorough)
+            for changed, named in (
+                ({"method": NTK(factor=2.0)}, "the methods"),
+                ({"seed": 1}, "the model"),
+                ({"protocol": "truncate"}, "the protocol"),
+                ({"dtype": torch.bfloat16}, "dtype (float32 / bfloat16)"),
+                ({"lengths": [64, 100]}, "the lengths"),
+                ({"chunk": 32}, "--chunk (64 / 32)"),
+            )
+        ),
+    ],
+)
+def test_what_differs_is_named_by_all_before_anything_is_read(
+    tmp_path: Path, changed: dict[str, Any], named: str, parallel: bool
+) -> None:
+    shared = {"parallel": parallel}
+    for said in launch(tmp_path, shared, shared | changed, status=(2, 2)):
+        assert "rope-ext: the processes of this run differ in " in said
+        assert named in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.thorough
+def test_one_that_reads_in_parallel_and_one_that_does_not(tmp_path: Path) -> None:
+    for said in launch(tmp_path, {"parallel": True}, {}, status=(2, 2)):
+        assert "differ in --parallel (context, 2 processes / none)" in said
+
+
+@pytest.mark.thorough
+def test_another_folder_is_named(tmp_path: Path) -> None:
+    for said in launch(tmp_path, {}, {"out": tmp_path / "other"}, status=(2, 2)):
+        assert "differ in the folder of --out" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+def test_fewer_documents_than_processes(tmp_path: Path, parallel: bool) -> None:
+    given = {"documents": 1, "parallel": parallel}
+    assert all("measured" in said for said in launch(tmp_path, given, given, status=(0, 0)))
+    (folder,) = tmp_path.iterdir()
+    assert len(read_run(folder).results) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        pytest.param({"ends": "killed"}, -9, "", marks=pytest.mark.thorough),
+        ({"ends": "failed"}, 1, "ended: the device is lost; the same command continues"),
+        pytest.param({"plans": "badly"}, 1, "ended: texts.txt; the same command continues", marks=pytest.mark.thorough),
+    ],
+)
+def test_one_that_ends_ends_the_others(
+    tmp_path: Path, how: dict[str, Any], status: int, reason: str, which: int, parallel: bool
+) -> None:
+    shared: dict[str, Any] = {"parallel": parallel}
+    given, ends = [shared, shared], [2, 2]
+    given[which], ends[which] = shared | how, status
+    said = launch(tmp_path, *given, status=tuple(ends))
+    if reason:
+        assert f"rope-ext: process {which} of 2 {reason}" in said[1 - which]
+    elif which == 0:
+        assert "rope-ext: process 0 of 2, through which the others reach each other, has ended" in said[1]
+    else:
+        assert "rope-ext: process 1 of 2 has shown no sign of life for" in said[0]
+
+
+def _mistyped(out: Path, rank: int, port: int) -> None:
+    """The command line of one of two processes; the second one has an option that there is not."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--out", str(out)]
+    app([*asked, *(["--no-such-option"] if rank else [])])
+
+
+@pytest.mark.slow
+def test_one_that_fails_before_they_meet_ends_the_others(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        said = pool.map(lambda rank: run_forked(_mistyped, tmp_path, rank, port, folder=tmp_path, status=2), range(2))
+    assert "process 1 of 2 ended: no such option: --no-such-option" in next(said)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.thorough
+def test_after_a_kill_the_same_command_continues(tmp_path: Path) -> None:
+    launch(tmp_path, {}, {"ends": "killed"}, status=(2, -9))
+    launch(tmp_path, {}, {}, status=(0, 0))
+    (folder,) = tmp_path.iterdir()
+    assert len(read_run(folder).results) == 4
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(rope.MethodError, match="3 processes were asked for, 1 are running"):
+        Workers.from_launcher(3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(rope.MethodError, match="MASTER_PORT is not set; launch"):
+        Workers.from_launcher()
