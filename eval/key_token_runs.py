@@ -42,12 +42,11 @@ from rope_ext_hf.runs.tables import length_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["KEYS_FILE", "find_keys", "keys_of_run", "mark_keys", "plan_keys"]
 
 KEYS_FILE = "keys.json"
 
 
-class DocumentKeys(NamedTuple):
+class _DocumentKeys(NamedTuple):
     """One document's key tokens: how many tokens were compared, how many of them are key tokens, and where."""
 
     name: str
@@ -61,7 +60,7 @@ class DocumentKeys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeyTokens:
+class _KeyTokens:
     """What an evaluator found; `compared` tokens were read with a long and with a short context."""
 
     method: dict[str, Any] | None
@@ -69,7 +68,7 @@ class KeyTokens:
     length: int
     compared: int
     keys: int
-    documents: tuple[DocumentKeys, ...]
+    documents: tuple[_DocumentKeys, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; documents as objects."""
@@ -85,10 +84,10 @@ class KeyTokenRuns(RunKind):
     items = "documents"
     columns = ("length", "compared_tokens", "key_tokens")
 
-    def parse(self, item: str, value: Any) -> DocumentKeys:
+    def parse(self, item: str, value: Any) -> _DocumentKeys:
         match value:
             case [int(compared), int(keys), list(ranges)] if 0 <= keys <= compared < 2**63:
-                return DocumentKeys(item, compared, keys, check_ranges(ranges))
+                return _DocumentKeys(item, compared, keys, check_ranges(ranges))
         raise ValueError(f"expected [compared, keys, ranges], got {short(repr(value))}")
 
     def result(
@@ -96,23 +95,23 @@ class KeyTokenRuns(RunKind):
         method: dict[str, Any] | None,
         setting: KeySetting,
         cell: Cell,
-        values: Sequence[DocumentKeys],
+        values: Sequence[_DocumentKeys],
         costs: Sequence[Cost],
-    ) -> KeyTokens:
+    ) -> _KeyTokens:
         compared, keys = (sum(numbers) for numbers in zip(*((v.compared, v.keys) for v in values), strict=True))
-        return KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))
+        return _KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))
 
-    def rows(self, run: Run[KeyTokens]) -> Iterable[Sequence[Any]]:
+    def rows(self, run: Run[_KeyTokens]) -> Iterable[Sequence[Any]]:
         return ([result.length, result.compared, result.keys] for result in run.results)
 
-    def table(self, run: Run[KeyTokens], *, detailed: bool = False) -> Table:
+    def table(self, run: Run[_KeyTokens], *, detailed: bool = False) -> Table:
         view = length_table(run, "Key tokens by context length", str(run.results[0].setting), "evaluator")
         for result in run.results:
             view.add_row(Text(label(result.method)), Text(f"{result.keys:,} of {result.compared:,}"))
         return view
 
 
-class KeyTokenMeasurement(Measurement):
+class _KeyTokenMeasurement(Measurement):
     """The key tokens among those that a perplexity run scores.
 
     Args:
@@ -154,7 +153,7 @@ class KeyTokenMeasurement(Measurement):
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, DocumentKeys, Cost]]:
+    ) -> Iterator[tuple[Cell, _DocumentKeys, Cost]]:
         """Compare the long context with the short ones, pass by pass."""
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
@@ -166,7 +165,7 @@ class KeyTokenMeasurement(Measurement):
             progress(sum(self._sizes(*each)))
         characters = character_spans(document)
         ranges = merged(characters[token] for token in found)
-        yield cells[0], DocumentKeys(document.name, len(compared), len(found), ranges), scorer.take_cost()
+        yield cells[0], _DocumentKeys(document.name, len(compared), len(found), ranges), scorer.take_cost()
 
 
 def plan_keys(
@@ -177,7 +176,7 @@ def plan_keys(
     data: str,
     window: int | None = None,
     **reading: Any,
-) -> RunPlan[KeyTokenMeasurement]:
+) -> RunPlan[_KeyTokenMeasurement]:
     """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read.
 
     Args:
@@ -215,7 +214,7 @@ def plan_keys(
             "than the long one; give longer lengths or a smaller --key-window"
         )
     check_vocabulary(evaluator, [document for document, _ in documents])
-    measurement = KeyTokenMeasurement(documents, prefix, setting, longest)
+    measurement = _KeyTokenMeasurement(documents, prefix, setting, longest)
     described = describe(evaluator)
     if (reach := described.extended_length or described.context_length) < max(measurement.passes):
         warnings.warn(
@@ -251,7 +250,7 @@ def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySet
     return masks, setting
 
 
-def keys_of_run(run: Run[KeyTokens], plan: RunPlan[KeyTokenMeasurement], *, write: bool = True) -> KeyRanges:
+def keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement], *, write: bool = True) -> KeyRanges:
     """The key tokens that a complete run of a plan found.
 
     Args:

@@ -27,23 +27,7 @@ from rope_ext_hf.files import atomic_file, read_json, write_json
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
 
-__all__ = [
-    "KeyRanges",
-    "KeySetting",
-    "Pass",
-    "Range",
-    "character_spans",
-    "check_ranges",
-    "find_key_tokens",
-    "is_file",
-    "key_setting",
-    "keys_of_document",
-    "merged",
-    "read_keys",
-    "text_digest",
-]
-
-WINDOW, OF_LENGTH = 4096, 8
+_WINDOW, _OF_LENGTH = 4096, 8
 """Tokens of a short context in the paper, and which part that is of its texts of 32,768 tokens."""
 
 Range = tuple[int, int]
@@ -85,7 +69,7 @@ def key_setting(longest: int, window: int | None = None) -> KeySetting:
     Raises:
         MethodError: a window that is not shorter than the longest length.
     """
-    chosen = min(WINDOW, max(1, longest // OF_LENGTH)) if window is None else window
+    chosen = min(_WINDOW, max(1, longest // _OF_LENGTH)) if window is None else window
     if not 1 <= chosen < longest:
         raise MethodError(
             f"the short context of key tokens must have between 1 and {longest - 1:,} tokens, fewer than the longest "

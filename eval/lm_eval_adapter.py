@@ -49,7 +49,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["RopeHFLM", "evaluate"]
 
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """What `HFLM` warns of where it gets a model and not a name, as it is meant to here."""

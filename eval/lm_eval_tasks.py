@@ -27,9 +27,8 @@ from rope_ext_hf.suites.base import list_suites, suite
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-__all__ = ["babilong_length", "long_suite", "write_tasks"]
 
-LONG_SUITES = {
+_LONG_SUITES = {
     "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",
     "niah": "essays, and punkt of nltk; niah_single_1 fetches nothing",
     "longbench2": "recursal/longbench-v2",
@@ -41,7 +40,7 @@ LONG_SUITES = {
 }
 """lm-eval's own suites of long inputs, by how their tasks' names begin, and what they fetch from the network."""
 
-SAMPLES = 20
+_SAMPLES = 20
 """Prompts per task, as `rope-ext tasks` asks."""
 _CLASS = f"!function {__name__}.SuiteTask"
 
@@ -67,7 +66,7 @@ def write_tasks(folder: str | Path) -> Path:
 
 def long_suite(task: str) -> str | None:
     """What a task of lm-eval's own long suites fetches; None for other tasks."""
-    return next((fetched for prefix, fetched in LONG_SUITES.items() if task.startswith(prefix)), None)
+    return next((fetched for prefix, fetched in _LONG_SUITES.items() if task.startswith(prefix)), None)
 
 
 def babilong_length(tokens: int) -> str:
@@ -127,7 +126,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
             settings["suite_task"],
             tokenizer,
             length=int(lengths[0]),
-            count=int(settings.get("samples", SAMPLES)),
+            count=int(settings.get("samples", _SAMPLES)),
             seed=int(settings.get("seed", self._suite.seed)),
             haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
             reserved=template_tokens(tokenizer),

@@ -35,16 +35,15 @@ from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_sha
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["need"]
 
-SCALES = (1, 1.5, 2, 4)
+_SCALES = (1, 1.5, 2, 4)
 """Lengths that are measured, in context lengths."""
-TASKS = ("needle", "key-value")
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-READ_TOKENS = 4_000_000
+_TASKS = ("needle", "key-value")
+_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_READ_TOKENS = 4_000_000
 """About how many tokens are read of text, and for each task: ten minutes for 7 billion weights at 10^14 operations per
 second."""
-PROMPTS = (16, 64)
+_PROMPTS = (16, 64)
 """Spans of text and prompts of a task, at least and at most: 29 right answers of 29 are surely 85%, 28 of 28 not."""
 
 
@@ -89,8 +88,8 @@ def need(
     texts = list(given)
     documents = tokenize(texts, tokenizer)
     lengths, notes = _lengths(short, target_length, documents)
-    few, many = PROMPTS
-    count = max(few, min(many, READ_TOKENS // sum(lengths)))
+    few, many = _PROMPTS
+    count = max(few, min(many, _READ_TOKENS // sum(lengths)))
     say("reading the same tokens at every length")
     long = [document for document in documents if len(document.ids) >= lengths[-1]]
     most = lengths[-1] * -(-count // len(long))  # tokens of each: where one document weighs most, intervals are wide
@@ -110,7 +109,7 @@ def need(
     hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
     options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out}
     asked: dict[str, Callable[[Sequence[int]], dict[int, list[float]]]] = {
-        **{task: partial(_retrieval, model, task, haystack=hay, trials=count, **options) for task in TASKS},
+        **{task: partial(_retrieval, model, task, haystack=hay, trials=count, **options) for task in _TASKS},
         "variable tracking": partial(_tracking, model, samples=count, **options),
     }
     shares: dict[str, dict[int, list[float]]] = {}
@@ -151,7 +150,7 @@ def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tup
     Raises:
         CorpusError: only the context length could be measured.
     """
-    wanted = {round(scale * short) for scale in SCALES}
+    wanted = {round(scale * short) for scale in _SCALES}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}
     sizes = sorted((len(each.ids) - 1 for each in documents), reverse=True)  # less one for a BOS token
@@ -181,7 +180,7 @@ def _over_guessing(result: Result, plan: EvalPlan, documents: Sequence[Tokens]) 
 
 def _retrieval(model: Any, task: str, lengths: Sequence[int], **options: Any) -> dict[int, list[float]]:
     """Of each prompt the share of its questions that are answered; they are about a statement at every depth."""
-    cells = passkey(model, lengths=lengths, depths=DEPTHS, keys=len(DEPTHS), distractors=1, task=task, **options)
+    cells = passkey(model, lengths=lengths, depths=_DEPTHS, keys=len(_DEPTHS), distractors=1, task=task, **options)
     at = {length: [cell.scores for cell in cells if cell.length == length] for length in lengths}
     return {n: [fmean(s.exact for s in of_prompt) for of_prompt in zip(*at[n], strict=True)] for n in lengths}
 

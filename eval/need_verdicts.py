@@ -14,16 +14,14 @@ from typing import Any
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 
-__all__ = ["ALL_TASKS", "Need", "share_text", "tells"]
-
-MOST_RISE = 0.02
+_MOST_RISE = 0.02
 """Nats per token by which the loss may be higher than at the context length."""
-ENOUGH = 0.85
+_ENOUGH = 0.85
 """The share of its own score at the context length that a model has to keep, as in RULER (Hsieh et al. 2024, arXiv
 2404.06654, whose threshold is another model's score)."""
-KNOWN = 0.5
+_KNOWN = 0.5
 """The score at the context length from which a task tells anything about a model."""
-GUESSED = 0.9
+_GUESSED = 0.9
 """The share of the loss of guessing by frequency from which a loss tells nothing of a model."""
 ALL_TASKS = "all these tasks"
 """Where several tasks tell something: the prompts of all of them, as one task."""
@@ -89,10 +87,10 @@ class Need:
         silent = f"it does not surely answer half of any task at its {self.context_length:,}"
         found = [] if self.known else [(Outcome.NO_MEASURE, silent)]
         if length > self.context_length:
-            rise = verdict(self.rises[length], than=MOST_RISE)
+            rise = verdict(self.rises[length], than=_MOST_RISE)
             texts = {
-                Outcome.BETTER: f"the loss rises by less than {MOST_RISE} nats per token",
-                Outcome.CANNOT_TELL: f"a rise of the loss by {MOST_RISE} is not excluded: it is {rise}",
+                Outcome.BETTER: f"the loss rises by less than {_MOST_RISE} nats per token",
+                Outcome.CANNOT_TELL: f"a rise of the loss by {_MOST_RISE} is not excluded: it is {rise}",
                 Outcome.WORSE: f"the loss is {rise}",
             }
             found.append((rise.outcome, texts[rise.outcome]))
@@ -105,8 +103,8 @@ class Need:
 
     def _kept(self, task: str, length: int) -> tuple[Outcome, str]:
         now, before = self.scores[task][length], self.scores[task][self.context_length]
-        outcome = verdict(now.minus(before, ENOUGH), higher_is_better=True).outcome
-        unsure = f"that {ENOUGH:.0%} of its answers stay is not sure, " if outcome is Outcome.CANNOT_TELL else ""
+        outcome = verdict(now.minus(before, _ENOUGH), higher_is_better=True).outcome
+        unsure = f"that {_ENOUGH:.0%} of its answers stay is not sure, " if outcome is Outcome.CANNOT_TELL else ""
         return outcome, f"{unsure}it answers {share_text(now)} of {task} instead of {share_text(before)}"
 
     def _windowed(self, length: int) -> str:
@@ -143,7 +141,7 @@ class Need:
     def doubts(self) -> list[str]:
         """What makes a flat loss say less, in sentences."""
         short, guess, sentences = self.context_length, self.loss - self.guessing.value, []
-        if verdict(self.guessing, than=(GUESSED - 1) * guess).outcome is not Outcome.BETTER:
+        if verdict(self.guessing, than=(_GUESSED - 1) * guess).outcome is not Outcome.BETTER:
             sentences.append(
                 f"Its loss at {short:,} tokens, {self.loss:.3f} nats per token, is not surely a tenth below the "
                 f"{guess:.3f} of guessing each token by its share in the text: a model that guesses has as flat a loss."
@@ -204,7 +202,7 @@ class Need:
 
 def tells(score: Estimate) -> bool:
     """Whether a task tells something, by the score at the context length."""
-    return verdict(score, than=KNOWN, higher_is_better=True).outcome is Outcome.BETTER
+    return verdict(score, than=_KNOWN, higher_is_better=True).outcome is Outcome.BETTER
 
 
 def share_text(score: Estimate) -> str:

@@ -35,7 +35,6 @@ from rope_ext_hf.runs.runner import Progress, ProgressBar, measure, progress_of_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["DEFAULT_METHODS", "expand", "fit_methods", "perplexity", "plan_perplexity", "sweep"]
 
 DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
 """Methods that follow from a factor alone, or from nothing."""

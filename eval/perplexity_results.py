@@ -13,9 +13,7 @@ from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs.statistics import Estimate, estimate
 
-__all__ = ["DocumentLoss", "Result", "difference", "perplexity_from_loss"]
-
-LARGEST_LOSS = 709.0
+_LARGEST_LOSS = 709.0
 """Nats per token; a float holds exp of this and of little more."""
 
 
@@ -183,4 +181,4 @@ def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
 
 def perplexity_from_loss(nats: float) -> float:
     """exp(nats); infinite where a float cannot hold it."""
-    return math.inf if nats > LARGEST_LOSS else math.exp(nats)
+    return math.inf if nats > _LARGEST_LOSS else math.exp(nats)

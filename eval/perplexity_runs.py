@@ -29,9 +29,7 @@ from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 
-__all__ = ["PerplexityMeasurement", "loss_increase"]
-
-TOLERANCE = 0.05
+_TOLERANCE = 0.05
 """By what share a loss may be higher and still count as that of short inputs."""
 
 
@@ -90,7 +88,7 @@ class PerplexityRuns(RunKind):
         stars = (
             "; * best of a column, and all that their 95% intervals do not tell from it" if any(best.values()) else ""
         )
-        caption = f"{scored_text(run.results[0])}{stars}{units}{lines}{keys}"
+        caption = f"{_scored_text(run.results[0])}{stars}{units}{lines}{keys}"
         view = length_table(run, title, caption, "method")
         if increased:
             view.add_column(f"loss\nincrease\nat {run.context_length:,}", justify="right", overflow="fold")
@@ -128,7 +126,7 @@ class PerplexityRuns(RunKind):
             if keyed := [(d.key_nats, float(d.key_tokens)) for d in result.documents if d.key_tokens]:
                 keys.setdefault(key, {})[length] = keyed
         unit = "nats per token"
-        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=TOLERANCE)
+        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE)
         return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
 
     def times(self, run: Run[Result]) -> Measure | None:
@@ -140,7 +138,7 @@ class PerplexityRuns(RunKind):
         return Measure("time", "seconds per token", Evidence.LOSS, False, items) if items else None
 
     def speed(self, run: Run[Result]) -> str:
-        return throughput_text(run.results)
+        return _throughput_text(run.results)
 
     def not_finite(self, run: Run[Result]) -> list[str]:
         return sorted(f"{label(r.method)} at {r.length} in {name}" for r in run.results for name in r.nonfinite)
@@ -249,7 +247,7 @@ def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]
     }
 
 
-def scored_text(result: Result) -> str:
+def _scored_text(result: Result) -> str:
     """What was scored, as a phrase."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
@@ -264,7 +262,7 @@ def scored_text(result: Result) -> str:
     return f"protocol {name}: {tokens}{left_out}"
 
 
-def throughput_text(results: Sequence[Result]) -> str:
+def _throughput_text(results: Sequence[Result]) -> str:
     """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
     rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
     if not rates:
@@ -275,7 +273,7 @@ def throughput_text(results: Sequence[Result]) -> str:
     return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
 
-def perplexity_text(value: float) -> str:
+def _perplexity_text(value: float) -> str:
     """A perplexity with as many digits as mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
@@ -285,8 +283,8 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
         return Text("")
     if not math.isfinite(result.longppl):
         return Text("not finite", style="red")
-    ends = [perplexity_text(end) for end in (result.longppl_low, result.longppl_high) if end is not None]
-    return Text(perplexity_text(result.longppl) + (f"\n{' to '.join(ends)}" if detailed else ""))
+    ends = [_perplexity_text(end) for end in (result.longppl_low, result.longppl_high) if end is not None]
+    return Text(_perplexity_text(result.longppl) + (f"\n{' to '.join(ends)}" if detailed else ""))
 
 
 def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], detailed: bool) -> Text:
@@ -298,7 +296,7 @@ def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], de
     mark = "*" if method_key(result.method) in best else " "
     interval = ""
     if detailed and result.low is not None and result.high is not None:
-        interval = "\n" + " to ".join(perplexity_text(perplexity_from_loss(end)) for end in (result.low, result.high))
-    text = f"{perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}"
+        interval = "\n" + " to ".join(_perplexity_text(perplexity_from_loss(end)) for end in (result.low, result.high))
+    text = f"{_perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}"
     text += beyond_mark(run, result) + interval
     return Text(text, style="bold green" if mark == "*" else "")

@@ -36,14 +36,8 @@ from rope_ext_hf.suites.statements import TASKS, Question, Task, ask, other_answ
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "make_trials",
-    "passkey",
-    "plan_passkey",
-    "shared_trials",
-]
 
-MOST = {"trials": 10_000, "distractors": 1_000, "keys": 1_000}
+_MOST = {"trials": 10_000, "distractors": 1_000, "keys": 1_000}
 """All prompts and answers are made and tokenised before anything is measured; more would take hours."""
 
 
@@ -165,7 +159,7 @@ def plan_passkey(
     chosen, lengths, depths = _known(task), parse_lengths(lengths), listed(depths)
     _check_whole("lengths", lengths, 1)
     for name, value in (("trials", trials), ("distractors", distractors), ("keys", keys)):
-        _check_whole(name, [value], 1, MOST[name])
+        _check_whole(name, [value], 1, _MOST[name])
     _check_whole("seed", [seed], None)
     if not depths or not all(isinstance(depth, (int, float)) and 0 <= depth <= 1 for depth in depths):
         raise MethodError(f"depths must be one or more numbers from 0 to 1, got {depths!r}")

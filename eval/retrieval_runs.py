@@ -26,8 +26,6 @@ from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.suites.statements import insert
 
-__all__ = ["Retrieval", "RetrievalMeasurement", "RetrievalSetting", "Trial", "TrialScore", "by_method_and_depth"]
-
 
 @dataclass(frozen=True)
 class RetrievalSetting:

@@ -37,11 +37,10 @@ from rope_ext_hf.suites.base import suite as find_suite
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["plan_tasks", "tasks", "template_tokens"]
 
-RANKED = 20
+_RANKED = 20
 """Answers that the right one is ranked among, itself counted."""
-MOST_SAMPLES = 10_000
+_MOST_SAMPLES = 10_000
 
 
 def tasks(
@@ -154,7 +153,7 @@ def plan_tasks(
     ):
         if value not in allowed:
             raise MethodError(f"{what} must be {' or '.join(map(repr, allowed))}, got {short(repr(value))}")
-    _check_number("samples", samples, 2 if score == "rank" else 1, MOST_SAMPLES)
+    _check_number("samples", samples, 2 if score == "rank" else 1, _MOST_SAMPLES)
     _check_number("extra_tokens", extra_tokens, 0, 2**20)
     if not lengths:
         raise MethodError("lengths must be one or more whole numbers, got none")
@@ -206,7 +205,7 @@ def _candidates(sample: Sample, made: Sequence[Sample]) -> tuple[str, ...]:
         for text in dict.fromkeys([*sample.others, *(() if sample.closed else elsewhere)])
         if text not in sample.references
     )
-    return sample.references[0], *[text for _, text in zip(range(RANKED - 1), wrong, strict=False)]
+    return sample.references[0], *[text for _, text in zip(range(_RANKED - 1), wrong, strict=False)]
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:

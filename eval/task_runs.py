@@ -28,11 +28,9 @@ from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 
-__all__ = ["TaskMeasurement", "TaskPrompt", "TaskResult", "TaskSetting", "effective_lengths"]
-
-THRESHOLD = 0.85
+_THRESHOLD = 0.85
 """The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
-EQUAL = 1e-6
+_EQUAL = 1e-6
 """Below this, scores differ by rounding alone."""
 
 
@@ -127,7 +125,7 @@ class TaskRuns(RunKind):
         return TaskResult(method, setting.suite, task, int(cell[0]), len(scores), fmean(scores), scores)
 
     def rows(self, run: Run[TaskResult]) -> Iterable[Sequence[Any]]:
-        lengths, means = effective_lengths(run), suite_scores(run)
+        lengths, means = effective_lengths(run), _suite_scores(run)
         for r in run.results:
             key = method_key(r.method)
             reach = lengths.get(key, ("", "", ""))
@@ -136,7 +134,7 @@ class TaskRuns(RunKind):
 
     def table(self, run: Run[TaskResult], *, detailed: bool = False) -> Table:
         """One row per method with the suite's score at each length; `detailed` with a row per task."""
-        one, lengths, means = run.results[0], effective_lengths(run), suite_scores(run)
+        one, lengths, means = run.results[0], effective_lengths(run), _suite_scores(run)
         how = "share of the right answers" if run.settings["setting"]["score"] == "generate" else "right answer first"
         title = f"Suite {short(printable(one.suite))}: {how}, in percent; the model is for {run.meant_for}"
         chance = run.settings["setting"].get("chance")
@@ -166,14 +164,14 @@ class TaskRuns(RunKind):
     def chart(self, run: Run[TaskResult]) -> str:
         caption = (
             "Score by context length, in percent, higher is better. The dotted line is the length that the model is "
-            f"for, the dashed one {THRESHOLD:.0%} of the score at the shortest length."
+            f"for, the dashed one {_THRESHOLD:.0%} of the score at the shortest length."
         )
         return line_chart(_lines(run), run.context_length, caption, threshold=_threshold(run))
 
     def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
         items = {
             key: {length: [(score, 1.0) for score in scores] for length, scores in row.items()}
-            for key, row in suite_scores(run).items()
+            for key, row in _suite_scores(run).items()
         }
         name = f"score of {short(printable(run.results[0].suite))}"
         threshold = _threshold(run)
@@ -193,7 +191,7 @@ class TaskRuns(RunKind):
 
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
         """The mean over tasks by length, and effective lengths with their intervals, by the method's label."""
-        means, reaches = suite_scores(run), effective_lengths(run)
+        means, reaches = _suite_scores(run), effective_lengths(run)
         names = {name: method_key(row[0].method) for name, row in by_method(run.results).items()}
         return {
             "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
@@ -202,7 +200,7 @@ class TaskRuns(RunKind):
 
 
 _MEANING = (
-    f"Effective length: up to it, the score at every length is at least {THRESHOLD:.0%} of the score of the model as "
+    f"Effective length: up to it, the score at every length is at least {_THRESHOLD:.0%} of the score of the model as "
     "loaded at the shortest length; in brackets the 95% interval over prompts"
 )
 
@@ -305,7 +303,7 @@ def _padded(ids: Tensor, length: int) -> Tensor:
     return torch.cat([ids, ids[-1:].expand(length - len(ids))]).long()
 
 
-def suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
+def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
     """The mean over tasks of each prompt, by the method's key and length, where every task is complete."""
     tasks = run.settings["setting"]["tasks"].split(",")
     rows: dict[str, dict[int, list[TaskResult]]] = {}
@@ -322,7 +320,7 @@ def suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
 
 
 def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
-    """Up to which length each method keeps `THRESHOLD` of the score of the model as loaded at the shortest length.
+    """Up to which length each method keeps `_THRESHOLD` of the score of the model as loaded at the shortest length.
 
     The interval: up to its low end every length surely keeps it, up to its high end none surely does not.
 
@@ -334,7 +332,7 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
         not surely better than luck; a method without a score at the shortest length is left out. Where the model as
         loaded was not measured, each method is compared with itself.
     """
-    means = {key: row for key, row in suite_scores(run).items() if row}
+    means = {key: row for key, row in _suite_scores(run).items() if row}
     shortest = min((length for row in means.values() for length in row), default=0)
     plain, chance = means.get(method_key(run.settings["loaded"]), {}), run.settings["setting"].get("chance", 0.0)
     lengths = {}
@@ -345,12 +343,12 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
         base = estimate_share(known)
         if verdict(base, than=chance, higher_is_better=True).outcome is not Outcome.BETTER:
             continue
-        kept = {n: estimate_share(scores).minus(base, THRESHOLD) for n, scores in row.items()}
+        kept = {n: estimate_share(scores).minus(base, _THRESHOLD) for n, scores in row.items()}
         if row[shortest] is known:
             kept[shortest] = Estimate(1.0, 1.0, 1.0, base.items)  # it is what the others are compared with
         found = {n: verdict(each, higher_is_better=True).outcome for n, each in kept.items()}
         lengths[key] = EffectiveLength(
-            _reach({n: each.value >= -EQUAL for n, each in kept.items()}),
+            _reach({n: each.value >= -_EQUAL for n, each in kept.items()}),
             _reach({n: outcome is Outcome.BETTER for n, outcome in found.items()}),
             _reach({n: outcome is not Outcome.WORSE for n, outcome in found.items()}),
         )
@@ -364,7 +362,7 @@ def _reach(passed: dict[int, bool]) -> int:
 
 def _lines(run: Run[TaskResult]) -> dict[str, list[tuple[int, float]]]:
     """Scores in percent, as (length, value) by label."""
-    means = suite_scores(run)
+    means = _suite_scores(run)
     return {
         name: [(length, 100 * fmean(scores)) for length, scores in means[method_key(row[0].method)].items()]
         for name, row in by_method(run.results).items()
@@ -373,5 +371,5 @@ def _lines(run: Run[TaskResult]) -> dict[str, list[tuple[int, float]]]:
 
 def _threshold(run: Run[TaskResult]) -> float | None:
     """What effective lengths are measured by, in percent; None where the model as loaded was not measured."""
-    row = suite_scores(run).get(method_key(run.settings["loaded"]))
-    return 100 * THRESHOLD * fmean(row[min(row)]) if row else None
+    row = _suite_scores(run).get(method_key(run.settings["loaded"]))
+    return 100 * _THRESHOLD * fmean(row[min(row)]) if row else None

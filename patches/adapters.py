@@ -29,18 +29,6 @@ from rope_ext_hf.patches.slots import patch_state
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "SAVE_ROUTE",
-    "Adapter",
-    "find_adapter",
-    "finding_base",
-    "modules_with_adapters",
-    "record_patch",
-    "stop_recording",
-    "tokenizer_source",
-    "with_record",
-]
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
@@ -61,7 +49,7 @@ _CLASSES = {
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
-class RecordingToDict:
+class _RecordingToDict:
     """`to_dict` of one adapter's settings, which PEFT writes into adapter_config.json, with the record of the patch."""
 
     def __init__(self, settings: Any, record: dict[str, Any]) -> None:
@@ -90,14 +78,14 @@ def record_patch(model: nn.Module) -> None:
     if (state := patch_state(model)) is not None:
         record = state.record | fingerprint_record(model)
         for settings in getattr(model, "peft_config", {}).values():
-            settings.__dict__["to_dict"] = RecordingToDict(settings, record)
+            settings.__dict__["to_dict"] = _RecordingToDict(settings, record)
 
 
 def stop_recording(model: nn.Module) -> None:
     """Save the adapters of a model without a record again."""
     for module in modules_with_adapters(model):
         for settings in module.peft_config.values():
-            if isinstance(settings.__dict__.get("to_dict"), RecordingToDict):
+            if isinstance(settings.__dict__.get("to_dict"), _RecordingToDict):
                 del settings.__dict__["to_dict"]
 
 

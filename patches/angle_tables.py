@@ -26,8 +26,6 @@ from rope_ext_hf.patches.length_profiles import ProfileSlot
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 
-__all__ = ["check_method", "fill_slot", "keeps_angles_in_weights", "restore_table"]
-
 
 def keeps_angles_in_weights(config: Any) -> bool:
     """Whether the class of a text config has a table of angles instead of a rotary module."""
@@ -36,7 +34,7 @@ def keeps_angles_in_weights(config: Any) -> bool:
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
     """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
-    kind = TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
+    kind = _TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
     return kind(slot, method, rotary, state)
 
 
@@ -68,7 +66,7 @@ def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> N
             )
 
 
-class TableSlot(PatchedSlot):
+class _TableSlot(PatchedSlot):
     """What stands in the place of a table of angles while a model is patched.
 
     In a state_dict it is the table of the patched model, under the name that the class reads it from. A table that is

@@ -23,8 +23,6 @@ from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.saving import attach_saving, detach_saving
 from rope_ext_hf.patches.slots import PatchedSlot, patch_state
 
-__all__ = ["apply_plan", "replay", "take_off"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

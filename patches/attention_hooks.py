@@ -34,16 +34,6 @@ from rope_ext_hf.patches.slots import PatchedSlot
 from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.graphs import graph_break
 
-__all__ = [
-    "RemappingHooks",
-    "attach",
-    "attend_from_kwargs",
-    "detach",
-    "register",
-    "remapped_attention",
-    "remapped_windows",
-]
-
 
 class RemappingHooks(DecoderHooks):
     """Hooks around the forward of a decoder under a remapping method."""
@@ -240,7 +230,7 @@ def attend_from_kwargs(
     return out.transpose(1, 2).contiguous(), None
 
 
-def remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def _remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The padding mask as it was given, where a mask has only causality and a window beside it; else transformers' own.
 
     Causality, window and padding come from the rule and the positions, which needs no (length, length) tensor.
@@ -257,7 +247,7 @@ def remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def register() -> None:
     """Add the functions of remapping methods to transformers' tables, and their operator to torch's."""
     _register_operator()
-    register_attention(ATTENTION_NAME, remapped_attention, remapped_mask)
+    register_attention(ATTENTION_NAME, remapped_attention, _remapped_mask)
 
 
 def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:

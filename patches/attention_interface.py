@@ -13,19 +13,6 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import AttentionRule, Rotation
 
-__all__ = [
-    "ATTENTION_NAME",
-    "LAYER_ATTRIBUTE",
-    "PROBE_NAME",
-    "PROBE_RECORDS",
-    "UNSUPPORTED_KWARGS",
-    "Layer",
-    "chunk_size",
-    "is_sliding",
-    "register_attention",
-    "use_attention",
-]
-
 ATTENTION_NAME = "rope_ext_hf.remapped"
 """A name without a slash: transformers looks for one with a slash among the kernels on the Hub."""
 

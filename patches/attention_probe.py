@@ -31,8 +31,6 @@ from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.rotary.kv_cache import candidate_key_layouts, nearly_equal
 
-__all__ = ["probe_layers"]
-
 
 @dataclass(frozen=True)
 class _ProbeRecord:
@@ -49,7 +47,7 @@ class _ProbeRecord:
     refused: str | None
 
 
-def probe_attention(
+def _probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Record the arguments and return zeros, so that later layers get the same whatever the rotation is."""
@@ -69,7 +67,7 @@ def probe_attention(
     return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
 
-def probe_mask(*args: Any, **kwargs: Any) -> Any:
+def _probe_mask(*args: Any, **kwargs: Any) -> Any:
     """A whole mask, because some decoders read it themselves before their attention is called.
 
     It carries its window, which some attention modules do not pass on to their function (PhiMoE, Qwen2-MoE).
@@ -221,7 +219,7 @@ def _scaled_like(query: Tensor, other: Tensor, own_temperature: bool) -> Tensor:
 @contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
     """Keep the model in eval mode, with attention that records its arguments."""
-    register_attention(PROBE_NAME, probe_attention, probe_mask)
+    register_attention(PROBE_NAME, _probe_attention, _probe_mask)
     token = PROBE_RECORDS.set([])
     try:
         with evaluating(model), use_attention(model, PROBE_NAME), torch.no_grad():

@@ -30,30 +30,12 @@ from rope_ext_hf.patches.family_hooks import (
 from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_spec import PatchSpec
 
-__all__ = [
-    "GUESSED_LENGTH_KEY",
-    "PAIRING_KEY",
-    "PATCH_KEY",
-    "SAVED_KEYS",
-    "UNKNOWN_TYPE",
-    "ConfigEncoding",
-    "ConfigRope",
-    "checked_specs",
-    "config_encoding",
-    "former_in",
-    "original_settings",
-    "read_rope",
-    "saved_specs",
-    "softmax_scale",
-    "write_rope",
-]
-
 PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
 GUESSED_LENGTH_KEY = "rope_guessed_length"  # max_position_embeddings as a conversion guessed it; ours, others ignore it
 """The config key that states in which pairing the weights are, where they were converted."""
-PLUGIN_PREFIX = "rope_ext_hf/"
-UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{PLUGIN_PREFIX}")
+_PLUGIN_PREFIX = "rope_ext_hf/"
+UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{_PLUGIN_PREFIX}")
 """The logger, and what its line contains, that misses transformers' own check of a rope type of ours."""
 
 # transformers' rope type -> our method and the parameters it implies.
@@ -82,7 +64,7 @@ SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_positi
 """Every config key that a patch may change."""
 
 
-class Config(Protocol):
+class _Config(Protocol):
     """The part of a transformers config used here; attributes differ from family to family."""
 
     model_type: str
@@ -116,7 +98,7 @@ class ConfigRope:
         return self.plain.scaled(self.method, context_length=self.context_length)
 
 
-def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
+def _rope_dict(config: _Config, layer_type: str | None) -> dict[str, Any]:
     """The rope settings of one layer type (None: of a model with one set for all layers).
 
     Raises:
@@ -132,14 +114,14 @@ def rope_dict(config: Config, layer_type: str | None) -> dict[str, Any]:
     return dict(settings)
 
 
-def _implied_settings(config: Config) -> dict[str, Any]:
+def _implied_settings(config: _Config) -> dict[str, Any]:
     """The rope settings of a family whose table of angles its config does not mention."""
     if angle_table(config.model_type) is None:
         return {}
     return {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
 
 
-def read_rope(config: Config, dim: int, layer_type: str | None = None) -> ConfigRope:
+def read_rope(config: _Config, dim: int, layer_type: str | None = None) -> ConfigRope:
     """The rotary embedding that a config describes.
 
     Args:
@@ -149,7 +131,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
     Raises:
         UnsupportedModelError: an unknown rope type, or a scaling that the model's class does not run as written.
     """
-    settings = rope_dict(config, layer_type)
+    settings = _rope_dict(config, layer_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
     most = _most_positions(config)
     rotated_pairs = None
@@ -162,7 +144,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
             + (
                 "; load this folder with rope_ext_hf.from_pretrained"
-                if str(rope_type).startswith(PLUGIN_PREFIX)
+                if str(rope_type).startswith(_PLUGIN_PREFIX)
                 else ""
             )
         )
@@ -198,7 +180,7 @@ def read_rope(config: Config, dim: int, layer_type: str | None = None) -> Config
     return ConfigRope(plain, resolve_method(name, plain, **(given | implied)), context_length, rule, note)
 
 
-def _most_positions(config: Config) -> int:
+def _most_positions(config: _Config) -> int:
     most = getattr(config, "max_position_embeddings", None)
     if most is None:
         raise UnsupportedModelError(
@@ -259,7 +241,7 @@ class ConfigEncoding:
 
 
 def config_encoding(
-    config: Config, spec: PatchSpec, layer_type: str | None, *, writable: bool = True
+    config: _Config, spec: PatchSpec, layer_type: str | None, *, writable: bool = True
 ) -> ConfigEncoding:
     """How a config states a patch; nothing is changed.
 
@@ -272,7 +254,7 @@ def config_encoding(
         MethodError: `spec.native` asks for a rope type of transformers where it has none.
     """
     method, rotary, known = spec.method, spec.rotary, family(config.model_type)
-    settings = rope_dict(config, layer_type)
+    settings = _rope_dict(config, layer_type)
     extended = spec.target_length or method.extended_length(rotary)
     length, exact = extended or int(config.max_position_embeddings), True
     parameters = method.rope_parameters(rotary) if writable else None
@@ -289,7 +271,7 @@ def config_encoding(
         parameters = None
     if parameters is None:
         # transformers raises KeyError with the rope type alone: the way out must stand in it
-        rope_type = f"{PLUGIN_PREFIX}{method.name}: load with rope_ext_hf.from_pretrained"
+        rope_type = f"{_PLUGIN_PREFIX}{method.name}: load with rope_ext_hf.from_pretrained"
         plugin = {"rope_type": rope_type, "rope_theta": rotary.theta}
         return ConfigEncoding(plugin, extended, length, loads_plainly=False)
     parameters = dict(parameters)
@@ -367,7 +349,7 @@ def write_rope(
         config.head_dim = config.hidden_size // config.num_attention_heads
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     for layer_type in layer_types:
-        written = _unrelated_settings(rope_dict(config, layer_type)) | dict(encoding.parameters)
+        written = _unrelated_settings(_rope_dict(config, layer_type)) | dict(encoding.parameters)
         if layer_type is None:
             parameters = written
         else:

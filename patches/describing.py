@@ -25,11 +25,9 @@ from rope_ext_hf.patches.recipes import published_length, recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
 
-__all__ = ["Description", "describe", "scalings_underneath"]
-
 
 @dataclass(frozen=True)
-class Scaling:
+class _Scaling:
     """One scaling underneath a patch.
 
     Attributes:
@@ -70,7 +68,7 @@ class Description:
     model_type: str
     method: str
     params: dict[str, Any]
-    underneath: tuple[Scaling, ...]
+    underneath: tuple[_Scaling, ...]
     pairing: str | None
     trained_length: int
     context_length: int
@@ -231,12 +229,12 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
     )
 
 
-def scalings_underneath(rotary: Rotary) -> list[Scaling]:
+def scalings_underneath(rotary: Rotary) -> list[_Scaling]:
     """The scalings of a rotary embedding, bottom first; empty for a plain one."""
     if rotary.own is None:
         return []
     own = rotary.own
-    return [*scalings_underneath(own.rotary), Scaling(own.method.name, _params(own.method), own.context_length)]
+    return [*scalings_underneath(own.rotary), _Scaling(own.method.name, _params(own.method), own.context_length)]
 
 
 def _params(method: RopeMethod) -> dict[str, Any]:

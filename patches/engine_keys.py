@@ -18,22 +18,13 @@ from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.families import Family
 from rope_ext_hf.patches.family_hooks import angle_table, former_key
 
-__all__ = [
-    "KEYS_FOR_OTHER_ENGINES",
-    "EngineAgreement",
-    "attention_factor_keys",
-    "compare_engines",
-    "former_keys",
-    "former_spelling",
-]
-
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers passes over them with a log message."""
 
-Settings = Mapping[str, Any]
+_Settings = Mapping[str, Any]
 
 
-def attention_factor_keys(settings: Settings, known: Family) -> dict[str, Any]:
+def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
     """The attention factor of a form, under the keys of the engines that do not read `attention_factor`.
 
     vLLM and SGLang read short_mscale and long_mscale of a longrope. Of a yarn, mlx-lm and SGLang read mscale and
@@ -53,7 +44,7 @@ def attention_factor_keys(settings: Settings, known: Family) -> dict[str, Any]:
 # --- the former spelling --------------------------------------------------------------------------------------------
 
 
-def former_keys(model_type: str, rope_parameters: Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
+def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
     """The same settings under the top-level keys of transformers 4; {} where those cannot state them.
 
     Args:
@@ -75,7 +66,7 @@ def former_keys(model_type: str, rope_parameters: Settings, layer_types: Sequenc
     return {former_key(model_type, key): value for key, value in former.items()}
 
 
-def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
+def former_spelling(config: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
     """What to write beside `rope_parameters` in a config.json: {} where plain loading would then read other settings.
 
     transformers 5 lets `rope_scaling` win over `rope_parameters`, and some of its classes read it otherwise.
@@ -91,7 +82,7 @@ def former_spelling(config: Settings, layer_types: Sequence[str | None]) -> dict
 _SPELLINGS = ("rope_parameters", "rope_scaling")
 
 
-def _settings_read_from(config: Settings) -> dict[str, Any] | None:
+def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
     """The rope settings that the installed transformers reads from a config.json; None: it takes it for an error."""
     from transformers import AutoConfig
 
@@ -138,7 +129,7 @@ class EngineAgreement(NamedTuple):
     disagreeing: tuple[str, ...]
 
 
-def compare_engines(config: Settings) -> EngineAgreement:
+def compare_engines(config: _Settings) -> EngineAgreement:
     """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in neither list."""
     agreeing: list[str] = []
     disagreeing: list[str] = []

@@ -20,24 +20,11 @@ from huggingface_hub.errors import StrictDataclassError
 
 from rope_ext_hf.errors import UnsupportedModelError, did_you_mean, one_line
 
-__all__ = [
-    "KV_HEADS",
-    "ConfigNumber",
-    "Family",
-    "ModuleRows",
-    "choose",
-    "families",
-    "family",
-    "look_up",
-    "parse_families",
-    "tables",
-]
-
-Block = Literal[
+_Block = Literal[
     "q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k", "index_norm"
 ]
 KV_HEADS = "num_key_value_heads"
-CONFIG_KEYS = (
+_CONFIG_KEYS = (
     "num_hidden_layers",
     "num_attention_heads",
     KV_HEADS,
@@ -72,7 +59,7 @@ class ModuleRows:
         when: a config key that must be true; None: no condition.
     """
 
-    blocks: list[Block]
+    blocks: list[_Block]
     repeat: int | Literal["num_key_value_heads"] = 1
     when: str | None = validated_field(_is_key, default=None)
 
@@ -136,9 +123,9 @@ class Family:
                 raise ValueError(f"{name}: every alternative but the last must have `when`")
 
     def validate_keys(self) -> None:
-        if unknown := next((key for key in self.config_keys if key not in CONFIG_KEYS), None):
-            known = ", ".join(CONFIG_KEYS)
-            raise ValueError(f"config_keys.{unknown} is unknown; known: {known}.{did_you_mean(unknown, CONFIG_KEYS)}")
+        if unknown := next((key for key in self.config_keys if key not in _CONFIG_KEYS), None):
+            known = ", ".join(_CONFIG_KEYS)
+            raise ValueError(f"config_keys.{unknown} is unknown; known: {known}.{did_you_mean(unknown, _CONFIG_KEYS)}")
         if self.remote_attention is not None and "rotary_dim" not in self.config_keys:
             raise ValueError("remote_attention needs config_keys.rotary_dim: there is no model that could be asked")
 

@@ -6,21 +6,6 @@ from typing import Any
 
 from rope_ext_hf.errors import UnsupportedModelError
 
-__all__ = [
-    "LINEAR_EXTENDED",
-    "angle_table",
-    "check_architecture",
-    "former_key",
-    "learned_log_multiplier",
-    "linear_is_extended",
-    "original_length_of_linear",
-    "rope_key",
-    "rotates_back",
-    "rows_rotate",
-    "runs_alpha",
-    "runs_short_list",
-]
-
 # -- its classes -------------------------------------------------------------------------------------------------------
 
 

@@ -12,20 +12,6 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, choose, family, look_up
 from rope_ext_hf.patches.family_hooks import check_architecture
 
-__all__ = [
-    "LayerConfig",
-    "check_sizes",
-    "check_stated",
-    "class_pairing",
-    "config_number",
-    "config_pairing",
-    "head_dim",
-    "set_pairing_switch",
-    "stated_rotary",
-    "supported_family",
-    "values_of",
-]
-
 _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")  # of text, vision, audio
 
 

@@ -26,23 +26,13 @@ from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, patch_state, rotary_modules
 
-__all__ = [
-    "FINGERPRINT_KEY",
-    "Fingerprint",
-    "check_recorded",
-    "fingerprint_of",
-    "fingerprint_record",
-    "table_differences",
-    "with_pairing",
-]
-
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
 
-SAME = 1e-5
+_SAME = 1e-5
 """The largest relative difference of two numbers that computing them in another way explains."""
 
-NEARLY = 1e-2
+_NEARLY = 1e-2
 """The largest one at which an explanation fits: numbers may have been rounded since."""
 
 _SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -54,7 +44,7 @@ _FEWEST_TOKENS = 1
 
 
 @dataclass(frozen=True)
-class LayerRope:
+class _LayerRope:
     """RoPE of the layers of one type.
 
     Attributes:
@@ -87,7 +77,7 @@ class Fingerprint:
     pairing: str | None
     length: int | None
     softmax_scale: tuple[float, ...]
-    layers: dict[str, LayerRope]
+    layers: dict[str, _LayerRope]
 
     @property
     def digest(self) -> str:
@@ -118,7 +108,7 @@ class Fingerprint:
         """
         try:
             layers = {
-                str(name): LayerRope(
+                str(name): _LayerRope(
                     float(layer["theta"]),
                     tuple(map(float, layer["inv_freq"])),
                     None if layer["short_inv_freq"] is None else tuple(map(float, layer["short_inv_freq"])),
@@ -188,7 +178,7 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
     config = root.get_text_config()
     found = [each for each in rotary_modules(model) if each[3].model_type == config.model_type]
-    layers: dict[str, LayerRope] = {}
+    layers: dict[str, _LayerRope] = {}
     for parent, attribute, module, own in found:
         for name in frequency_names(module):
             layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
@@ -279,7 +269,7 @@ def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> li
     return sentences
 
 
-def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> LayerRope:
+def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> _LayerRope:
     """RoPE of a layer type, as the module that stands in the model has it.
 
     Args:
@@ -303,7 +293,7 @@ def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: st
         "inv_freq": tuple(buffer.double().tolist()),
         "attention_factor": float(factor),
     }
-    return LayerRope(**values)
+    return _LayerRope(**values)
 
 
 def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]]) -> int | None:
@@ -318,10 +308,10 @@ def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]
     return described.context_length if described.method.name == "linear" else stated
 
 
-def _of_method(method: RopeMethod, rotary: Rotary, length: int) -> LayerRope:
+def _of_method(method: RopeMethod, rotary: Rotary, length: int) -> _LayerRope:
     inv_freq, attention_factor = method.frequencies(rotary, length)
     short = method.frequencies(rotary, _FEWEST_TOKENS).inv_freq.tolist() if method.length_dependent else None
-    return LayerRope(
+    return _LayerRope(
         rotary.theta,
         tuple(inv_freq.tolist()),
         None if short is None else tuple(short),
@@ -338,7 +328,7 @@ def _softmax_scales(model: nn.Module) -> Iterator[float]:
             yield scale
 
 
-def _layer_differences(expected: LayerRope, actual: LayerRope) -> Iterator[str]:
+def _layer_differences(expected: _LayerRope, actual: _LayerRope) -> Iterator[str]:
     if expected.positions != actual.positions:
         names = [each["method"] if each else "none" for each in (actual.positions, expected.positions)]
         what = f"{names[0]} instead of {names[1]}" if names[0] != names[1] else f"{names[0]} with other parameters"
@@ -366,7 +356,7 @@ def _layer_differences(expected: LayerRope, actual: LayerRope) -> Iterator[str]:
         yield f"cos and sin are multiplied by {b:.6g} instead of {a:.6g}: {reason}."
 
 
-def _frequency_difference(expected: LayerRope, actual: LayerRope) -> str | None:
+def _frequency_difference(expected: _LayerRope, actual: _LayerRope) -> str | None:
     """What became of the frequencies, by the first explanation that fits; None: they are alike."""
     a, b = expected.inv_freq, actual.inv_freq
     if _alike(a, b):
@@ -394,7 +384,7 @@ def _frequency_difference(expected: LayerRope, actual: LayerRope) -> str | None:
     )
 
 
-def _without_scaling(layer: LayerRope) -> tuple[float, ...]:
+def _without_scaling(layer: _LayerRope) -> tuple[float, ...]:
     pairs = len(layer.inv_freq)
     plain = Rotary(2 * pairs, layer.theta, _FEWEST_TOKENS).inv_freq().tolist()
     return tuple(value if actual else 0.0 for value, actual in zip(plain, layer.inv_freq, strict=True))
@@ -410,13 +400,13 @@ def _theta(a: Sequence[float], b: Sequence[float], theta: float) -> float | None
     return float(f"{other:.4g}") if _close(made, b) else None
 
 
-def _close(one: Sequence[float], other: Sequence[float], tolerance: float = NEARLY) -> bool:
+def _close(one: Sequence[float], other: Sequence[float], tolerance: float = _NEARLY) -> bool:
     return len(one) == len(other) and all(_relative(x, y) <= tolerance for x, y in zip(one, other, strict=True))
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether numbers are the same, or one side is the other one after a cast to a shorter dtype."""
-    return _close(one, other, SAME) or _is_cast(one, other) or _is_cast(other, one)
+    return _close(one, other, _SAME) or _is_cast(one, other) or _is_cast(other, one)
 
 
 def _is_cast(values: Sequence[float], cast: Sequence[float]) -> bool:
@@ -433,7 +423,7 @@ def _relative(expected: float, actual: float) -> float:
     return abs(expected - actual) / max(abs(expected), abs(actual), 1e-30)
 
 
-def _parameters(layer: LayerRope) -> str:
+def _parameters(layer: _LayerRope) -> str:
     return json.dumps({key: value for key, value in (layer.positions or {}).items() if key != "method"})
 
 

@@ -18,20 +18,6 @@ from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
 
-__all__ = [
-    "CONTEXT_KWARG",
-    "ForwardContext",
-    "GivenMask",
-    "arguments",
-    "current_context",
-    "own_cache",
-    "place_tokens",
-    "row_lengths",
-    "several_inputs",
-    "takes_tokens",
-    "values_of",
-]
-
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
 

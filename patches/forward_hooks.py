@@ -17,8 +17,6 @@ from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, s
 from rope_ext_hf.rotary.forward_state import pop, push
 from rope_ext_hf.rotary.graphs import graph_break
 
-__all__ = ["DecoderHooks", "decoder_of", "install_forward_hooks"]
-
 
 class DecoderHooks(ABC):
     """Hooks around the forward of a decoder; a subclass works out what the modules inside need.

@@ -28,22 +28,7 @@ from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slots import Slot, find_slots, present_specs
 
-__all__ = [
-    "BaseRope",
-    "base_rope",
-    "base_rope_of_config",
-    "base_rope_of_model",
-    "before_patches",
-    "bind",
-    "bind_to",
-    "check_pairing",
-    "checkpoint_geometry",
-    "patch_geometry",
-    "stated_length",
-    "undo_saved_patch",
-]
-
-Over = Literal["own", "original", "patched"]
+_Over = Literal["own", "original", "patched"]
 """What a patch is applied over: the model as loaded, the model without its own scaling, or the present patch."""
 
 
@@ -72,7 +57,7 @@ def base_rope(
     Args:
         slots: the slots of the model.
         config: its text config before any patch; `undo_saved_patch` gives it.
-        over: see `Over`.
+        over: see `_Over`.
         context_length: overrides the context length that the config states, in tokens.
 
     Raises:
@@ -82,12 +67,12 @@ def base_rope(
     _check_over(over, context_length)
     if over == "patched":
         return _over_present_patch(model, slots, context_length)
-    return base_rope_of_config(config_rope(slots, config), over, context_length, config)
+    return base_rope_of_config(_config_rope(slots, config), over, context_length, config)
 
 
 def _check_over(over: str, context_length: int | None) -> None:
-    if over not in get_args(Over):
-        known = get_args(Over)
+    if over not in get_args(_Over):
+        known = get_args(_Over)
         raise MethodError(f"over must be one of {', '.join(known)}; got {over!r}.{did_you_mean(str(over), known)}")
     if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
         raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
@@ -99,7 +84,7 @@ def base_rope_of_config(
     """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
     Args:
-        over: "own" or "original", see `Over`.
+        over: "own" or "original", see `_Over`.
         context_length: overrides the context length that the config states or its publisher does, in tokens.
         config: the text config without patches, for what is published of a model without a scaling of its own; None:
             nothing is.
@@ -144,7 +129,7 @@ def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
     return rotary.own.rotary.scaled(rotary.own.method, context_length=context_length)
 
 
-def config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
+def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
     """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers.
 
     Raises:

@@ -12,17 +12,6 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import rope_key
 from rope_ext_hf.patches.family_settings import values_of
 
-__all__ = [
-    "SLIDING",
-    "LayerType",
-    "Layers",
-    "choose_layer_types",
-    "layers_of_types",
-    "nothing_to_extend",
-    "rotating_layers",
-    "sliding_layers",
-]
-
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mamba", "recurrent"})
@@ -34,7 +23,7 @@ Layers = str | int | Sequence[str | int]
 """A choice of layers: layer types, keys of `rope_parameters`, or indices from 0 on."""
 
 
-def layer_types(config: Any) -> list[str]:
+def _layer_types(config: Any) -> list[str]:
     """The type of every layer.
 
     Where the config has none, "sliding_attention" under a window shorter than the length that the config states, as in
@@ -82,7 +71,7 @@ def sliding_layers(config: Any) -> tuple[int | None, int]:
 
 def rotating_layers(config: Any) -> tuple[int, int]:
     """How many full-attention layers rotate their queries and keys, and how many full-attention layers there are."""
-    full = [index for index, kind in enumerate(layer_types(config)) if _attends_to_all(kind)]
+    full = [index for index, kind in enumerate(_layer_types(config)) if _attends_to_all(kind)]
     return sum(_rotates(config, index) for index in full), len(full)
 
 
@@ -96,24 +85,24 @@ def _rotates(config: Any, index: int) -> bool:
     if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
         return False
     settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    key = rope_key(config.model_type, layer_types(config)[index])
+    key = rope_key(config.model_type, _layer_types(config)[index])
     if key in settings and settings[key] is None:
         return False
     return all(not each or bool(each[index]) for each in (uses_rope, thetas))
 
 
-Served = Mapping[LayerType, tuple[int, ...]]
+_Served = Mapping[LayerType, tuple[int, ...]]
 """The indices of the layers that use each of a rotary module's embeddings."""
 
 
-def layers_of_types(config: Any, keys: Sequence[LayerType], theta: float | None = None) -> Served:
+def layers_of_types(config: Any, keys: Sequence[LayerType], theta: float | None = None) -> _Served:
     """The indices of the layers that use each of a rotary module's embeddings.
 
     Args:
         keys: the names of the embeddings; [None]: one for all layers.
         theta: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
     """
-    types = layer_types(config)
+    types = _layer_types(config)
     if list(keys) == [None]:
         thetas = getattr(config, "layer_rope_theta", None) if theta is not None else None
         return {None: tuple(i for i in range(len(types)) if thetas is None or thetas[i] == theta)}
@@ -121,7 +110,7 @@ def layers_of_types(config: Any, keys: Sequence[LayerType], theta: float | None 
     return {key: tuple(i for i, each in enumerate(used) if each == key) for key in keys}
 
 
-def choose_layer_types(config: Any, served: Served, layers: Layers | None = None) -> tuple[LayerType, ...]:
+def choose_layer_types(config: Any, served: _Served, layers: Layers | None = None) -> tuple[LayerType, ...]:
     """The rotary embeddings that a method is applied to.
 
     Args:
@@ -132,7 +121,7 @@ def choose_layer_types(config: Any, served: Served, layers: Layers | None = None
         MethodError: layers that do not exist.
         UnsupportedModelError: layers that share their rotary embedding with others.
     """
-    types = layer_types(config)
+    types = _layer_types(config)
     if layers is None:
         if list(served) == [None]:
             attend = any(_attends_to_all(types[i]) for i in served[None])
@@ -151,7 +140,7 @@ def choose_layer_types(config: Any, served: Served, layers: Layers | None = None
     return tuple(key for key, indices in served.items() if wanted & set(indices))
 
 
-def _indices(config: Any, types: Sequence[str], served: Served, layers: Layers) -> set[int]:
+def _indices(config: Any, types: Sequence[str], served: _Served, layers: Layers) -> set[int]:
     chosen: set[int] = set()
     for each in [layers] if isinstance(layers, (str, int)) else layers:
         if isinstance(each, str):

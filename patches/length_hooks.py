@@ -42,8 +42,6 @@ from rope_ext_hf.rotary.kv_cache import (
     rotate_keys_on_read,
 )
 
-__all__ = ["LengthHooks", "checked_state", "read_on_host", "token_positions"]
-
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
 
 

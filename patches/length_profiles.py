@@ -26,8 +26,6 @@ from rope_ext_hf.rotary.cache_state import CacheState, RowState, discard_state, 
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, state_of_table
 
-__all__ = ["ProfileHooks", "ProfileSlot", "install_generate"]
-
 _REMEDY = "Hold the whole length from its first token on: rope_ext_hf.fixed_length(model, prompt_length + new_tokens)"
 
 
@@ -66,7 +64,7 @@ class ProfileSlot(PatchedSlot):
 
 
 @dataclass(eq=False, kw_only=True)
-class Generation(ForwardState):
+class _Generation(ForwardState):
     """A call of `generate`.
 
     Attributes:
@@ -84,7 +82,7 @@ class Generation(ForwardState):
     begun: bool = False
 
 
-class PlannedGenerate:
+class _PlannedGenerate:
     """`generate` of one model, which notes how long its rows may become."""
 
     def __init__(self, model: Any) -> None:
@@ -98,7 +96,7 @@ class PlannedGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         encoder = self.model.get_encoder() if self.model.config.is_encoder_decoder else None
-        push(Generation(owner=self, patch=patch_state(self.model), encoder=encoder))
+        push(_Generation(owner=self, patch=patch_state(self.model), encoder=encoder))
         try:
             return type(self.model).generate(self.model, *args, **kwargs)
         finally:
@@ -109,7 +107,7 @@ class PlannedGenerate:
         method = type(self.model)._prepare_generated_length
         call = inspect.signature(method).bind(self.model, *args, **kwargs).arguments
         config = method(self.model, *args, **kwargs)
-        generation, *around = (state for state in running() if isinstance(state, Generation))
+        generation, *around = (state for state in running() if isinstance(state, _Generation))
         prompt = call["input_ids_length"]
         generation.new_tokens = config.max_length - prompt
         if call["model_input_name"] == "inputs_embeds" and generation.encoder is None:
@@ -123,7 +121,7 @@ def install_generate(model: nn.Module, slot: PatchedSlot) -> None:
     """Have `generate` of a model, and of every model inside it, note lengths; the slot keeps the way back."""
     from transformers import GenerationMixin
 
-    slot.hooks += [PlannedGenerate(each) for each in model.modules() if isinstance(each, GenerationMixin)]
+    slot.hooks += [_PlannedGenerate(each) for each in model.modules() if isinstance(each, GenerationMixin)]
 
 
 class ProfileHooks(LengthHooks):
@@ -175,7 +173,7 @@ class ProfileHooks(LengthHooks):
         """
         tokens = context.past_length + context.new_tokens.shape[1]
         for state in running():
-            if not isinstance(state, Generation) or state.patch is not self.slots[0].state:
+            if not isinstance(state, _Generation) or state.patch is not self.slots[0].state:
                 continue
             if state.encoder is not None and any(each is decoder for each in state.encoder.modules()):
                 return None, False

@@ -26,7 +26,6 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["class_to_load", "find_config", "from_pretrained", "load_config", "restore_patch"]
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -10,8 +10,6 @@ from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.layer_types import SLIDING, rotating_layers, sliding_layers
 from rope_ext_hf.patches.slots import Slot
 
-__all__ = ["sliding_note", "sliding_notes", "unrotated_note"]
-
 
 def sliding_notes(slot: Slot, extended_length: int) -> tuple[str | None, bool]:
     """What a patch does to sliding-window layers, as a sentence, and whether every layer is one."""

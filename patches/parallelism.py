@@ -10,8 +10,6 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.slots import find_slots, patched_slots
 
-__all__ = ["check_context_parallel"]
-
 
 def check_context_parallel(model: nn.Module) -> None:
     """Check that a model rotates right where each process has a part of every row: context or sequence parallelism.

@@ -11,8 +11,6 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary, rotary_from_dict
 from rope_ext_hf.methods.registry import method_from_dict
 
-__all__ = ["PatchSpec"]
-
 
 @dataclass(frozen=True)
 class PatchSpec:

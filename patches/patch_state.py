@@ -10,8 +10,6 @@ from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding
 from rope_ext_hf.patches.engine_keys import EngineAgreement
 from rope_ext_hf.patches.patch_spec import PatchSpec
 
-__all__ = ["ConfigSwap", "PatchState"]
-
 
 @dataclass
 class ConfigSwap:

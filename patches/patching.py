@@ -29,7 +29,6 @@ from rope_ext_hf.rotary.embedding import RotaryEmbedding
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["fixed_length", "patch", "patched", "patched_method", "profiles", "reset", "unpatch"]
 
 M = TypeVar("M", bound=nn.Module)
 

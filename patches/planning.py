@@ -43,8 +43,6 @@ from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slots import Slot, find_slots, patch_state
 
-__all__ = ["PatchPlan", "check_rotating", "plan_patch", "plan_replay"]
-
 
 @dataclass(frozen=True)
 class PatchPlan:

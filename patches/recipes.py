@@ -17,12 +17,10 @@ from huggingface_hub.dataclasses import strict
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 
-__all__ = ["find_recipe", "published_length", "recipe_note", "recipe_warning", "recipes"]
-
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class _Recipe:
     """How long the context of a model is, as its publisher states it; recipes.toml explains the attributes."""
 
     name: str
@@ -82,13 +80,13 @@ class Recipe:
 
 
 @cache
-def recipes() -> tuple[Recipe, ...]:
+def recipes() -> tuple[_Recipe, ...]:
     """Every recipe, in the order of the file."""
     text = files("rope_ext_hf.patches").joinpath("recipes.toml").read_text(encoding="utf-8")
-    return tuple(Recipe(**values) for values in tomllib.loads(text)["recipe"])
+    return tuple(_Recipe(**values) for values in tomllib.loads(text)["recipe"])
 
 
-def find_recipe(config: Any) -> Recipe | None:
+def find_recipe(config: Any) -> _Recipe | None:
     """The recipe of a text config without patches; None: there is none."""
     return next((recipe for recipe in recipes() if recipe.fits(config)), None)
 

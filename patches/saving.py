@@ -35,7 +35,6 @@ from rope_ext_hf.patches.slots import PatchedSlot, patch_state, patched_slots
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attach_saving", "detach_saving", "engine_agreement", "save_patched_folder", "unlike_copies"]
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
@@ -46,7 +45,7 @@ _CHANGED_COPIES = {"tokenizer_config.json": "model_max_length", ADAPTER_CONFIG: 
 """Files that a patched copy changes, and the key that changes in them."""
 
 
-class RewritingSave:
+class _RewritingSave:
     """`save_pretrained` of one patched model, whose config on disk differs from the live one.
 
     On disk the rope settings stand in two spellings, the second for programs that read the former one. The live config
@@ -81,7 +80,7 @@ class RewritingSave:
         with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, _trained_keys(self.model)):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
-            rewrite_config(Path(save_directory), self.model)
+            _rewrite_config(Path(save_directory), self.model)
 
 
 def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
@@ -98,7 +97,7 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     listing = modules_with_adapters(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.__dict__["save_pretrained"] = RewritingSave(module)
+            module.__dict__["save_pretrained"] = _RewritingSave(module)
         if isinstance(module, PreTrainedModel) or module in listing:
             slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]
 
@@ -106,7 +105,7 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
 def detach_saving(model: nn.Module) -> None:
     """Go back to the `save_pretrained` of the class, and save adapters without a record."""
     for module in model.modules():
-        if isinstance(module.__dict__.get("save_pretrained"), RewritingSave):
+        if isinstance(module.__dict__.get("save_pretrained"), _RewritingSave):
             del module.__dict__["save_pretrained"]
     stop_recording(model)
 
@@ -179,7 +178,7 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
         model._keys_to_ignore_on_save = before
 
 
-def rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
+def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
     The record gets the fingerprint of the model.
@@ -243,7 +242,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         if adapter is None:
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
-            rewrite_config(staging, model, out)
+            _rewrite_config(staging, model, out)
             _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:

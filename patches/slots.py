@@ -29,17 +29,6 @@ from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
 
-__all__ = [
-    "PatchedSlot",
-    "Slot",
-    "find_slots",
-    "frequency_names",
-    "patch_state",
-    "patched_slots",
-    "present_specs",
-    "rotary_modules",
-]
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -76,7 +65,7 @@ class Slot:
         return max(1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values())
 
 
-class RemappedRotaryEmbedding(RotaryEmbedding):
+class _RemappedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
 
     beside_attention = True
@@ -95,7 +84,7 @@ class RemappedRotaryEmbedding(RotaryEmbedding):
         return super().forward(x, positions)
 
 
-class MultipliedRotaryEmbedding(RotaryEmbedding):
+class _MultipliedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of a model that multiplies its inverse frequencies by something learned.
 
     Args:
@@ -122,7 +111,7 @@ class MultipliedRotaryEmbedding(RotaryEmbedding):
         return fixed_point(self._multiplied(inv_freq)).to(device), attention_factor
 
 
-class Removable(Protocol):
+class _Removable(Protocol):
     """What a patch has put elsewhere in a model."""
 
     def remove(self) -> None:
@@ -149,9 +138,9 @@ class PatchedSlot(nn.Module):
             kind: type[RotaryEmbedding] = RotaryEmbedding
             more: dict[str, Any] = {}
             if slot.log_multiplier is not None:
-                kind, more = MultipliedRotaryEmbedding, {"source": slot.module, "buffer": slot.log_multiplier}
+                kind, more = _MultipliedRotaryEmbedding, {"source": slot.module, "buffer": slot.log_multiplier}
             elif isinstance(chosen[0], RemappingMethod):
-                kind = RemappedRotaryEmbedding
+                kind = _RemappedRotaryEmbedding
             self.tables[layer_type or "all"] = kind(
                 *chosen, layout=slot.layout, cast=slot.cast, axis_of_pair=slot.axis_of_pair[layer_type], **more
             )
@@ -159,7 +148,7 @@ class PatchedSlot(nn.Module):
         # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
-        self.hooks: list[Removable] = []  # that hand a method the lengths of each forward
+        self.hooks: list[_Removable] = []  # that hand a method the lengths of each forward
         if slot.log_multiplier is not None:
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]

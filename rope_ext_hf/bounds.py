@@ -16,8 +16,6 @@ from typing import Any, overload
 
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 
-__all__ = ["LIMITS", "MOST_TOKENS", "Length", "advice", "limit", "limits", "listed", "parse_length", "parse_lengths"]
-
 Length = int | str
 """A number of tokens, or its text: "4096", "4k", "1M"."""
 

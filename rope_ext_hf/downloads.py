@@ -22,7 +22,6 @@ from rope_ext_hf.files import read_json
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-__all__ = ["WEIGHT_SUFFIXES", "download", "hub_answers"]
 
 # Formats that weights may be in.
 WEIGHT_SUFFIXES = frozenset(

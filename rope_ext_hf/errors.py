@@ -19,27 +19,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "CheckpointError",
-    "CorpusError",
-    "FileError",
-    "FingerprintError",
-    "LengthError",
-    "MethodError",
-    "RopeExtError",
-    "ServingError",
-    "UnknownMethodError",
-    "UnsupportedModelError",
-    "bounded",
-    "did_you_mean",
-    "duration",
-    "multiple_text",
-    "one_line",
-    "printable",
-    "short",
-    "size_text",
-]
-
 
 class RopeExtError(Exception):
     """Base of all errors of this package; its message states what was given, what is allowed and what to do."""

@@ -33,37 +33,15 @@ from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError, size_text
 from rope_ext_hf.locks import locked
 
-__all__ = [
-    "FileStamps",
-    "Progress",
-    "atomic_file",
-    "atomic_folder",
-    "check_destination",
-    "check_full",
-    "check_regular",
-    "copy_files",
-    "copy_mode",
-    "copy_range",
-    "disk_errors",
-    "file_stamps",
-    "fsync_path",
-    "json_text",
-    "list_files",
-    "parse_json_object",
-    "read_json",
-    "resolve_inside",
-    "write_json",
-]
-
-PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must agree with
-RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
-IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
+_PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must agree with
+_RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
+_IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
 COPY_BLOCK = 16 * 2**20  # bytes copied at a time
 PART_AGE = 3600  # seconds since the last write, after which a temporary file is nobody's
-FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
+_FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
 # What copy_file_range answers where it cannot copy between these two files.
-COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
-RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
+_COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+_RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -116,7 +94,7 @@ def list_files(folder: Path) -> list[str]:
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if IGNORED_FOLDERS.isdisjoint(name.parts) and (path.is_symlink() or not path.is_dir()):
+        if _IGNORED_FOLDERS.isdisjoint(name.parts) and (path.is_symlink() or not path.is_dir()):
             resolve_inside(folder, str(name))
             names.append(str(name))
     return names
@@ -260,7 +238,7 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, progres
         try:
             copied = os.copy_file_range(source.fileno(), target.fileno(), count, offset_src=at)
         except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in COPY_UNSUPPORTED:
+            if isinstance(error, OSError) and error.errno not in _COPY_UNSUPPORTED:
                 raise
             source.seek(at)
             copied = target.write(source.read(count))
@@ -289,7 +267,7 @@ class Progress:
 
 
 @contextmanager
-def disk_errors(path: Path, advice: str = RETRY) -> Iterator[None]:
+def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
     """Convert OSError to FileError.
 
     Args:
@@ -304,7 +282,7 @@ def disk_errors(path: Path, advice: str = RETRY) -> Iterator[None]:
         raise FileError(f"{where!r} could not be read or written: {error.strerror or error}") from error
 
 
-def check_full(error: OSError, path: Path | None, advice: str = RETRY) -> None:
+def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
     """Raise FileError where an error means a full disk.
 
     Args:
@@ -393,7 +371,7 @@ def atomic_folder(
             there is no room; later anything the disk refuses.
     """
     staging = dst.with_name(f".{dst.name}.unfinished")
-    with disk_errors(dst, "make room and go on with resume, or choose another place" if plan else RETRY):
+    with disk_errors(dst, "make room and go on with resume, or choose another place" if plan else _RETRY):
         check_destination(dst, source)
         dst.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(dst, staging):
@@ -404,7 +382,7 @@ def atomic_folder(
                 with _background_fsync(staging):
                     yield staging
                 _check_unchanged(inputs or {})
-                (staging / PLAN_FILE).unlink()
+                (staging / _PLAN_FILE).unlink()
                 for path in staging.rglob("*"):
                     fsync_path(path)
                 fsync_path(staging)
@@ -444,7 +422,7 @@ def _background_fsync(folder: Path) -> Iterator[None]:
     ended = threading.Event()
 
     def sync() -> None:
-        while not ended.wait(FSYNC_INTERVAL) and not errors:
+        while not ended.wait(_FSYNC_INTERVAL) and not errors:
             for path in folder.iterdir():
                 try:
                     fsync_path(path)
@@ -471,7 +449,7 @@ def _check_room(staging: Path, dst: Path, size: int) -> None:
         room += sum(file.stat().st_size for file in staging.iterdir())
     if size > room:
         raise FileError(
-            f"{size_text(size)} are to be written to {str(dst)!r}, where {size_text(room)} are free; {RETRY}"
+            f"{size_text(size)} are to be written to {str(dst)!r}, where {size_text(room)} are free; {_RETRY}"
         )
 
 
@@ -480,15 +458,15 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
     if staging.is_symlink():
         staging.unlink()
     begun = None
-    if resume and (staging / PLAN_FILE).is_file():
+    if resume and (staging / _PLAN_FILE).is_file():
         try:
-            begun = read_json(staging / PLAN_FILE)
+            begun = read_json(staging / _PLAN_FILE)
         except FileError:  # interrupted while it was written
             begun = None
     if begun is None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        write_json(staging / PLAN_FILE, plan)
+        write_json(staging / _PLAN_FILE, plan)
     elif begun != plan:
         raise FileError(
             f"the source or the settings that {str(staging)!r} was begun with have changed; start anew without resume"
@@ -496,5 +474,5 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
     for path in staging.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.suffix not in RESUMABLE_SUFFIXES and path.name != PLAN_FILE:
+        elif path.suffix not in _RESUMABLE_SUFFIXES and path.name != _PLAN_FILE:
             path.unlink()

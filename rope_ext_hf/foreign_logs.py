@@ -12,8 +12,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["left_out_of_log"]
-
 
 @contextmanager
 def left_out_of_log(logger: str, *texts: str) -> Iterator[None]:

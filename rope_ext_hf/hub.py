@@ -33,23 +33,6 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "empty_model",
-    "find_device",
-    "find_dtype",
-    "foreign_errors",
-    "is_adapter",
-    "leading_token",
-    "load_empty",
-    "load_model",
-    "load_tokenizer",
-    "loading",
-    "model_by_name",
-    "model_folder",
-    "model_source",
-    "read_config",
-    "source_digest",
-]
 
 _SAMPLES, _SAMPLED_BYTES = 256, 4096
 """Blocks of a file of weights that count for its digest, and the bytes of each."""
@@ -371,7 +354,7 @@ def load_tokenizer(
     return tokenizer
 
 
-MAX_ADDED_TOKENS = 1_000_000
+_MAX_ADDED_TOKENS = 1_000_000
 _TOKEN_COUNTS = frozenset({"extra_ids", "offset", "num_madeup_words"})
 """Settings by which tokenizers of transformers (T5, ByT5, Pegasus, XGLM) make so many tokens when they are loaded."""
 
@@ -393,9 +376,9 @@ def _check_token_settings(source: str, options: dict[str, Any]) -> None:
 
     def check_counts(settings: dict[str, Any], file: str) -> None:
         for key in sorted(_TOKEN_COUNTS & settings.keys()):
-            if isinstance(settings[key], int) and settings[key] > MAX_ADDED_TOKENS:
+            if isinstance(settings[key], int) and settings[key] > _MAX_ADDED_TOKENS:
                 raise CheckpointError(
-                    f"{file}: {key} asks for {short(str(settings[key]))} tokens; at most {MAX_ADDED_TOKENS:,} are made"
+                    f"{file}: {key} asks for {short(str(settings[key]))} tokens; at most {_MAX_ADDED_TOKENS:,} are made"
                 )
 
     where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}

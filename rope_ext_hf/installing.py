@@ -16,8 +16,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["install_command"]
-
 NAME = "rope-ext-hf"
 
 

@@ -18,8 +18,6 @@ from filelock import FileLock, Timeout
 
 from rope_ext_hf.errors import FileError, printable, short
 
-__all__ = ["locked"]
-
 _SIGNED = "process "
 """How the text in a lock file begins; another beginning is that of filelock, where the disk has no locks."""
 

@@ -1,4 +1,4 @@
-"""The house: which folder may import which, no circles, exact `__all__`, no large modules.
+"""The house: which folder may import which, no circles, private names, no large modules.
 
 Everything is read from the source, with the folders patches/ and eval/ where they are installed: inside the package.
 Imports inside functions and under TYPE_CHECKING count as arrows. The names of the package's own `__init__` are lazy and
@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import tomllib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,24 +156,6 @@ def own_imports() -> Iterator[Import]:
             yield from (each for each in module.imports if each.target in modules())
 
 
-def exported(module: Module) -> list[str] | None:
-    """The names in a module's `__all__`; None where it has none.
-
-    Those of the package itself are worked out, see test_package: here they are what it shows to type checkers.
-    """
-    if module.name == PACKAGE:
-        shown = [node for node in module.tree.body if isinstance(node, ast.If)]
-        return [alias.asname or "" for node in shown for each in node.body for alias in getattr(each, "names", ())]
-    for node in module.tree.body:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    return None
-
-
 def check(offences: Iterable[str]) -> None:
     """Fail on an offence that is not known yet, and on a known one that is none any more: delete it below."""
     rule = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
@@ -296,26 +278,6 @@ def test_no_private_name_crosses_modules() -> None:
     check(private)
 
 
-def test_every_module_lists_its_names() -> None:
-    without = [
-        module.name
-        for module in modules().values()
-        if exported(module) is None
-        and module.path.name != "__main__.py"
-        and any(not isinstance(node, ast.Expr) for node in module.tree.body)
-    ]
-    check(without)
-
-
-def test_names_taken_by_other_modules_are_listed() -> None:
-    missing = {
-        f"{each.target}.{each.name}"
-        for each in own_imports()
-        if each.name and not each.name.startswith("_") and each.name not in (exported(modules()[each.target]) or ())
-    }
-    check(missing)
-
-
 @functools.cache
 def taken_outside() -> set[tuple[str, str | None]]:
     """What tests, benchmarks and examples take from modules."""
@@ -327,53 +289,61 @@ def taken_outside() -> set[tuple[str, str | None]]:
     }
 
 
-def test_listed_names_are_used_somewhere() -> None:
+def test_names_without_an_underscore_are_used_outside() -> None:
+    """By another module, a test, a benchmark or an example, or by a library that is given its name."""
     used = {(each.target, each.name) for each in own_imports()} | taken_outside()
     used |= {(each.target, each.name) for each in modules()[PACKAGE].imports}
     used |= {(module.name, name) for module in modules().values() for name in registered(module)}
-    unused = [
+    check(
         f"{module.name}.{name}"
         for module in modules().values()
-        if not is_front_door(module)
-        for name in exported(module) or ()
-        if (module.name, name) not in used
-    ]
-    check(unused)
+        if module.path.name not in ("__init__.py", "__main__.py")
+        for name in defined(module)
+        if not name.startswith("_") and (module.name, name) not in used and name not in given_by_name()
+    )
+
+
+@functools.cache
+def given_by_name() -> set[str]:
+    """Names at the end of a path such as "package.module.Name" in a string of the package,."""
+    strings = (
+        node.value
+        for module in modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value
+    )
+    return {text.rpartition(".")[2] for text in strings if "." in text}
 
 
 def registered(module: Module) -> Iterator[str]:
     """Classes and functions that a decorator such as `register_engine` puts into a registry, where others find them."""
     for node in module.tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            decorators = [each.func for each in node.decorator_list if isinstance(each, ast.Call)]
+            decorators = [getattr(each, "func", each) for each in node.decorator_list]
             if any(isinstance(each, ast.Name) and each.id.startswith("register_") for each in decorators):
                 yield node.name
 
 
-def is_front_door(module: Module) -> bool:
-    """A package's `__init__`: what it lists is what the package offers."""
-    return module.path.name == "__init__.py"
-
-
-def test_listed_names_exist_and_stand_once() -> None:
-    check(
-        f"{module.name}: {name}"
-        for module in modules().values()
-        for name, times in Counter(exported(module) or ()).items()
-        if times > 1 or name not in defined(module)
-    )
-
-
-def defined(module: Module) -> set[str]:
-    """Names that a module imports, or defines at its top level."""
-    names = {each.name or each.target.rpartition(".")[2] for each in module.imports}
+def defined(module: Module) -> Iterator[str]:
+    """Functions, classes and values at the top level of a module, without type variables."""
     for node in module.tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
+            yield node.name
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            kind = getattr(getattr(node.value, "func", None), "id", "")
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-    return names
+            if kind not in ("TypeVar", "ParamSpec"):
+                yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+def test_only_packages_list_their_names() -> None:
+    """`__all__` of a package's `__init__` says what it offers; inside, the underscore does."""
+    check(
+        module.name
+        for module in modules().values()
+        if module.path.name != "__init__.py"
+        and "__all__" in {n.id for n in ast.walk(module.tree) if isinstance(n, ast.Name)}
+    )
 
 
 # --- tests ---------------------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
 
-__all__ = ["Advice", "MethodAdvice", "signed"]
-
 _SHORT_COMMAND = 400
 """Characters; a longer command line is left out of the text: `serve-config`, which stands before it, prints it."""
 _WIDTH = 100

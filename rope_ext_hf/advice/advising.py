@@ -41,8 +41,6 @@ from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.reading.preflight import estimate_flops
 from rope_ext_hf.serving.target import Model, describe_config, make_target, open_model
 
-__all__ = ["advise"]
-
 _OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
 _MEASURED_SPANS = 8

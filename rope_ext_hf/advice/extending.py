@@ -31,9 +31,7 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
 from rope_ext_hf.serving.target import needs_nothing, open_model
 
-__all__ = ["Extension", "ExtensionVerdict", "carries", "judge", "plan_extension"]
-
-UNIT = "bits per byte"
+_UNIT = "bits per byte"
 
 _SHORT_INPUTS = 4
 """The shortest inputs that are measured have the context length over this."""
@@ -106,11 +104,11 @@ class ExtensionVerdict:
     @property
     def refusal(self) -> str:
         """Why the model had better stay as it is, in words; empty: the gain is there and above every price."""
-        gain = verdict(self.change, unit=UNIT)
+        gain = verdict(self.change, unit=_UNIT)
         if gain.outcome is not Outcome.BETTER:
             return f"{self.method} is not known to gain at {self.target_length:,} tokens: the loss is {gain}"
         for length, balance in sorted(self.balances.items(), reverse=True):
-            left = verdict(balance, unit=UNIT)
+            left = verdict(balance, unit=_UNIT)
             if left.outcome is Outcome.WORSE:
                 return f"the price at {length:,} tokens is above the gain: the loss at both together is {left}"
             if left.outcome is not Outcome.BETTER:
@@ -120,8 +118,8 @@ class ExtensionVerdict:
     @property
     def sentences(self) -> list[str]:
         """The gain, the prices, and what was expected."""
-        gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=UNIT)}"
-        prices = [f"at {length:,} tokens it is {verdict(price, unit=UNIT)}" for length, price in self.prices.items()]
+        gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=_UNIT)}"
+        prices = [f"at {length:,} tokens it is {verdict(price, unit=_UNIT)}" for length, price in self.prices.items()]
         items = 0 if self.change is None else self.change.items
         over = f"in the mean over {items} document{'s' * (items != 1)}"
         return [
@@ -145,7 +143,7 @@ class ExtensionVerdict:
                 said = "the expectation failed, it is lower"
         spread = " to ".join(dict.fromkeys(f"{end:+.2f}" for end in (min(expected), max(expected))))
         return (
-            f"At {length:,} tokens, {spread} {UNIT} above the loss as loaded at {self.context_length:,} was expected, "
+            f"At {length:,} tokens, {spread} {_UNIT} above the loss as loaded at {self.context_length:,} was expected, "
             f"and {measured} is measured: {said}."
         )
 
@@ -327,7 +325,7 @@ def judge(extension: Extension, run: Run[Result]) -> ExtensionVerdict:
         for key in (loaded, extended):
             pairs = zip(items[key][length], items[key][target], strict=True)
             items[key][-length] = [(a + b, 1.0) for (a, _), (b, _) in pairs]
-    loss = Measure("loss", UNIT, Evidence.LOSS, False, items)
+    loss = Measure("loss", _UNIT, Evidence.LOSS, False, items)
     return ExtensionVerdict(
         method=extension.method,
         context_length=context,

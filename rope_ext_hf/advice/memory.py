@@ -9,9 +9,7 @@ from rope_ext_hf.errors import ServingError
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 
-__all__ = ["CacheMemory", "cache_memory"]
-
-WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
+_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
 """Bytes of a number by dtype; float16 has those of bfloat16."""
 
 
@@ -20,7 +18,7 @@ class CacheMemory:
     """Memory of keys and values.
 
     Attributes:
-        dtype: one of `WIDTHS`.
+        dtype: one of `_WIDTHS`.
         batch: inputs at a time.
         tokens: tokens of each input.
         bytes: of all of them together.
@@ -46,5 +44,5 @@ def cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[C
             CacheMemory(dtype, batch, tokens, batch * cached_bytes(config, tokens, width=width))
             for tokens in dict.fromkeys(lengths)
             for batch in batches
-            for dtype, width in WIDTHS.items()
+            for dtype, width in _WIDTHS.items()
         )

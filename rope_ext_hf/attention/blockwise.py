@@ -24,15 +24,13 @@ from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
-__all__ = ["attend"]
+_MAX_QUERY_BLOCK = 2048
+"""Queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks."""
 
-MAX_QUERY_BLOCK = 2048
-"""Queries rotated at a time, in tokens, unless that makes more than `MAX_BLOCKS` blocks."""
-
-MAX_BLOCKS = 4
+_MAX_BLOCKS = 4
 """Upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory."""
 
-MIN_FUSED_QUERIES = 16
+_MIN_FUSED_QUERIES = 16
 """Queries from which a padded batch uses the kernels, row by row; below, the scores of all rows at once are faster."""
 
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
@@ -91,7 +89,7 @@ class _Attention:
         # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
         if len(set(left_padding)) == 1:
             return self._fused(query, key, value, left_padding[0])
-        if query.shape[-2] < MIN_FUSED_QUERIES:
+        if query.shape[-2] < _MIN_FUSED_QUERIES:
             return self._eager(query, key, value)
         rows = [slice(r, r + 1) for r in range(len(left_padding))]
         return torch.cat([self._fused(query[r], key[r], value[r], p) for r, p in zip(rows, left_padding, strict=True)])
@@ -143,7 +141,7 @@ class _Attention:
         if scaled is None:
             scale = self._query_scale(m, name, rotation.cos.dtype)
             scaled = rotation if scale is None else rotation.times(scale)
-            if query.shape[-2] < MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
+            if query.shape[-2] < _MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
                 rotations[entry] = scaled
         return self._rotate(scaled, query)
 
@@ -180,7 +178,7 @@ class _Attention:
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
-        block_size = max(MAX_QUERY_BLOCK, -(-(last - first) // MAX_BLOCKS))
+        block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         if not padded_queries and last - first <= block_size:
             return self._fused_block(None, query, key, value, first, first_key)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -223,7 +221,7 @@ class _Attention:
             zone_query = self._place_query(rotation, query, m, zone, queries)
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
             # Tiles of one shape at even steps are views of the same memory and go into one launch, as rows of a batch.
-            for run in batch_tiles(rectangles, MAX_QUERY_BLOCK):
+            for run in batch_tiles(rectangles, _MAX_QUERY_BLOCK):
                 (q0, q1), (k0, k1), mask = run[0]
                 step, count = run[1].queries[0] - q0 if run[1:] else 1, len(run)
                 query_spans, key_spans = (q0 - start, q1 - q0, step, count), (k1 - k0, step, count)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-__all__ = ["KERNELS", "has_kernel", "run_kernel"]
-
-MIN_CUDNN_QUERIES = 128
+_MIN_CUDNN_QUERIES = 128
 """Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
 
 
@@ -40,7 +38,7 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bo
     """Flash attention or cuDNN's, which take grouped heads; else the memory-efficient kernel, which does not."""
     rows, heads, tokens, dim = query.shape
     chosen = _torch_choice(query, key, value, causal)
-    if chosen == SDPBackend.CUDNN_ATTENTION.value and tokens >= MIN_CUDNN_QUERIES:
+    if chosen == SDPBackend.CUDNN_ATTENTION.value and tokens >= _MIN_CUDNN_QUERIES:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
         return out, lse.reshape(rows, heads, tokens)  # the kernel returns (rows, heads, tokens, 1)
@@ -71,7 +69,9 @@ def _cuda_supports(query: Tensor, width: int) -> bool:
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
     padded = -(-width // 8) * 8
-    example = query.new_empty(1, 1, MIN_CUDNN_QUERIES, padded)  # heads are not grouped: any kernel can be made to serve
+    example = query.new_empty(
+        1, 1, _MIN_CUDNN_QUERIES, padded
+    )  # heads are not grouped: any kernel can be made to serve
     return _torch_choice(example, example, example) != SDPBackend.MATH.value
 
 

@@ -17,16 +17,6 @@ from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number
 
-__all__ = [
-    "AttentionRule",
-    "LocalAttention",
-    "PairScales",
-    "Rotation",
-    "RotationTable",
-    "ScoreModifiers",
-    "TokenPositions",
-]
-
 
 class AttentionRule(Protocol):
     """Which keys a query sees and at which relative positions; `RemappingMethod` documents each member."""

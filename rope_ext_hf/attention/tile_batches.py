@@ -33,8 +33,6 @@ from torch import Tensor
 
 from rope_ext_hf.methods.tiles import TileRectangle
 
-__all__ = ["MergedSoftmax", "batch_tiles", "fold_into_batch", "strided_spans"]
-
 
 def batch_tiles(rectangles: Iterable[TileRectangle], max_copied: int) -> Iterator[list[TileRectangle]]:
     """Group rectangles that one kernel call can take: of one size and mask, evenly spaced along one diagonal.

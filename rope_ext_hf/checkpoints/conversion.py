@@ -20,8 +20,6 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import check_destination
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
-__all__ = ["convert_checkpoint"]
-
 
 def convert_checkpoint(
     src: str | Path,

@@ -13,7 +13,7 @@ energy with the likeness of the half pairing, minus that of the interleaved pair
 and the means of rows and columns, so that dims with large weights do not count as similar.
 
 The verdict is the sign of the mean score over heads. It needs `MIN_SIGMA` standard errors (from the differences between
-heads or, if larger, from energies in random order) and `MIN_LAYER_AGREEMENT` of the layers; else the answer is None.
+heads or, if larger, from energies in random order) and `_MIN_LAYER_AGREEMENT` of the layers; else the answer is None.
 
 `benchmarks/detection.py` measures it: docs/detection.md has the scores, and how many random initialisations got none.
 
@@ -39,15 +39,14 @@ from rope_ext_hf.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PairingReport", "combine_evidence", "detect_pairing", "scores"]
 
-MAX_LAYERS_READ = 8  # evenly spaced over the depth
-MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
-DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives every model above the right sign, and none is best on all
+_MAX_LAYERS_READ = 8  # evenly spaced over the depth
+_MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
+_DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives every model above the right sign, and none is best on all
 
 
 @dataclass(frozen=True)
-class LayerScore:
+class _LayerScore:
     """The score of one layer.
 
     Attributes:
@@ -83,7 +82,7 @@ class PairingReport:
     confidence: float
     score: float
     error: float
-    layers: tuple[LayerScore, ...]
+    layers: tuple[_LayerScore, ...]
     stated: str | None
     reason: str | None = None
     text: TextLosses | None = None
@@ -177,7 +176,7 @@ def _likeness(inv_freq: Tensor) -> Tensor:
     """The likeness of any two dims under the half and the interleaved pairing: (2, dims * dims), each of norm 1."""
     frequencies = torch.stack([torch.cat([inv_freq, inv_freq]), inv_freq.repeat_interleave(2)])  # (2, dims)
     difference = frequencies[:, :, None] - frequencies[:, None]
-    likeness = torch.stack([1 / (1 + (difference * length).square()) for length in DECAY_LENGTHS]).sum(0)
+    likeness = torch.stack([1 / (1 + (difference * length).square()) for length in _DECAY_LENGTHS]).sum(0)
     return nn.functional.normalize(_double_center(likeness).flatten(1), dim=1)
 
 
@@ -199,17 +198,17 @@ def _double_center(table: Tensor) -> Tensor:
 
 def _from_weights(weights: AttentionWeights) -> PairingReport:
     inv_freq = weights.rotary.inv_freq()
-    layers: list[LayerScore] = []
+    layers: list[_LayerScore] = []
     differences: list[Tensor] = []
     report = PairingReport(weights.path, None, 0.0, 0.0, 0.0, (), weights.stated)
     try:
         names = weights.attentions()
         if not names:
             raise CheckpointError(f"no tensor has a name of a rotated module of {weights.tensors.model_type!r}")
-        for name in evenly_spaced(names, MAX_LAYERS_READ):
+        for name in evenly_spaced(names, _MAX_LAYERS_READ):
             correlations = scores(*weights.queries_and_keys(name), inv_freq).cpu().double()
             half, interleaved = correlations.mean(0).tolist()
-            layers.append(LayerScore(name, len(correlations), half, interleaved))
+            layers.append(_LayerScore(name, len(correlations), half, interleaved))
             differences.append(correlations[:, 0] - correlations[:, 1])
     except CheckpointError as unreadable:
         return replace(report, reason=str(unreadable))
@@ -220,7 +219,7 @@ def _from_weights(weights: AttentionWeights) -> PairingReport:
     agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
     if abs(score) < MIN_SIGMA * error or not error:
         return replace(report, reason="the difference between the pairings is small enough to be chance")
-    if agreeing < MIN_LAYER_AGREEMENT * len(layers):
+    if agreeing < _MIN_LAYER_AGREEMENT * len(layers):
         return replace(report, reason=f"{len(layers) - agreeing} of {len(layers)} layers contradict the others")
     return replace(report, pairing="half" if score > 0 else "interleaved")
 

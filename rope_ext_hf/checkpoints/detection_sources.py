@@ -25,7 +25,6 @@ from rope_ext_hf.patches.loading import class_to_load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AttentionWeights", "weights_from_model", "weights_from_path"]
 
 _INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
 _LATENT = {"q_b_proj": ("q_a_proj", "q_a_layernorm")}  # modules that read a latent, and the modules that compute it

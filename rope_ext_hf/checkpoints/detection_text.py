@@ -23,11 +23,10 @@ from rope_ext_hf.rotary.pairing import other_pairing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["MIN_SIGMA", "SPANS", "SPAN_TOKENS", "TEXT_CHARACTERS", "TextLosses", "compare_losses"]
 
 SPAN_TOKENS, SPANS = 256, 8  # tokens read at a time, and how many times
 TEXT_CHARACTERS = 20 * SPAN_TOKENS * SPANS  # of a text that are tokenised: a whole book would take long
-MARGIN = 0.1  # nats per token by which the better loss must beat the other, and the loss of a uniform guess
+_MARGIN = 0.1  # nats per token by which the better loss must beat the other, and the loss of a uniform guess
 MIN_SIGMA = 4.5  # standard errors; chance alone exceeds them 7 times in a million
 
 
@@ -68,9 +67,9 @@ def compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTo
     half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())
     differences = losses["half"] - losses["interleaved"]
     error = float(differences.std()) / math.sqrt(len(differences))
-    clear = abs(half - interleaved) >= max(MARGIN, MIN_SIGMA * error)
+    clear = abs(half - interleaved) >= max(_MARGIN, MIN_SIGMA * error)
     uniform = math.log(model.get_input_embeddings().weight.shape[0])
-    learned = min(half, interleaved) <= uniform - MARGIN
+    learned = min(half, interleaved) <= uniform - _MARGIN
     better = "half" if half < interleaved else "interleaved"
     return TextLosses(half, interleaved, error, spans[:, 1:].numel(), better if clear and learned else None)
 

@@ -24,8 +24,6 @@ from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
-__all__ = ["convert", "reordered"]
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -62,7 +60,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
             f"the weights are {to} already; if they are not, state their pairing (source_pairing=...)"
         )
     with torch.no_grad():
-        for parameter, layout in rotated_parameters(model, rotary_tensors(config, checkpoint_geometry(model).dim)):
+        for parameter, layout in _rotated_parameters(model, rotary_tensors(config, checkpoint_geometry(model).dim)):
             parameter.copy_(layout.to_pairing(parameter.data, to))
     set_pairing_switch(config, to)
     setattr(config, PAIRING_KEY, to)
@@ -76,7 +74,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
     return model
 
 
-def rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
+def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
     """Return every parameter and buffer of a model with rotated rows, and its layout.
 
     Raises:
@@ -105,7 +103,7 @@ def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[Non
     Raises:
         CheckpointError: weights whose rows cannot be moved.
     """
-    rotated = rotated_parameters(model, tensors)
+    rotated = _rotated_parameters(model, tensors)
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:
         with torch.no_grad():

@@ -39,8 +39,6 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import Progress, atomic_file, copy_mode, read_json, write_json
 from rope_ext_hf.patches.config import PATCH_KEY
 
-__all__ = ["MetaExport"]
-
 
 class MetaExport(Conversion):
     """A Llama in Meta's format.

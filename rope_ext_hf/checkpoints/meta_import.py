@@ -27,8 +27,6 @@ from rope_ext_hf.checkpoints.weight_files import (
 )
 from rope_ext_hf.files import Progress, atomic_file, copy_mode, write_json
 
-__all__ = ["MetaImport"]
-
 MAX_SHARD_BYTES = 5_000_000_000  # transformers' own default for years
 
 

@@ -29,19 +29,6 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.config import GUESSED_LENGTH_KEY, PAIRING_KEY
 from rope_ext_hf.rotary.pairing import to_pairing
 
-__all__ = [
-    "EMBEDDING",
-    "FREQUENCIES",
-    "HF_EMBEDDING",
-    "HF_OUTPUT",
-    "LLAMA_3_THETA",
-    "META_DTYPES",
-    "OUTPUT",
-    "Llama",
-    "Weight",
-    "read_params",
-]
-
 LLAMA_3_THETA = 500_000.0  # what Meta's Llama 3 code assumes where params.json has no rope_theta
 META_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -125,7 +112,7 @@ class Weight:
         return to_pairing(tensor, to, heads=self.heads) if self.heads and now != to else tensor
 
 
-class Generation(NamedTuple):
+class _Generation(NamedTuple):
     """What follows from a Llama's generation.
 
     Attributes:
@@ -139,7 +126,7 @@ class Generation(NamedTuple):
     split: int
 
 
-class ContextLength(NamedTuple):
+class _ContextLength(NamedTuple):
     """The length that a model is for.
 
     Attributes:
@@ -153,7 +140,7 @@ class ContextLength(NamedTuple):
     guessed: bool
 
 
-class Release(NamedTuple):
+class _Release(NamedTuple):
     """A released model, by what its params.json says; eps None: the other sizes tell it apart."""
 
     name: str
@@ -171,24 +158,24 @@ class Release(NamedTuple):
 # 2308.12950, section 2.4 (its 70B Python and Instruct models kept Llama 2's theta and length); 3: its model card
 # (github.com/meta-llama/llama3); 3.1 and later: 2407.21783, section 3.4.2, and the cards of 3.2 and 3.3.
 _RELEASES = (
-    Release("Llama 1 7B", 4096, 32, 32, 32, 1e4, False, 1e-6, 2_048),
-    Release("Llama 1 13B", 5120, 40, 40, 40, 1e4, False, 1e-6, 2_048),
-    Release("Llama 1 33B", 6656, 60, 52, 52, 1e4, False, None, 2_048),
-    Release("Llama 1 65B", 8192, 80, 64, 64, 1e4, False, None, 2_048),
-    Release("Llama 2 7B", 4096, 32, 32, 32, 1e4, False, 1e-5, 4_096),
-    Release("Llama 2 13B", 5120, 40, 40, 40, 1e4, False, 1e-5, 4_096),
-    Release("Llama 2 70B", 8192, 80, 64, 8, 1e4, False, None, 4_096),
-    Release("Code Llama 7B", 4096, 32, 32, 32, 1e6, False, None, 16_384),
-    Release("Code Llama 13B", 5120, 40, 40, 40, 1e6, False, None, 16_384),
-    Release("Code Llama 34B", 8192, 48, 64, 8, 1e6, False, None, 16_384),
-    Release("Code Llama 70B", 8192, 80, 64, 8, 1e6, False, None, 16_384),
-    Release("Llama 3 8B", 4096, 32, 32, 8, LLAMA_3_THETA, False, None, 8_192),
-    Release("Llama 3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, False, None, 8_192),
-    Release("Llama 3.2 1B", 2048, 16, 32, 8, LLAMA_3_THETA, True, None, 131_072),
-    Release("Llama 3.2 3B", 3072, 28, 24, 8, LLAMA_3_THETA, True, None, 131_072),
-    Release("Llama 3.1 8B", 4096, 32, 32, 8, LLAMA_3_THETA, True, None, 131_072),
-    Release("Llama 3.1 or 3.3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, True, None, 131_072),
-    Release("Llama 3.1 405B", 16384, 126, 128, 8, LLAMA_3_THETA, True, None, 131_072),
+    _Release("Llama 1 7B", 4096, 32, 32, 32, 1e4, False, 1e-6, 2_048),
+    _Release("Llama 1 13B", 5120, 40, 40, 40, 1e4, False, 1e-6, 2_048),
+    _Release("Llama 1 33B", 6656, 60, 52, 52, 1e4, False, None, 2_048),
+    _Release("Llama 1 65B", 8192, 80, 64, 64, 1e4, False, None, 2_048),
+    _Release("Llama 2 7B", 4096, 32, 32, 32, 1e4, False, 1e-5, 4_096),
+    _Release("Llama 2 13B", 5120, 40, 40, 40, 1e4, False, 1e-5, 4_096),
+    _Release("Llama 2 70B", 8192, 80, 64, 8, 1e4, False, None, 4_096),
+    _Release("Code Llama 7B", 4096, 32, 32, 32, 1e6, False, None, 16_384),
+    _Release("Code Llama 13B", 5120, 40, 40, 40, 1e6, False, None, 16_384),
+    _Release("Code Llama 34B", 8192, 48, 64, 8, 1e6, False, None, 16_384),
+    _Release("Code Llama 70B", 8192, 80, 64, 8, 1e6, False, None, 16_384),
+    _Release("Llama 3 8B", 4096, 32, 32, 8, LLAMA_3_THETA, False, None, 8_192),
+    _Release("Llama 3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, False, None, 8_192),
+    _Release("Llama 3.2 1B", 2048, 16, 32, 8, LLAMA_3_THETA, True, None, 131_072),
+    _Release("Llama 3.2 3B", 3072, 28, 24, 8, LLAMA_3_THETA, True, None, 131_072),
+    _Release("Llama 3.1 8B", 4096, 32, 32, 8, LLAMA_3_THETA, True, None, 131_072),
+    _Release("Llama 3.1 or 3.3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, True, None, 131_072),
+    _Release("Llama 3.1 405B", 16384, 126, 128, 8, LLAMA_3_THETA, True, None, 131_072),
 )
 
 
@@ -227,24 +214,24 @@ class Llama:
         return self.head_dim * self.kv_heads
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> _Generation:
         """The generation by the scaling, else by theta, else by the epsilon of the norms."""
         if self.factor is not None:
-            return Generation("Llama 3.1", 131_072, 0)
+            return _Generation("Llama 3.1", 131_072, 0)
         if self.theta == 1e6:
-            return Generation("Code Llama", 16_384, 1)
+            return _Generation("Code Llama", 16_384, 1)
         if self.theta != 1e4:
-            return Generation("Llama 3", 8_192, 0)
-        return Generation("Llama 2", 4_096, 1) if self.eps == 1e-5 else Generation("Llama 1", 2_048, 1)
+            return _Generation("Llama 3", 8_192, 0)
+        return _Generation("Llama 2", 4_096, 1) if self.eps == 1e-5 else _Generation("Llama 1", 2_048, 1)
 
     @property
-    def release(self) -> Release | None:
+    def release(self) -> _Release | None:
         """The released model that has these sizes, theta and scaling."""
         sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.theta, self.factor is not None)
         same = (release for release in _RELEASES if release[1:7] == sizes and release.eps in (None, self.eps))
         return next(same, None)
 
-    def context_length(self, given: int | None = None, stated: int | None = None) -> ContextLength:
+    def context_length(self, given: int | None = None, stated: int | None = None) -> _ContextLength:
         """The length that the model is for, which Meta's format has no required place for.
 
         Args:
@@ -252,17 +239,17 @@ class Llama:
             stated: max_seq_len in params.json; else the length of the release of these sizes, else of the generation.
         """
         if given is not None:
-            return ContextLength(given, "", False)
+            return _ContextLength(given, "", False)
         if stated is not None:
-            return ContextLength(
+            return _ContextLength(
                 stated, f"the context length of {stated:,} tokens is max_seq_len of params.json", False
             )
         if (release := self.release) is not None:
             like = f"that of {release.name}, which has these sizes, theta and scaling"
             note = f"the context length of {release.length:,} tokens is {like}; params.json states none"
-            return ContextLength(release.length, note, False)
+            return _ContextLength(release.length, note, False)
         name, length, _ = self.generation
-        return ContextLength(
+        return _ContextLength(
             length,
             f"the context length of {length:,} tokens is a guess, by the theta, scaling and norm_eps of {name}: "
             "params.json states none, and no released model has these sizes. Factors count from it; if the model was "
@@ -300,7 +287,7 @@ class Llama:
         }
         return {key: value for key, value in known.items() if value is not None}
 
-    def to_config(self, to: str, dtype: torch.dtype, length: ContextLength) -> Any:
+    def to_config(self, to: str, dtype: torch.dtype, length: _ContextLength) -> Any:
         """Return the Hugging Face config of this model with weights in this pairing, which marks a guessed length."""
         from transformers import LlamaConfig
 

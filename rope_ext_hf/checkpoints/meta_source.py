@@ -30,8 +30,6 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamps, file_stamps, list_files, resolve_inside
 from rope_ext_hf.hub import model_folder
 
-__all__ = ["MetaSource", "open_checkpoint", "part_name", "read_meta"]
-
 
 @dataclass(frozen=True)
 class MetaSource:

@@ -27,7 +27,6 @@ from rope_ext_hf.patches.evaluating import evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["migrate_to_rope"]
 
 _HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 

@@ -40,8 +40,6 @@ from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, with_pairing
 from rope_ext_hf.rotary.pairing import other_pairing
 
-__all__ = ["PairingConversion"]
-
 
 class PairingConversion(Conversion):
     """A copy of a checkpoint whose weights are in the other pairing.

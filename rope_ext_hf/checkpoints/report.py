@@ -11,8 +11,6 @@ from typing import Any
 
 from rope_ext_hf.files import FileStamps, Progress, atomic_folder
 
-__all__ = ["Conversion", "ConversionReport"]
-
 
 @dataclass(frozen=True)
 class ConversionReport:

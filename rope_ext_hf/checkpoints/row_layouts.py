@@ -27,16 +27,6 @@ from rope_ext_hf.patches.family_hooks import rotates_back, rows_rotate
 from rope_ext_hf.patches.family_settings import LayerConfig, config_number, head_dim, supported_family
 from rope_ext_hf.rotary.pairing import to_pairing
 
-__all__ = [
-    "HeadBlock",
-    "RotaryTensors",
-    "RowLayout",
-    "ScaleBlocks",
-    "attention_modules",
-    "evenly_spaced",
-    "rotary_tensors",
-]
-
 T = TypeVar("T")
 
 

@@ -38,7 +38,6 @@ from rope_ext_hf.rotary.pairing import PAIRINGS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Source", "copy_other_files", "read_source", "safetensors_name"]
 
 _ADAPTER = "adapter_model"
 

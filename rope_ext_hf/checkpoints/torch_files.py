@@ -37,27 +37,25 @@ import torch
 
 from rope_ext_hf.bounds import advice, limit
 
-__all__ = ["MAX_DIMS", "locate_tensors", "open_writer"]
-
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of the format before torch 1.6
+_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of the format before torch 1.6
 MAX_DIMS = 64
-STORAGE_ALIGNMENT = 64  # bytes, as torch.save aligns storages for files that are memory-mapped
+_STORAGE_ALIGNMENT = 64  # bytes, as torch.save aligns storages for files that are memory-mapped
 
 _DTYPES: dict[str, torch.dtype] = {
     **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16},
     **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
     **{"Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
 }
-STORAGES = {f"torch.{name}Storage": dtype for name, dtype in _DTYPES.items()}
-STORAGES["torch.storage.UntypedStorage"] = torch.uint8  # of dtypes too new for a storage of their own
-TENSORS = tuple(f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3"))
-PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_STORAGES = {f"torch.{name}Storage": dtype for name, dtype in _DTYPES.items()}
+_STORAGES["torch.storage.UntypedStorage"] = torch.uint8  # of dtypes too new for a storage of their own
+_TENSORS = tuple(f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3"))
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 @dataclass(frozen=True)
-class TensorLocation:
+class _TensorLocation:
     """Where a tensor is stored in its file.
 
     Attributes:
@@ -73,7 +71,7 @@ class TensorLocation:
     end: int
 
 
-def locate_tensors(path: Path) -> dict[str, TensorLocation]:
+def locate_tensors(path: Path) -> dict[str, _TensorLocation]:
     """Return where the tensors of a file are stored.
 
     Raises:
@@ -153,7 +151,7 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
     size = file.seek(0, os.SEEK_END)
     most = min(limit("pickle_bytes"), size)
     with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as data, _within("pickle_bytes", data, size):
-        if _unpickle(data, storages) != MAGIC or _unpickle(data, storages) != VERSION:
+        if _unpickle(data, storages) != _MAGIC or _unpickle(data, storages) != _VERSION:
             raise ValueError("it does not begin like a file of torch.save")
         if _expect(_unpickle(data, storages), dict).get("little_endian") is not True:
             raise ValueError("its numbers are big-endian")
@@ -266,25 +264,25 @@ def _storage(persistent_id: Any, storages: dict[str, _Storage]) -> _Storage:
     kind, name, key, _, count, *view = _expect(persistent_id, tuple)
     if kind != "storage" or any(part is not None for part in view) or type(count) is not int or count < 0:
         raise ValueError("its pickle refers to something other than a storage")
-    if _expect(name, _GlobalName) not in STORAGES:
+    if _expect(name, _GlobalName) not in _STORAGES:
         raise ValueError(f"one of its storages is a {name}")
-    storage = storages.setdefault(_expect(key, str), _Storage(STORAGES[name], count))
-    if (storage.dtype, storage.count) != (STORAGES[name], count):
+    storage = storages.setdefault(_expect(key, str), _Storage(_STORAGES[name], count))
+    if (storage.dtype, storage.count) != (_STORAGES[name], count):
         raise ValueError(f"storage {key} is described in two ways")
     return storage
 
 
-def _locate(name: str, call: _ReduceCall) -> TensorLocation:
+def _locate(name: str, call: _ReduceCall) -> _TensorLocation:
     plain = True
     # A parameter is a call around the tensor, and a tensor with attributes another one: look inside them.
-    while call.name in (*PARAMETERS, WITH_ATTRIBUTES):
-        if call.name in PARAMETERS:
+    while call.name in (*_PARAMETERS, _WITH_ATTRIBUTES):
+        if call.name in _PARAMETERS:
             call = _expect(call.arguments[0], _ReduceCall)
         else:
             function, kind, arguments, _ = call.arguments
-            plain = plain and _expect(kind, _GlobalName) in CLASSES
+            plain = plain and _expect(kind, _GlobalName) in _CLASSES
             call = _ReduceCall(_expect(function, _GlobalName), _expect(arguments, tuple))
-    if call.name not in TENSORS or not plain:
+    if call.name not in _TENSORS or not plain:
         raise ValueError(f"{name!r} is not a plain tensor")
     storage, offset, shape, stride, *others = call.arguments
     dtype: Any = _expect(storage, _Storage).dtype
@@ -303,7 +301,7 @@ def _locate(name: str, call: _ReduceCall) -> TensorLocation:
     end = begin + (last + 1) * dtype.itemsize if count else begin
     if end > storage.begin + storage.size:
         raise ValueError(f"{name!r} extends past the end of its storage")
-    return TensorLocation(dtype, shape, stride, begin, end)
+    return _TensorLocation(dtype, shape, stride, begin, end)
 
 
 @contextmanager
@@ -327,7 +325,7 @@ def open_writer(
             entry = zipfile.ZipInfo(f"archive/{name}")
             # torch maps numbers at multiples of STORAGE_ALIGNMENT; a padding field in the header moves them there.
             begin = file.tell() + 30 + len(entry.filename) + 20 + 4  # header, name, zip64 sizes, padding header
-            entry.extra = struct.pack("<2sH", b"FB", -begin % STORAGE_ALIGNMENT) + bytes(-begin % STORAGE_ALIGNMENT)
+            entry.extra = struct.pack("<2sH", b"FB", -begin % _STORAGE_ALIGNMENT) + bytes(-begin % _STORAGE_ALIGNMENT)
             with archive.open(entry, "w", force_zip64=True) as target:
                 target.write(data)
 

@@ -27,13 +27,11 @@ from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
-__all__ = ["compare_logits", "compare_scores", "compare_views"]
-
-MAX_ATTENTIONS = 3  # modules compared
-TOKENS = 4  # random inputs
-ROWS = 1024  # of a weight that are in float64 at a time
-SCORE_TOLERANCE = 1e-5  # in standard deviations of the scores
-LOGIT_TOLERANCE = 1e-3  # in standard deviations of the logits; nearly always they are equal to the bit
+_MAX_ATTENTIONS = 3  # modules compared
+_TOKENS = 4  # random inputs
+_ROWS = 1024  # of a weight that are in float64 at a time
+_SCORE_TOLERANCE = 1e-5  # in standard deviations of the scores
+_LOGIT_TOLERANCE = 1e-3  # in standard deviations of the logits; nearly always they are equal to the bit
 _NOT_RENAMED = "the new folder did not get its name"
 _SCALES = re.compile("scale|magnitude|SCB")
 
@@ -70,13 +68,13 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
         if parts is not None and tensors.find(name, info.shape) is not None:
             _, attention, module = parts
             attentions.setdefault(attention, {}).setdefault(module, []).append(name)
-    names = evenly_spaced(list(attentions), MAX_ATTENTIONS)
+    names = evenly_spaced(list(attentions), _MAX_ATTENTIONS)
     worst = 0.0
     for attention in names:
         expected, before = _scores(tensors, attention, attentions[attention], source, other_pairing(to))
         scores, after = _scores(tensors, attention, attentions[attention], written, to)
         difference = float((scores - expected).abs().max() / expected.std().clamp(min=1e-30))
-        if not difference <= SCORE_TOLERANCE or not torch.equal(before, after):
+        if not difference <= _SCORE_TOLERANCE or not torch.equal(before, after):
             raise CheckpointError(
                 f"verification failed: the scores of {attention!r} in the copy differ from the source's by "
                 f"{difference:.1e} standard deviations; {_NOT_RENAMED}"
@@ -122,7 +120,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
             return "logits not compared: the pairing that its class runs is unknown"
         if runs != pairing:
             convert(model, runs, source_pairing=pairing)
-        ids = torch.arange(3, 3 + TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(3, 3 + _TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
             logits.append(model(ids, use_cache=False).logits.float())
         del model
@@ -130,7 +128,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
     if not one.isfinite().all():
         return "logits not compared: those of the source are not finite"
     difference = float((one - other).abs().max() / one.std().clamp(min=1e-30))
-    if not difference <= LOGIT_TOLERANCE:
+    if not difference <= _LOGIT_TOLERANCE:
         raise CheckpointError(
             f"verification failed: the logits of the copy differ from the source's by {difference:.1e} standard "
             f"deviations; {_NOT_RENAMED}"
@@ -153,7 +151,7 @@ def _scores(
     for pair in (("q", "k"), ("index_q", "index_k")):
         if sides := [rotated[side] for side in pair if side in rotated]:
             queries, keys = sides[0], sides[-1]  # an adapter of one side only is compared with itself
-            angles = _random("angles", TOKENS, 1, queries.shape[-1] // 2) * torch.pi
+            angles = _random("angles", _TOKENS, 1, queries.shape[-1] // 2) * torch.pi
             queries, keys = (rotate(x, angles, pairing) for x in (queries, keys))
             shared = max(1, queries.shape[1] // keys.shape[1])  # query heads per key head
             keys = keys.repeat_interleave(shared, 1)[:, : queries.shape[1]]
@@ -171,8 +169,8 @@ def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tens
             tensor = tensor.repeat_interleave(layout.size, 0)[: layout.layout.rows]
         elif layout is not None:
             tensor = tensor.reshape(layout.rows, tensor.numel() // layout.rows)
-        inputs = _random(name, tensor[0].numel(), TOKENS)
-        parts = [_finite(tensor[at : at + ROWS].double()) @ inputs for at in range(0, len(tensor), ROWS)]
+        inputs = _random(name, tensor[0].numel(), _TOKENS)
+        parts = [_finite(tensor[at : at + _ROWS].double()) @ inputs for at in range(0, len(tensor), _ROWS)]
         applied = torch.cat(parts)
         out = applied if out is None else out * applied if _SCALES.search(name) else out + applied
     assert out is not None  # a module is listed because it has tensors
@@ -187,7 +185,7 @@ def _finite(tensor: Tensor) -> Tensor:
 def _rotated_heads(outputs: Tensor, layout: RowLayout, unrotated: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield side and rotated rows (tokens, heads, rotated dims) of each head block; add the others to `unrotated`."""
     for block, part in layout.parts(outputs):
-        heads = part.reshape(-1, block.size, TOKENS).permute(2, 0, 1)
+        heads = part.reshape(-1, block.size, _TOKENS).permute(2, 0, 1)
         end = block.start + block.rotary
         unrotated += [heads[..., : block.start], heads[..., end:]]
         if block.rotary:

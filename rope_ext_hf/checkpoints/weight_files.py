@@ -30,23 +30,6 @@ from rope_ext_hf.checkpoints.torch_files import MAX_DIMS, locate_tensors
 from rope_ext_hf.errors import CheckpointError, one_line
 from rope_ext_hf.files import parse_json_object
 
-__all__ = [
-    "DTYPE_BITS",
-    "FORMATS",
-    "TORCH_DTYPES",
-    "SafetensorsFile",
-    "TensorInfo",
-    "TensorView",
-    "TorchFile",
-    "WeightFile",
-    "WeightFormat",
-    "equal_bytes",
-    "file_matches",
-    "size_of",
-    "tensor_bytes",
-    "write_safetensors",
-]
-
 # Names of https://github.com/huggingface/safetensors, Dtype.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16},

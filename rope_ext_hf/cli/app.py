@@ -23,8 +23,6 @@ from rope_ext_hf.cli.console import all_results, print_error, print_text, result
 from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
-__all__ = ["app", "main"]
-
 _COMMANDS = {
     "Models": (models.methods, models.describe, models.diff, models.explain, models.patch),
     "Measurements": (
@@ -111,7 +109,7 @@ class Command(TyperCommand):
 _PATTERN_HINT = "; a shell turns a pattern such as texts/*.txt into several arguments: quote it, --data 'texts/*.txt'"
 
 
-class Group(TyperGroup):
+class _Group(TyperGroup):
     """`rope-ext` itself: every error a user can cause becomes one line, every warning too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -194,7 +192,7 @@ def _method_parameters() -> set[str]:
 
 app = typer.Typer(
     name="rope-ext",
-    cls=Group,
+    cls=_Group,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

@@ -14,8 +14,6 @@ from rope_ext_hf.cli.options import Json, Model, SourceOptions
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import json_text
 
-__all__ = ["convert", "detect"]
-
 
 def convert(
     source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],

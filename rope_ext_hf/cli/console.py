@@ -20,18 +20,6 @@ from rope_ext_hf.errors import CheckpointError, FileError, bounded, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "all_results",
-    "make_folder",
-    "print_error",
-    "print_note",
-    "print_table",
-    "print_text",
-    "progress_bar",
-    "quiet_transformers",
-    "results_to",
-    "short_warnings",
-]
 
 _results: list[TextIO] = []
 """Where results are printed; the last one counts."""
@@ -161,7 +149,7 @@ def make_folder(path: Path) -> None:
         raise CheckpointError(f"the folder {str(path)!r} cannot be made: {error.strerror}") from error
 
 
-class ProgressBar:
+class _ProgressBar:
     """A progress bar with the name of what is being done."""
 
     def __init__(self, bar: Any, task: Any) -> None:
@@ -181,7 +169,7 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[ProgressBar]:
+def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[_ProgressBar]:
     """A progress bar on standard error, where that is a terminal; it goes when the work is done.
 
     Args:
@@ -204,4 +192,4 @@ def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Itera
     )
     columns = (TextColumn("{task.description:<18}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as bar:
-        yield ProgressBar(bar, bar.add_task(name, total=None))
+        yield _ProgressBar(bar, bar.add_task(name, total=None))

@@ -45,14 +45,13 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.workers import Workers
 
-__all__ = ["demo", "passkey", "ppl", "report", "sweep", "tasks"]
 
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class _RunOptions:
     """What every measurement is given: the model, the lengths, the methods, and where results are kept."""
 
     model: Model
@@ -119,7 +118,7 @@ def demo(
         print_text(f"\n{comparison.conclusion}\n\nreport   {page}\npicture  {note}")
 
 
-def ppl(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> Any:
+def ppl(given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> Any:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
@@ -127,7 +126,7 @@ def ppl(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderO
     return _perplexity(given, spans, keys, reader)
 
 
-def sweep(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> None:
+def sweep(given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> None:
     """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
 
     Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
@@ -140,7 +139,7 @@ def sweep(given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: Reade
 
 
 def _perplexity(
-    given: RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions, *, fit: bool = False
+    given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions, *, fit: bool = False
 ) -> Run[Any]:
     """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
     from rope_ext_hf.eval.perplexity_question import DEFAULT_METHODS, fit_methods, plan_perplexity
@@ -177,7 +176,7 @@ def _perplexity(
 
 
 def passkey(
-    given: RunOptions,
+    given: _RunOptions,
     shared: ProcessOptions,
     depths: Annotated[
         str,
@@ -226,7 +225,7 @@ def passkey(
 
 
 def tasks(
-    given: RunOptions,
+    given: _RunOptions,
     shared: ProcessOptions,
     suite: Annotated[
         str, typer.Option(help=f"{', '.join(suite_names())}; short is a guard for short inputs.")
@@ -315,7 +314,7 @@ def report(
     print_text(f"{comparison.conclusion}\nreport   {page}")
 
 
-def _run_prompts(given: RunOptions, shared: ProcessOptions, longest: int, plan: Callable[..., RunPlan[Any]]) -> None:
+def _run_prompts(given: _RunOptions, shared: ProcessOptions, longest: int, plan: Callable[..., RunPlan[Any]]) -> None:
     """Measure what is planned from the model, its tokenizer and settings of the methods for the longest length."""
 
     def planned(empty: PreTrainedModel, load: EvalOptions, workers: Workers) -> tuple[RunPlan[Any], Workers]:
@@ -327,7 +326,7 @@ def _run_prompts(given: RunOptions, shared: ProcessOptions, longest: int, plan: 
 
 
 def _run(
-    given: RunOptions,
+    given: _RunOptions,
     shared: ProcessOptions,
     planned: Callable[[PreTrainedModel, EvalOptions, Workers], tuple[RunPlan[Any], Workers]],
     most_spans: int | None = None,

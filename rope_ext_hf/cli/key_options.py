@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.runs.kinds import Run, RunPlan
 
-__all__ = ["KeyOptions"]
-
 
 @dataclass(frozen=True)
 class KeyOptions:

@@ -10,8 +10,6 @@ import typer
 from rope_ext_hf.cli.options import PatchOptions, split_list
 from rope_ext_hf.errors import MethodError
 
-__all__ = ["LayerOptions"]
-
 
 @dataclass(frozen=True)
 class LayerOptions(PatchOptions):

@@ -15,9 +15,6 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.installing import install_command
 
-__all__ = ["lm_eval", "lm_eval_tasks"]
-
-
 _TEMPLATE = {"auto": None, "always": True, "never": False}
 
 

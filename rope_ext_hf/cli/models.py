@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
     from rope_ext_hf.patches.describing import Description
 
-__all__ = ["describe", "diff", "explain", "methods", "patch"]
-
 
 def methods(as_json: Json = False) -> None:
     """List the methods and their parameters, with the defaults; `rope-ext explain` draws them.

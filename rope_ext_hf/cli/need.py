@@ -17,9 +17,8 @@ from rope_ext_hf.files import json_text, read_json, write_json
 if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import Need
 
-__all__ = ["need", "reach_in"]
 
-NEED_FILE = "need.json"
+_NEED_FILE = "need.json"
 """The name of the file that a run leaves in its folder."""
 
 
@@ -69,7 +68,7 @@ def need(
             report=lambda line: print_note("need", line),
         )
     record = {"model": model, "digest": digest} | found.to_dict() | {"command": _next_command(found, model, out)}
-    write_json(out / NEED_FILE, record)
+    write_json(out / _NEED_FILE, record)
     print_text(json_text(record) if as_json else f"{found}\n  {record['command']}".rstrip())
 
 
@@ -102,7 +101,7 @@ def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | 
     """
     from rope_ext_hf.hub import source_digest
 
-    found, file = read_json(folder / NEED_FILE), repr(str(folder / NEED_FILE))
+    found, file = read_json(folder / _NEED_FILE), repr(str(folder / _NEED_FILE))
     if found.get("digest") != source_digest(model, revision=revision):
         raise FileError(f"{file} was not measured of {model!r} as it is now; run rope-ext need {shlex.quote(model)}")
     reach, lengths = found.get("reads_to"), found.get("lengths")

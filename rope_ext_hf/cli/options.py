@@ -32,24 +32,6 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod, Rotary
 
-__all__ = [
-    "ARGUMENTS",
-    "EvalOptions",
-    "Json",
-    "Lengths",
-    "LoadOptions",
-    "MethodOptions",
-    "Model",
-    "Out",
-    "PatchOptions",
-    "SourceOptions",
-    "SpanOptions",
-    "expand_options",
-    "parse_numbers",
-    "parse_parameters",
-    "split_list",
-    "unknown_option",
-]
 
 Model = Annotated[
     str,
@@ -63,7 +45,7 @@ Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kep
 
 ARGUMENTS = "rope_ext_hf.arguments"
 """Where a context's `meta` has everything that was typed after `rope-ext`."""
-MOST_NESTING = 100  # of brackets in a value
+_MOST_NESTING = 100  # of brackets in a value
 
 
 @dataclass(frozen=True)
@@ -457,7 +439,7 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    if text.count("[") + text.count("{") > MOST_NESTING:
+    if text.count("[") + text.count("{") > _MOST_NESTING:
         raise MethodError(f"a parameter is a number, a word or a comma list of numbers; got {short(text)!r}")
     try:
         if "," in text:

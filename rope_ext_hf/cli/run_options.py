@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.kinds import RunPlan
     from rope_ext_hf.runs.workers import Workers
 
-__all__ = ["ProcessOptions", "ReaderOptions"]
-
 
 @dataclass(frozen=True)
 class ProcessOptions:

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
 
-__all__ = ["advise", "audit", "check_server", "extend", "gguf", "serve_config"]
 
-Version = Annotated[
+_Version = Annotated[
     str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
 ]
 
@@ -196,7 +195,7 @@ def serve_config(
     methods: PatchOptions,
     source: SourceOptions,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
-    engine_version: Version = None,
+    engine_version: _Version = None,
     plugin: Annotated[
         bool, typer.Option("--plugin", help="For an engine that loads a plug-in of this package.")
     ] = False,

@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 from rope_ext_hf.errors import duration
 
-__all__ = ["TimeLeft"]
-
-LONG = 5.0  # seconds; beside them, what only a first pass does (loading kernels, allocating) is little
-ENOUGH = 2.0  # seconds of further passes
+_LONG = 5.0  # seconds; beside them, what only a first pass does (loading kernels, allocating) is little
+_ENOUGH = 2.0  # seconds of further passes
 
 
 class TimeLeft:
@@ -49,7 +47,7 @@ class TimeLeft:
         self.passes += 1
         self.done += work
         self.timed += work
-        if seconds >= (LONG if self.passes == 1 else ENOUGH):
+        if seconds >= (_LONG if self.passes == 1 else _ENOUGH):
             self.said = True
             if (left := seconds * (self.total - self.done) / self.timed) >= 1:
                 counted = f"{self.passes} passes" if self.passes > 1 else "pass"

@@ -14,8 +14,6 @@ from rope_ext_hf.cli.options import Json, LoadOptions, Model, PatchOptions, spli
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 
-__all__ = ["finetune", "search"]
-
 _UNITS = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 
 

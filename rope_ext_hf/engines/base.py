@@ -20,35 +20,13 @@ from typing import Any, ClassVar
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
-__all__ = [
-    "GEOMETRY_KEYS",
-    "Computed",
-    "Config",
-    "ConfigEngine",
-    "Encoding",
-    "Engine",
-    "NotCheckedError",
-    "ServingConfig",
-    "Target",
-    "find_engine",
-    "length_setting",
-    "list_engines",
-    "merged",
-    "needed",
-    "register_engine",
-    "rope_divisors",
-    "rope_settings",
-    "rotated_dims",
-    "text_settings",
-]
-
 
 class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
 
 
 Config = Mapping[str, Any]
-EXACT = 1e-6
+_EXACT = 1e-6
 """The largest relative difference of frequencies and magnitudes that counts as the same."""
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 
@@ -82,11 +60,11 @@ class Computed:
         worst = 0.0
         for a, b in zip(self.inv_freq, inv_freq, strict=True):
             worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
-        if worst > EXACT:
+        if worst > _EXACT:
             return f"its frequencies differ by up to {worst:.2g}"
-        if not math.isclose(self.attention_factor, attention_factor, rel_tol=EXACT):
+        if not math.isclose(self.attention_factor, attention_factor, rel_tol=_EXACT):
             return f"its magnitude would be {self.attention_factor:.6g} instead of {attention_factor:.6g}"
-        if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=EXACT):
+        if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=_EXACT):
             return f"its softmax scale would be multiplied by {self.softmax_scale:.6g} instead of {softmax_scale:.6g}"
         return None
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from rope_ext_hf.engines.base import Computed, Config, ConfigEngine, Engine, list_engines
 
-__all__ = ["expected_of", "other_engines", "reference_engine", "runs_otherwise", "usual_server"]
-
-Expected = tuple[tuple[int, Computed], ...]
+_Expected = tuple[tuple[int, Computed], ...]
 """What a reference computes from a config, for inputs of so many tokens: long ones, then short ones if those differ."""
 
 
@@ -27,7 +25,7 @@ def other_engines() -> list[Engine]:
     return [version() for version in versions if version is not None]
 
 
-def expected_of(reference: Engine, config: Config) -> Expected:
+def expected_of(reference: Engine, config: Config) -> _Expected:
     """What an engine that follows every input computes from a config, to compare others with.
 
     Raises:
@@ -39,7 +37,7 @@ def expected_of(reference: Engine, config: Config) -> Expected:
     return (longest.length, longest), *short
 
 
-def runs_otherwise(engine: Engine, expected: Expected, config: Config) -> str | None:
+def runs_otherwise(engine: Engine, expected: _Expected, config: Config) -> str | None:
     """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6.
 
     Raises:

@@ -16,8 +16,6 @@ from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magni
 from rope_ext_hf.engines.hf_transformers import yarn_by_config
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["ExLlamaV3"]
-
 _THETA = {"gemma3_text": 1e6, "qwen3_vl_text": 5e6, "qwen3_vl": 5e6}
 """What families take for theta where the config has none at its top level or in flat rope settings; else 10,000."""
 

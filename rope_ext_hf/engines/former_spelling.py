@@ -19,8 +19,6 @@ from rope_ext_hf.engines.base import (
 )
 from rope_ext_hf.engines.formulas import yarn_magnitude
 
-__all__ = ["FormerSpellingEngine", "later_factor", "mscale_ratio", "write_mscale"]
-
 
 class FormerSpellingEngine(ConfigEngine):
     """Base of engines for which the keys are written into a copy of the folder."""

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["divided", "linear", "llama3", "longrope_magnitude", "plain", "yarn", "yarn_magnitude"]
-
 
 def plain(theta: float, dim: int) -> list[float]:
     """theta_i = b^(-2i/d), (dim / 2,)."""

@@ -23,14 +23,6 @@ from rope_ext_hf.engines.base import (
 from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.errors import ServingError
 
-__all__ = [
-    "MLA_FAMILIES",
-    "Transformers",
-    "config_changes",
-    "yarn_by_config",
-    "yarn_magnitude_by_config",
-]
-
 MLA_FAMILIES = frozenset(
     {
         "axk1",
@@ -53,7 +45,7 @@ MLA_FAMILIES = frozenset(
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
 
 
-def mla_softmax_scale(text: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
+def _mla_softmax_scale(text: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
     """What the attention of DeepSeek and its kin multiplies its softmax scale by."""
     if text.get("model_type") not in MLA_FAMILIES or settings["rope_type"] == "default":
         return 1.0
@@ -149,7 +141,7 @@ class _Rules(ConfigEngine):
                 notes.append(f"longrope: short_factor up to {original:g} tokens, long_factor beyond, for each input.")
         else:
             raise ServingError(f"transformers {self.version} has no rope type {kind!r}")
-        scale = mla_softmax_scale(text, settings)
+        scale = _mla_softmax_scale(text, settings)
         return Computed(tuple(inv_freq), magnitude, served, None, scale, tuple(notes), by_length)
 
 

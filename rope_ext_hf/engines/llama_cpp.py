@@ -29,8 +29,6 @@ from rope_ext_hf.engines.base import (
 from rope_ext_hf.engines.formulas import llama3, longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.errors import ServingError, short
 
-__all__ = ["FileRope", "LlamaCpp", "file_computes"]
-
 ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama": ("llama", ("rope_freqs.weight",)),
     "mistral": ("llama", ("rope_freqs.weight",)),

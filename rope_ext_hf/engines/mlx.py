@@ -24,8 +24,6 @@ from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magni
 from rope_ext_hf.engines.hf_transformers import yarn_by_config
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["MLX"]
-
 
 @register_engine("mlx")
 class MLX(FormerSpellingEngine):

@@ -11,16 +11,6 @@ from rope_ext_hf.engines.base import GEOMETRY_KEYS, ConfigEngine, Encoding, Serv
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command
 
-__all__ = [
-    "PLUGIN_TYPE",
-    "REMAPPING_KEY",
-    "EngineWithPlugin",
-    "plugin_encoding",
-    "plugin_frequencies",
-    "plugin_note",
-    "plugin_settings",
-]
-
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
 REMAPPING_KEY = "remapping"

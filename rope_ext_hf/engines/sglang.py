@@ -41,8 +41,6 @@ from rope_ext_hf.engines.plugin_type import (
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["SGLang"]
-
 _WHOLE_THETA = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
 """Families whose model file hands on nothing but theta, cut to a whole number."""
 _THETA_ALONE = _WHOLE_THETA | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
@@ -63,7 +61,7 @@ class SGLang(EngineWithPlugin):
     version = "0.5.23"
 
     def with_plugin(self) -> Engine:
-        return SGLangWithPlugin()
+        return _SGLangWithPlugin()
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)
@@ -160,7 +158,7 @@ class SGLang(EngineWithPlugin):
         return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
 
 
-class SGLangWithPlugin(SGLang):
+class _SGLangWithPlugin(SGLang):
     """SGLang with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:

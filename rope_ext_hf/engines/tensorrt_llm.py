@@ -26,8 +26,6 @@ from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magni
 from rope_ext_hf.engines.hf_transformers import yarn_by_config, yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["TensorRTLLM"]
-
 _FUSED = frozenset({"qwen3", "qwen3_moe"})
 """Families whose kernel rotates while it normalises, with the parameters of a yarn whatever the rope type is."""
 

@@ -41,8 +41,6 @@ from rope_ext_hf.engines.plugin_type import (
 )
 from rope_ext_hf.errors import ServingError
 
-__all__ = ["DEEPSEEK_FAMILIES", "INTERLEAVED_FAMILIES", "VLLM", "deepseek_yarn"]
-
 DEEPSEEK_FAMILIES = frozenset(
     {"axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"}
 )
@@ -88,7 +86,7 @@ _SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text",
 """Families whose model file asks for a table of the original length, where no video tokens are pruned."""
 
 
-def position_setting(settings: Mapping[str, Any], model_type: str, length: int) -> int:
+def _position_setting(settings: Mapping[str, Any], model_type: str, length: int) -> int:
     """max_position_embeddings from which the engine derives this length, its factor applied once."""
     if settings["rope_type"] in _LENGTH_STATED or "gemma3" in model_type:
         return length
@@ -120,7 +118,7 @@ class VLLM(EngineWithPlugin):
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
 
     def with_plugin(self) -> Engine:
-        return VLLMWithPlugin()
+        return _VLLMWithPlugin()
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         yield from self.published(target)
@@ -135,7 +133,7 @@ class VLLM(EngineWithPlugin):
             if settings["rope_type"] == "yarn" and _quadruple(settings, target.model_type):
                 quarter, rest = divmod(settings["original_max_position_embeddings"], _MROPE_TABLE)
                 settings = settings if rest else settings | {"original_max_position_embeddings": quarter}
-            changed = {"max_position_embeddings": position_setting(settings, target.model_type, target.length)}
+            changed = {"max_position_embeddings": _position_setting(settings, target.model_type, target.length)}
             if target.config.get("original_max_position_embeddings") and encoding.name != "native":
                 changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
             yield Encoding(encoding.name, settings, changed)
@@ -234,7 +232,7 @@ class VLLM(EngineWithPlugin):
         return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
 
 
-class VLLMWithPlugin(VLLM):
+class _VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
     remaps = True

@@ -29,18 +29,6 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.guidance import Guidance
 
-__all__ = [
-    "TWO_PI",
-    "UNBOUNDED",
-    "Frequencies",
-    "RopeMethod",
-    "Rotary",
-    "TrainedScaling",
-    "constant",
-    "is_number",
-    "rotary_from_dict",
-]
-
 UNBOUNDED = 2**62
 """A length in tokens that no input reaches."""
 

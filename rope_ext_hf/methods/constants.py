@@ -7,8 +7,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["device_constant", "may_keep_tensors"]
-
 
 def device_constant(numbers: tuple[float, ...] | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """These numbers as a tensor (len(numbers),), which nobody may write to.

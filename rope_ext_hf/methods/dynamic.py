@@ -22,10 +22,7 @@ from rope_ext_hf.methods.static import (
     ntk_inv_freq,
 )
 
-__all__ = ["DynamicNTK", "DynamicYarn", "LongRoPE"]
-
-
-Growth = Literal["paper", "hf", "even", "pow2"]
+_Growth = Literal["paper", "hf", "even", "pow2"]
 
 
 @register_method("dynamic-ntk")
@@ -45,7 +42,7 @@ class DynamicNTK(RopeMethod):
     guidance = Guidance(decode=ROTATED_AGAIN)
     length_dependent = True
 
-    growth: Growth = "paper"
+    growth: _Growth = "paper"
     factor: float | None = None
     initial: float = 1.0
     sticky: bool = False

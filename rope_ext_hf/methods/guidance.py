@@ -8,19 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "FINE_TUNING",
-    "NOTHING",
-    "PURPOSES",
-    "PYTHON",
-    "ROTATED_AGAIN",
-    "SEARCHED",
-    "SERVING",
-    "SHORT_INPUTS",
-    "ZONES",
-    "Guidance",
-]
-
 SERVING = "to serve it without training"
 PYTHON = "no training, in your own Python process"
 SHORT_INPUTS = "most inputs are short, and their output must not change"

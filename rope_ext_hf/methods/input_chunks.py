@@ -20,8 +20,6 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile
 
-__all__ = ["DualChunk"]
-
 
 @register_method("dca")
 @dataclass(frozen=True, kw_only=True)

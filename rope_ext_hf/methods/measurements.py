@@ -20,18 +20,8 @@ from typing import NamedTuple
 
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 
-__all__ = [
-    "Rise",
-    "cost_notes",
-    "helped",
-    "measured_models",
-    "reach_text",
-    "rises_at",
-    "rises_for_short_inputs",
-]
-
-AS_LOADED = "as loaded"
-RECOVERED = 2 / 3
+_AS_LOADED = "as loaded"
+_RECOVERED = 2 / 3
 """A method helps where it takes away this share of what the model as loaded loses at the length."""
 
 
@@ -46,7 +36,7 @@ class Rise(NamedTuple):
         as_loaded: how much it rises at this length without the method.
     """
 
-    model: MeasuredModel
+    model: _MeasuredModel
     factor: float | None
     scale: float
     increase: float
@@ -56,7 +46,7 @@ class Rise(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MeasuredModel:
+class _MeasuredModel:
     """A model that methods were measured on.
 
     Attributes:
@@ -78,14 +68,14 @@ class MeasuredModel:
 
 
 @cache
-def _measurements() -> dict[MeasuredModel, dict[str, list[Rise]]]:
+def _measurements() -> dict[_MeasuredModel, dict[str, list[Rise]]]:
     """The rises of every model, by method."""
     text = resources.files("rope_ext_hf.methods").joinpath("measured.json").read_text(encoding="utf-8")
     result = {}
     for saved in json.loads(text):
         rows = saved.pop("rises")
-        model = MeasuredModel(**saved)
-        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == AS_LOADED}
+        model = _MeasuredModel(**saved)
+        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == _AS_LOADED}
         methods: dict[str, list[Rise]] = {}
         for method, factor, scale, increase, low, high in rows:
             rise = Rise(model, factor, scale, increase, low, high, as_loaded[scale])
@@ -94,7 +84,7 @@ def _measurements() -> dict[MeasuredModel, dict[str, list[Rise]]]:
     return result
 
 
-def measured_models() -> tuple[MeasuredModel, ...]:
+def measured_models() -> tuple[_MeasuredModel, ...]:
     """The models, the bundled one first."""
     return tuple(_measurements())
 
@@ -120,12 +110,12 @@ def _smallest(method: str, fits: Callable[[Rise], bool]) -> tuple[Rise, ...]:
     return tuple(min(some, key=lambda rise: (rise.factor or 0, rise.scale)) for some in fitting) if all(fitting) else ()
 
 
-def helped(rises: Sequence[Rise]) -> tuple[MeasuredModel, ...]:
-    """The models on which the method takes away `RECOVERED` of what the model as loaded loses at the length."""
-    return tuple(rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded)
+def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
+    """The models on which the method takes away `_RECOVERED` of what the model as loaded loses at the length."""
+    return tuple(rise.model for rise in rises if rise.increase <= (1 - _RECOVERED) * rise.as_loaded)
 
 
-def measured_reaches(method: str) -> tuple[dict[MeasuredModel, float], float]:
+def _measured_reaches(method: str) -> tuple[dict[_MeasuredModel, float], float]:
     """Up to how many context lengths a method helped each model (1: at none), and up to how many it was measured."""
     scales = sorted({rise.scale for each in _measurements().values() for rise in each.get(method, ())})
     reaches = {
@@ -137,7 +127,7 @@ def measured_reaches(method: str) -> tuple[dict[MeasuredModel, float], float]:
 
 def reach_text(method: str) -> str:
     """Where a method helped, model by model, in words; models do not agree, and what decides it is not known."""
-    reaches, longest = measured_reaches(method)
+    reaches, longest = _measured_reaches(method)
     if longest == 1:
         return "not measured"
     names = [f"to {reach:g}x" if reach > 1 else "no" for reach in reaches.values()]

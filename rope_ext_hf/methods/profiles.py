@@ -16,8 +16,6 @@ from rope_ext_hf.methods.registry import method_from_dict, register_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default, Yarn
 
-__all__ = ["Profiles"]
-
 
 @register_method("profiles")
 @dataclass(frozen=True, kw_only=True)

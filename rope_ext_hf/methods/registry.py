@@ -15,9 +15,6 @@ from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, is_number
 
-__all__ = ["accepts_factor", "frequencies", "list_methods", "method_from_dict", "register_method", "resolve_method"]
-
-
 _METHODS: dict[str, type[RopeMethod]] = {}
 # Other names in use, and the parameters they imply.
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"dynamic": ("dynamic-ntk", {"growth": "hf"})}

@@ -30,23 +30,14 @@ from rope_ext_hf.methods.registry import method_from_dict, register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
-__all__ = [
-    "LeakyReRoPE",
-    "ReRoPE",
-    "RemappedPosition",
-    "RemappingMethod",
-    "ScoreBias",
-    "SelfExtend",
-]
-
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 """(m, n) -> what is added to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
 queries and n (rows or 1, keys) of keys."""
 
-DEFAULT_GROUP = 16
+_DEFAULT_GROUP = 16
 """`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
 
-TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
+_TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
     "none": None,
     "log-n": lambda m, known: ((m + 1).log() / math.log(known)).clamp(min=1),
     "llama4": lambda m, known: 1 + 0.1 * (1 + torch.floor((m + 1) / known)).log(),
@@ -78,7 +69,7 @@ class RemappingMethod(RopeMethod):
     Attributes:
         max_distance: the longest relative position that is used, in tokens; default: the model's context length, or
             what `frequency` extends it to.
-        temperature: how the softmax gets sharper with the position of a query, see `TEMPERATURES`, also in
+        temperature: how the softmax gets sharper with the position of a query, see `_TEMPERATURES`, also in
             full-attention layers without RoPE; default: `default_temperature`, and "none" for models whose attention
             does so by itself.
         frequency: a static frequency method underneath; default: the model's own frequencies.
@@ -105,10 +96,10 @@ class RemappingMethod(RopeMethod):
                 f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
                 f"got {self.frequency!r}"
             )
-        if self.temperature is not None and self.temperature not in TEMPERATURES:
+        if self.temperature is not None and self.temperature not in _TEMPERATURES:
             raise MethodError(
-                f"{self.name}: temperature must be one of {', '.join(TEMPERATURES)}; got {self.temperature!r}."
-                f"{did_you_mean(str(self.temperature), TEMPERATURES)}"
+                f"{self.name}: temperature must be one of {', '.join(_TEMPERATURES)}; got {self.temperature!r}."
+                f"{did_you_mean(str(self.temperature), _TEMPERATURES)}"
             )
         for name in ("max_distance", "window", "group", "chunk"):
             value = getattr(self, name, None)
@@ -176,7 +167,7 @@ class RemappingMethod(RopeMethod):
     def unchanged_length(self, rotary: Rotary) -> int:
         if not super().unchanged_length(rotary):  # a frequency method underneath
             return 0
-        formula = TEMPERATURES[self.temperature or "none"]
+        formula = _TEMPERATURES[self.temperature or "none"]
         if formula is None:
             return self.exact_length
         assert self.max_distance is not None
@@ -229,7 +220,7 @@ class RemappingMethod(RopeMethod):
 
     def query_scale(self, m: Tensor) -> Tensor | None:
         """What queries at positions m are multiplied by, float32; None: nothing."""
-        formula = TEMPERATURES[self.temperature or "none"]
+        formula = _TEMPERATURES[self.temperature or "none"]
         if formula is None:
             return None
         assert self.max_distance is not None
@@ -344,7 +335,7 @@ class LeakyReRoPE(_WindowedRemapping):
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2
         self.check_reach(limit, "window", window)
-        fitted = DEFAULT_GROUP
+        fitted = _DEFAULT_GROUP
         if target_length is not None and window < limit:  # the smallest with w + (target - w) / k <= limit
             fitted = max(1, math.ceil((target_length - window) / (limit - window)))
         k = self.k or float(fitted)
@@ -407,7 +398,7 @@ class SelfExtend(_WindowedRemapping):
         self.check_reach(limit, "window", window)
         group = self.group
         if group is None:
-            group = DEFAULT_GROUP
+            group = _DEFAULT_GROUP
             if target_length is not None:
                 # Two floors stand in the farthest place, so the smallest group is searched for, not solved for.
                 sizes = range(1, target_length + 1)

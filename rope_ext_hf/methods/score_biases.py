@@ -27,8 +27,6 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile
 
-__all__ = ["ALiBi", "Kerple", "alibi_slopes"]
-
 
 def alibi_slopes(heads: int) -> list[float]:
     """The slope of each head (Press et al. 2022, arXiv 2108.12409, sec. 3): 2^(-8 h / heads), h = 1 ... heads.

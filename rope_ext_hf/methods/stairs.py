@@ -24,8 +24,6 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
-__all__ = ["Stairs", "String"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _TurnedQueries(RemappingMethod):

@@ -16,24 +16,6 @@ from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.guidance import FINE_TUNING, SEARCHED, SERVING, Guidance
 from rope_ext_hf.methods.registry import register_method
 
-__all__ = [
-    "NTK",
-    "ByParts",
-    "Default",
-    "Factors",
-    "Learnable",
-    "Linear",
-    "Llama3",
-    "RampedMethod",
-    "Theta",
-    "Yarn",
-    "check_at_least_four_dims",
-    "check_attention_factor",
-    "check_divisors",
-    "ntk_inv_freq",
-    "ntk_theta",
-]
-
 
 @register_method("default")
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +173,7 @@ def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tens
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
 
-MANY_CYCLES = 8
+_MANY_CYCLES = 8
 """Where pairs are dense, the ramp of YaRN (32 to 1 cycles) keeps more than half of such a pair's frequency."""
 
 
@@ -232,12 +214,12 @@ class RampedMethod(RopeMethod):
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
         inv_freq = rotary.inv_freq()
         cycles = rotary.context_length * inv_freq / TWO_PI
-        slowed = (self._ramp(rotary, inv_freq) >= 0.5) & (cycles >= MANY_CYCLES)
+        slowed = (self._ramp(rotary, inv_freq) >= 0.5) & (cycles >= _MANY_CYCLES)
         if not slowed.any():
             return ()
         return (
             f"At least half of the interpolation falls on {int(slowed.sum())} of {len(cycles)} pairs that complete "
-            f"{MANY_CYCLES} cycles or more within the context length; a smaller beta_fast leaves them as they are. "
+            f"{_MANY_CYCLES} cycles or more within the context length; a smaller beta_fast leaves them as they are. "
             "Models differ in whether that helps: compare the two on your own text.",
         )
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Tile", "TileRectangle", "band_tiles"]
-
 
 class TileRectangle(NamedTuple):
     """Queries and keys as ranges of positions: every query sees every key ("full"), or they are as many and the i-th

@@ -21,13 +21,11 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding, arrange
 
-__all__ = ["AxialRotaryEmbedding"]
-
-Arrangement = Literal["contiguous", "interleaved"]
+_Arrangement = Literal["contiguous", "interleaved"]
 """Where the pairs of an axis stand in a head: side by side ("contiguous"), or the axes take turns ("interleaved"), an
 axis that has all its pairs being passed over."""
 
-Table = Literal["shared", "dealt", "own"]
+_Table = Literal["shared", "dealt", "own"]
 """Which frequencies an axis has. "shared": there is one table for the head, theta^(-2i/dim), and pair i has frequency i
 whichever its axis is. "dealt": the same table, dealt to the axes in turn, so that each has fast and slow ones, also
 where its pairs are contiguous. "own": a table for each axis over its own dims, theta^(-2j/(2 section))."""
@@ -40,8 +38,8 @@ class AxialRotaryEmbedding(nn.Module):
         method: a name of `rope_ext_hf.list_methods()` or a method object, for every axis; or a sequence, one for each.
         rotary: the geometry of a head: dim counts the dims of all axes together.
         sections: how many pairs each axis has, as in transformers' `mrope_section`; together dim // 2.
-        arrangement: where the pairs of an axis stand, see `Arrangement`.
-        table: which frequencies an axis has, see `Table`.
+        arrangement: where the pairs of an axis stand, see `_Arrangement`.
+        table: which frequencies an axis has, see `_Table`.
         trained_lengths: how many positions each axis was trained with; None: `rotary.trained_length` for each.
         layout: how the angles are arranged, as in `RotaryEmbedding`.
         cast: give cos and sin in x's dtype; False: float32 whatever x is.
@@ -74,8 +72,8 @@ class AxialRotaryEmbedding(nn.Module):
         rotary: Rotary,
         *,
         sections: Sequence[int],
-        arrangement: Arrangement = "contiguous",
-        table: Table = "shared",
+        arrangement: _Arrangement = "contiguous",
+        table: _Table = "shared",
         trained_lengths: Sequence[int] | None = None,
         layout: Layout = "half",
         cast: bool = True,
@@ -83,8 +81,8 @@ class AxialRotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         for name, value, kinds in (
-            ("arrangement", arrangement, Arrangement),
-            ("table", table, Table),
+            ("arrangement", arrangement, _Arrangement),
+            ("table", table, _Table),
             ("layout", layout, Layout),
         ):
             if value not in get_args(kinds):
@@ -172,7 +170,7 @@ def _axis_of_pair(sections: Sequence[int], arrangement: str) -> list[int]:
     return [axis for turn in range(max(sections)) for axis, pairs in enumerate(sections) if turn < pairs]
 
 
-def _columns(sections: Sequence[int], arrangement: Arrangement, table: Table) -> list[int]:
+def _columns(sections: Sequence[int], arrangement: _Arrangement, table: _Table) -> list[int]:
     """For each pair of a head, the column of its frequency in the tables of all axes side by side."""
     order = _axis_of_pair(sections, arrangement)
     dealt = order if table == "shared" else _axis_of_pair(sections, "interleaved")

@@ -23,8 +23,6 @@ from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, PairScales, ScoreModifiers, TokenPositions
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 
-__all__ = ["HybridAttention", "KerpleBias", "T5Bias", "XPos"]
-
 
 class T5Bias(nn.Module):
     """A learned number for each head and bucket of distances (Raffel et al. 2020, arXiv 1910.10683, sec. 2.1).

@@ -26,11 +26,9 @@ from torch.nn import functional
 
 from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
 
-__all__ = ["LinearAttentionState", "linear_attention"]
-
-Kernel = Literal["elu", "relu", "cosine"]
-Form = Literal["chunked", "parallel", "recurrent"]
-_KERNELS, _FORMS = get_args(Kernel), get_args(Form)
+_Kernel = Literal["elu", "relu", "cosine"]
+_Form = Literal["chunked", "parallel", "recurrent"]
+_KERNELS, _FORMS = get_args(_Kernel), get_args(_Form)
 
 
 @dataclass
@@ -68,11 +66,11 @@ def linear_attention(
     cos: Tensor,
     sin: Tensor,
     *,
-    kernel: Kernel = "elu",
+    kernel: _Kernel = "elu",
     causal: bool = True,
     padding_mask: Tensor | None = None,
     state: LinearAttentionState | None = None,
-    form: Form = "chunked",
+    form: _Form = "chunked",
     chunk_size: int = 64,
     eps: float = 1e-6,
 ) -> Tensor:

@@ -19,8 +19,6 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-__all__ = ["KeyValueCache", "RotaryAttention"]
-
 
 @dataclass
 class KeyValueCache:

@@ -15,8 +15,6 @@ from rope_ext_hf.methods.constants import may_keep_tensors
 from rope_ext_hf.methods.static import ntk_theta
 from rope_ext_hf.rotary.phase import angles, fixed_point
 
-__all__ = ["NTKAwareRoPE", "apply_rotary_pos_emb"]
-
 
 def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate by half pairing: dims i and i + rotated/2 form a pair (RoFormer, arXiv 2104.09864, sec. 3.2).

@@ -16,25 +16,6 @@ from typing import Any
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.installing import install_command
 
-__all__ = [
-    "COLOURS",
-    "LOADED",
-    "NOTE",
-    "PLAIN",
-    "RULE",
-    "Line",
-    "colour_bar",
-    "distance_axis",
-    "draw_lines",
-    "finish_axes",
-    "mark_distance",
-    "name_ends",
-    "picture",
-    "plot_text",
-    "short_length",
-    "space_out",
-]
-
 COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
 PLAIN = "#222222"

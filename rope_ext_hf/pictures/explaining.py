@@ -22,8 +22,6 @@ from rope_ext_hf.pictures.html_page import embedded_picture, html_page, html_tab
 from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
 from rope_ext_hf.pictures.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True)
 class Explanation:

@@ -13,20 +13,6 @@ from rich.text import Text
 
 from rope_ext_hf.errors import printable
 
-__all__ = [
-    "MAX_PICTURE_BYTES",
-    "as_json",
-    "collapsed",
-    "commands_section",
-    "embedded_picture",
-    "heading",
-    "html_page",
-    "html_table",
-    "paragraph",
-    "provenance",
-    "side_by_side",
-]
-
 MAX_PICTURE_BYTES = 20_000_000
 
 _PAGE = """<!doctype html>

@@ -25,8 +25,6 @@ from rope_ext_hf.pictures.rope_plots import (
     pairs_without_full_cycle,
 )
 
-__all__ = ["draw_angles", "draw_bound", "draw_rotated", "draw_scores", "draw_similarity"]
-
 _BOUND = "mean |S_j|"
 _NEAR = 256  # the distances of the figure that introduced RoPE
 

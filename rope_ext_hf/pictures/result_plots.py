@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.drawing import COLOURS, LOADED, PLAIN, RULE, Line, colour_bar, draw_lines, picture, plot_text
 
-__all__ = ["RetrievalCell", "curves", "draw_curves", "heat_map", "line_styles", "method_family"]
-
 
 class RetrievalCell(Protocol):
     """What one cell of a heat map shows.

@@ -39,26 +39,9 @@ from rope_ext_hf.pictures.drawing import (
     short_length,
 )
 
-__all__ = [
-    "DISTANCE",
-    "check_size",
-    "decay",
-    "distance_bins",
-    "draw",
-    "draw_by_distance",
-    "draw_divisors",
-    "method_curves",
-    "middles",
-    "pairs_without_full_cycle",
-    "reach",
-    "similarity",
-    "similarity_as_seen",
-    "unseen_angles",
-]
-
-MOST_DIMS = 4_096  # one line a pair; the widest published heads have 512 dims
-MOST_POSITIONS = 2**53  # beyond, a float skips positions
-MOST_THETA = 1e30  # beyond, scales of wavelengths overflow
+_MOST_DIMS = 4_096  # one line a pair; the widest published heads have 512 dims
+_MOST_POSITIONS = 2**53  # beyond, a float skips positions
+_MOST_THETA = 1e30  # beyond, scales of wavelengths overflow
 
 
 def pairs_without_full_cycle(inv_freq: Tensor, length: int) -> int:
@@ -135,7 +118,7 @@ _PAIRS = "pair of dims, fastest first"
 _SHADE = "#fbe3d6"
 
 
-class MethodCurve(NamedTuple):
+class _MethodCurve(NamedTuple):
     """What is drawn of one method.
 
     Attributes:
@@ -158,12 +141,12 @@ def check_size(rotary: Rotary, length: int) -> None:
     Raises:
         MethodError: more dims or positions, or a larger base, than can be drawn, or a length below the trained one.
     """
-    if rotary.theta > MOST_THETA:
-        raise MethodError(f"a base of {rotary.theta:g} cannot be drawn; at most {MOST_THETA:g} can")
-    if rotary.dim > MOST_DIMS or length > MOST_POSITIONS:
+    if rotary.theta > _MOST_THETA:
+        raise MethodError(f"a base of {rotary.theta:g} cannot be drawn; at most {_MOST_THETA:g} can")
+    if rotary.dim > _MOST_DIMS or length > _MOST_POSITIONS:
         raise MethodError(
-            f"{rotary.dim:,} rotated dims up to position {short(f'{length:,}')} cannot be drawn; at most {MOST_DIMS:,} "
-            f"dims and {MOST_POSITIONS:,} positions can"
+            f"{rotary.dim:,} rotated dims up to position {short(f'{length:,}')} cannot be drawn; at most "
+            f"{_MOST_DIMS:,} dims and {_MOST_POSITIONS:,} positions can"
         )
     if length < rotary.trained_length:
         raise MethodError(f"extended_length={length} is below the trained length {rotary.trained_length}")
@@ -250,12 +233,12 @@ def reach(rotary: Rotary, methods: Iterable[RopeMethod]) -> int:
     return meant if meant > rotary.trained_length else 8 * rotary.trained_length
 
 
-def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[MethodCurve]:
+def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[_MethodCurve]:
     """What is drawn of plain RoPE, first, and of each method, up to `length` tokens."""
     # Dashes let the lower of two equal curves show through; colour and dash together repeat after 44 methods.
     dashes = ("-", (0, (5, 2)), (0, (3, 1.2, 1, 1.2)), (0, (1.5, 1.2)))
     colours = [*(f"C{index}" for index in range(10)), "#00441b"]
-    curves = [MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": PLAIN, "linewidth": 2.4}, length)]
+    curves = [_MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": PLAIN, "linewidth": 2.4}, length)]
     for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
         relative, farthest = None, length
         if isinstance(method, RemappingMethod):
@@ -267,11 +250,11 @@ def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int
         notes += [f"keys seen {farthest:,} tokens away at most"] if relative else []
         style = {"color": colours[index % len(colours)], "linewidth": 1.4, "linestyle": dashes[index % len(dashes)]}
         note = f" ({', '.join(notes)})" if notes else ""
-        curves.append(MethodCurve(name, note, inv_freq, style, farthest, relative))
+        curves.append(_MethodCurve(name, note, inv_freq, style, farthest, relative))
     return curves
 
 
-def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[MethodCurve]) -> None:
+def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_MethodCurve]) -> None:
     """The colours of all panels, and what is counted in the upper two."""
     texts = [
         f"{plot_text(curve.name, 40)}{curve.note}: "
@@ -282,7 +265,7 @@ def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence
     panel.legend(lines[: len(curves)], texts, loc="center", ncols=2, fontsize=7.5, frameon=False, handlelength=3.5)
 
 
-def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
+def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
     """Both scales are of one curve: a wavelength is 2 pi over an inverse frequency."""
     pairs = rotary.dim // 2
     wavelengths = [_finite(TWO_PI / curve.inv_freq) for curve in curves]
@@ -317,7 +300,7 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], 
     finish_axes(axes, title, _PAIRS, "wavelength (tokens)")
 
 
-def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
+def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
     """Cycles at some positions in plain RoPE, in grey, and at the farthest distance that occurs in each method.
 
     Unseen angles lie above the line of the trained length, among the pairs without a full cycle in training.
@@ -371,7 +354,7 @@ def _multiples(extension: float) -> list[float]:
     return [*(power for power in powers if power < extension), extension]
 
 
-def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[MethodCurve], length: int) -> None:
+def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
     """One map per method, all on one scale."""
     block = math.ceil(length / 256)
     positions = torch.arange(0, length, block)
@@ -411,7 +394,7 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[MethodCurve], 
 def draw_by_distance(
     axes: Any,
     rotary: Rotary,
-    curves: Sequence[MethodCurve],
+    curves: Sequence[_MethodCurve],
     length: int,
     measure: Callable[[Tensor, Tensor], Tensor],
     limits: tuple[float | None, float | None] = (None, None),
@@ -420,7 +403,7 @@ def draw_by_distance(
     bins = distance_bins(length)
     lines: list[Line] = []
     for curve in curves:
-        means = [float(measure(curve.inv_freq, seen_distances(curve, length, part)).mean()) for part in bins]
+        means = [float(measure(curve.inv_freq, _seen_distances(curve, length, part)).mean()) for part in bins]
         lines.append((curve.name, middles(bins), means, curve.style))
     distance_axis(axes, length)
     draw_lines(axes, lines, limits, last=8)
@@ -428,7 +411,7 @@ def draw_by_distance(
         mark_distance(axes, tokens, f"{name} length")
 
 
-def seen_distances(curve: MethodCurve, length: int, distances: Tensor) -> Tensor:
+def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tensor:
     """The relative positions, for a query at the extended length, of keys at these distances."""
     if curve.relative is None:
         return distances

@@ -13,12 +13,10 @@ from rope_ext_hf.errors import multiple_text, printable, short
 from rope_ext_hf.pictures.drawing import COLOURS, LOADED, short_length, space_out
 from rope_ext_hf.pictures.result_plots import RetrievalCell, method_family
 
-__all__ = ["heat_charts", "line_chart"]
-
 WIDTH = 360.0
 """Units across, about the pixels that a phone gives a page: text keeps its size there."""
-LEFT, RIGHT, TOP, BELOW, LINE = 38.0, 104.0, 8.0, 32.0, 12.0
-DASHES = ("none", "6 2", "2 2")
+_LEFT, _RIGHT, _TOP, _BELOW, LINE = 38.0, 104.0, 8.0, 32.0, 12.0
+_DASHES = ("none", "6 2", "2 2")
 
 
 def line_chart(
@@ -46,21 +44,23 @@ def line_chart(
     first, octaves = math.log2(lengths[0]), math.log2(lengths[-1] / lengths[0]) or 1.0
 
     def x(length: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (math.log2(length) - first) / octaves
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * (math.log2(length) - first) / octaves
 
     def y(value: float) -> float:
-        return TOP + height * (high - value) / (high - low or 1.0)
+        return _TOP + height * (high - value) / (high - low or 1.0)
 
-    drawn = [_text(LEFT - 4, y(tick) + 4, f"{tick:g}", "end") + _rule(LEFT, y(tick), WIDTH - RIGHT) for tick in ticks]
-    drawn += _length_ticks({length: x(length) for length in lengths}, context_length, TOP + height + 14)
+    drawn = [
+        _text(_LEFT - 4, y(tick) + 4, f"{tick:g}", "end") + _rule(_LEFT, y(tick), WIDTH - _RIGHT) for tick in ticks
+    ]
+    drawn += _length_ticks({length: x(length) for length in lengths}, context_length, _TOP + height + 14)
     if lengths[0] <= context_length <= lengths[-1]:
         across = x(context_length)
-        drawn.append(f'<path d="M{across:.1f} {TOP}v{height}" stroke="currentColor" stroke-dasharray="1 3"/>')
+        drawn.append(f'<path d="M{across:.1f} {_TOP}v{height}" stroke="currentColor" stroke-dasharray="1 3"/>')
     if threshold is not None:
-        path = f"M{LEFT} {y(threshold):.1f}H{WIDTH - RIGHT}"
+        path = f"M{_LEFT} {y(threshold):.1f}H{WIDTH - _RIGHT}"
         drawn.append(f'<path d="{path}" stroke="currentColor" stroke-dasharray="6 3"/>')
     ends = sorted(lines, key=lambda name: -lines[name][-1][1])  # downward
-    places = [-place for place in space_out([-y(lines[name][-1][1]) for name in ends[::-1]], LINE, -TOP)][::-1]
+    places = [-place for place in space_out([-y(lines[name][-1][1]) for name in ends[::-1]], LINE, -_TOP)][::-1]
     colours = _colours(lines)
     for name, place in zip(ends, places, strict=True):
         row, (colour, dash) = lines[name], colours[name]
@@ -69,10 +69,10 @@ def line_chart(
         drawn.append(
             f'<g>{title}<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
             + "".join(f'<circle cx="{x(n):.1f}" cy="{y(value):.1f}" r="2.5" fill="{colour}"/>' for n, value in row)
-            + _text(WIDTH - RIGHT + 8, place + 4, _safe(name, 18), "start", f' style="fill:{colour}"')
+            + _text(WIDTH - _RIGHT + 8, place + 4, _safe(name, 18), "start", f' style="fill:{colour}"')
             + "</g>"
         )
-    return _figure(caption, [_svg(TOP + height + BELOW, drawn, caption)])
+    return _figure(caption, [_svg(_TOP + height + _BELOW, drawn, caption)])
 
 
 def heat_charts(
@@ -92,26 +92,26 @@ def heat_charts(
     lengths = sorted({length for rows in panels.values() for row in rows.values() for length in row})
     if not lengths:
         return ""
-    wide, high = (WIDTH - LEFT) / len(lengths), 30.0
+    wide, high = (WIDTH - _LEFT) / len(lengths), 30.0
     charts = []
     for name, rows in panels.items():
         drawn = [_text(0, 12, _safe(name, 50), "start", ' font-weight="600"')]
         for index, depth in enumerate(depths):
             top = 20 + index * high
-            drawn.append(_text(LEFT - 4, top + high / 2 + 4, f"{depth:.0%}", "end"))
+            drawn.append(_text(_LEFT - 4, top + high / 2 + 4, f"{depth:.0%}", "end"))
             for column, length in enumerate(lengths):
                 if (cell := rows.get(depth, {}).get(length)) is None:
                     continue
-                left = LEFT + column * wide
+                left = _LEFT + column * wide
                 fill = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.exact_match:.2f}"'
                 drawn.append(f'<rect x="{left:.1f}" y="{top}" width="{wide - 1.5:.1f}" height="{high - 1.5}" {fill}/>')
                 faint = "" if cell.above_chance else ' opacity="0.6"'
                 drawn.append(_text(left + wide / 2, top + 13, f"{cell.exact_match:.0%}", "middle", faint))
                 drawn.append(_text(left + wide / 2, top + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
         bottom = 20 + high * len(depths)
-        middles = {length: LEFT + (column + 0.5) * wide for column, length in enumerate(lengths)}
+        middles = {length: _LEFT + (column + 0.5) * wide for column, length in enumerate(lengths)}
         drawn += _length_ticks(middles, context_length, bottom + 12)
-        charts.append(_svg(bottom + BELOW, drawn, f"{name}: {caption}"))
+        charts.append(_svg(bottom + _BELOW, drawn, f"{name}: {caption}"))
     return _figure(caption, charts)
 
 
@@ -129,7 +129,7 @@ def _colours(names: Mapping[str, object]) -> dict[str, tuple[str, str]]:
     for name in names:
         if name != LOADED:
             siblings = [other for other in names if method_family(other) == method_family(name)]
-            dash = DASHES[(len(siblings) - 1 - siblings.index(name)) % len(DASHES)]
+            dash = _DASHES[(len(siblings) - 1 - siblings.index(name)) % len(_DASHES)]
             colours[name] = COLOURS[families.index(method_family(name)) % len(COLOURS)], dash
     return colours
 

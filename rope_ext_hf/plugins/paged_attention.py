@@ -20,10 +20,8 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.plugins.tables import held_remapping
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 
-__all__ = ["PagedAttention", "requests_of", "store"]
 
-
-class Request(NamedTuple):
+class _Request(NamedTuple):
     """One request in a step of an engine.
 
     Attributes:
@@ -37,7 +35,7 @@ class Request(NamedTuple):
     positions: TokenPositions
 
 
-def requests_of(starts: Sequence[int], lengths: Sequence[int], block_table: Tensor, size: int) -> Iterator[Request]:
+def requests_of(starts: Sequence[int], lengths: Sequence[int], block_table: Tensor, size: int) -> Iterator[_Request]:
     """The requests of a step that have new tokens.
 
     Args:
@@ -52,7 +50,7 @@ def requests_of(starts: Sequence[int], lengths: Sequence[int], block_table: Tens
         if count:
             n = torch.arange(length, device=block_table.device)[None]
             positions = TokenPositions(n[:, length - count :], n, (0,), None)
-            yield Request(new, block_table[row, : -(-length // size)], positions)
+            yield _Request(new, block_table[row, : -(-length // size)], positions)
 
 
 def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -96,7 +94,7 @@ class PagedAttention:
         table = RotationTable(torch.tensor(frequencies, dtype=torch.float64, device="cpu"))
         return cls(held[0], Rotation(table, KeyLayout(held[1], 0, 2 * len(frequencies))))
 
-    def run(self, query: Tensor, cache: Tensor, requests: Sequence[Request], scale: float, out: Tensor) -> None:
+    def run(self, query: Tensor, cache: Tensor, requests: Sequence[_Request], scale: float, out: Tensor) -> None:
         """Write the attention of new tokens to their requests into `out`.
 
         Args:

@@ -11,8 +11,6 @@ from typing import Any
 from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
 from rope_ext_hf.plugins.tables import build_rotary, for_transformers, refuse_remapping, taken_over
 
-__all__ = ["register"]
-
 FACTORY = "sglang.srt.layers.rotary_embedding.factory"
 
 

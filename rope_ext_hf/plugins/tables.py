@@ -21,9 +21,7 @@ from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, p
 from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
 
-__all__ = ["build_rotary", "for_transformers", "held_remapping", "refuse_remapping", "taken_over"]
-
-BLOCK = 65536  # positions whose angles are computed at a time, in float64
+_BLOCK = 65536  # positions whose angles are computed at a time, in float64
 
 
 def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
@@ -101,8 +99,8 @@ def build_rotary(
     def rows(start: int, end: int) -> torch.Tensor:
         """cos and sin of positions, (positions, rotary_dim) float32, from float64 angles: rounded once."""
         parts = []
-        for first in range(start, end, BLOCK):
-            positions = torch.arange(first, min(first + BLOCK, end), dtype=torch.float64, device="cpu")
+        for first in range(start, end, _BLOCK):
+            positions = torch.arange(first, min(first + _BLOCK, end), dtype=torch.float64, device="cpu")
             if remapping is not None:  # the cache holds keys where the method stores them
                 positions = remapping[0].key_position(positions.long()).tokens()
             angles = positions[:, None] * exact
@@ -116,7 +114,7 @@ def build_rotary(
         """Have a row for a position that lies beyond the table; SGLang calls it for inputs longer than announced."""
         table = self.cos_sin_cache
         if position >= len(table):
-            more = rows(len(table), (position // BLOCK + 1) * BLOCK)
+            more = rows(len(table), (position // _BLOCK + 1) * _BLOCK)
             self.cos_sin_cache = torch.cat((table, more.to(table.device, table.dtype)))
 
     several_axes = "mrope_section" in settings

@@ -18,8 +18,6 @@ from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import table_differences
 from rope_ext_hf.plugins.tables import build_rotary, for_transformers, held_remapping, taken_over
 
-__all__ = ["BACKEND", "register"]
-
 BACKEND = "rope_ext_hf.plugins.vllm_attention.RemappingBackend"
 
 

@@ -20,8 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from rope_ext_hf.plugins.paged_attention import PagedAttention, requests_of, store
 
-__all__ = ["RemappingBackend"]
-
 
 class RemappingBackend(AttentionBackend):  # type: ignore[misc]
     """What vLLM asks of a backend; the base class refuses MLA, sliding windows, sinks, and attention of other types."""
@@ -34,19 +32,19 @@ class RemappingBackend(AttentionBackend):  # type: ignore[misc]
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[RemappingImpl]:
-        return RemappingImpl
+    def get_impl_cls() -> type[_RemappingImpl]:
+        return _RemappingImpl
 
     @staticmethod
-    def get_builder_cls() -> type[StepBuilder]:
-        return StepBuilder
+    def get_builder_cls() -> type[_StepBuilder]:
+        return _StepBuilder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         return (KVCacheLayout.LBHNC,)
 
 
-class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class _StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """What all layers need to know of a step: its requests, and where their new keys go."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -59,7 +57,7 @@ class StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return SimpleNamespace(tokens=step.num_actual_tokens, slots=step.slot_mapping, requests=requests)
 
 
-class RemappingImpl(AttentionImpl):  # type: ignore[misc]
+class _RemappingImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer."""
 
     def __init__(
@@ -112,7 +110,7 @@ class RemappingImpl(AttentionImpl):  # type: ignore[misc]
         Args:
             query, key, value, output: (tokens, heads, head_size); tokens beyond those of the step are padding.
             kv_cache: (blocks, kv_heads, block_size, 2 x head_size).
-            attn_metadata: from `StepBuilder`; None while vLLM measures its memory.
+            attn_metadata: from `_StepBuilder`; None while vLLM measures its memory.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("the attention backend CUSTOM of rope-ext-hf does not quantise its output")

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 from rope_ext_hf.patches.layer_types import SLIDING, sliding_layers
 
-__all__ = ["cached_bytes", "cached_layers"]
-
-WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "mlp", "mamba", "recurrent"})
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "moe", "mlp", "mamba", "recurrent"})
 """Layer types that keep no keys and values: a state of fixed size, or nothing."""
 
-STATES = (
+_STATES = (
     ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
     ("n_mamba_heads", "mamba_headdim", "mamba_d_state"),
@@ -25,14 +23,14 @@ STATES = (
 )
 """Config keys whose product is the numbers of a recurrent state; those of convolutions are far smaller."""
 
-MORE_KEY_HEADS = {"mimo_v2_flash": 2}
+_MORE_KEY_HEADS = {"mimo_v2_flash": 2}
 """By model type: so many times the key heads that the config states in layers with a window, which no config says."""
 
-STATE_WIDTH = 4
+_STATE_WIDTH = 4
 """Bytes of a number of a recurrent state, which sums over all tokens."""
 
 
-class LayerMemory(NamedTuple):
+class _LayerMemory(NamedTuple):
     """What one layer keeps.
 
     Attributes:
@@ -62,12 +60,12 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
         width: bytes of a number of keys and values.
     """
     return sum(
-        layer.per_token * min(tokens, layer.window or tokens) * width + layer.state * STATE_WIDTH
+        layer.per_token * min(tokens, layer.window or tokens) * width + layer.state * _STATE_WIDTH
         for layer in cached_layers(config)
     )
 
 
-def cached_layers(config: Any) -> list[LayerMemory]:
+def cached_layers(config: Any) -> list[_LayerMemory]:
     """What each layer keeps that does not share the keys and values of another."""
     count = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     window, sliding = sliding_layers(config)
@@ -77,24 +75,24 @@ def cached_layers(config: Any) -> list[LayerMemory]:
     return list(_layers(kinds[:count], each[:count], window))
 
 
-def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterator[LayerMemory]:
+def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterator[_LayerMemory]:
     for kind, config in zip(kinds, configs, strict=True):
         known = vars(config)
         heads = int(config.num_attention_heads)
         head_dim = int(known.get("head_dim") or config.hidden_size // heads)
-        keyless = kind in WITHOUT_KEYS
+        keyless = kind in _WITHOUT_KEYS
         state = _state(config) if keyless or kind.startswith("hybrid") else 0
         if getattr(config, "kv_lora_rank", None):  # what latent attention makes keys and values from
             per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
         else:
             key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
             if kind in SLIDING:
-                key_heads *= MORE_KEY_HEADS.get(config.model_type, 1)
+                key_heads *= _MORE_KEY_HEADS.get(config.model_type, 1)
             per_token = key_heads * (head_dim + int(known.get("v_head_dim") or head_dim))
-        yield LayerMemory(0 if keyless else per_token, window if kind in SLIDING else None, state, heads, head_dim)
+        yield _LayerMemory(0 if keyless else per_token, window if kind in SLIDING else None, state, heads, head_dim)
 
 
 def _state(config: Any) -> int:
-    stated = ([getattr(config, key, None) for key in keys] for keys in STATES)
+    stated = ([getattr(config, key, None) for key in keys] for keys in _STATES)
     known: list[list[Any]] = [sizes for sizes in stated if all(isinstance(size, int) for size in sizes)]
     return int(math.prod(known[0])) if known else 0

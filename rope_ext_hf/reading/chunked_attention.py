@@ -26,11 +26,9 @@ from rope_ext_hf.patches.attention_interface import (
     use_attention,
 )
 
-__all__ = ["MaskRule", "NotReadInChunksError", "chunked_attention", "mask_rule", "reading_in_chunks"]
+_ATTENTION = "rope_ext_hf.chunks"
 
-ATTENTION = "rope_ext_hf.chunks"
-
-UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
+_UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
 """Keywords that change which keys count, or how much; `indices` are the keys that an index has chosen."""
 
 _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
@@ -41,7 +39,7 @@ class NotReadInChunksError(Exception):
     """A model that needs something when it is read that reading in chunks does not have; the message is the reason."""
 
 
-class MaskReadError(NotReadInChunksError, AttributeError):
+class _MaskReadError(NotReadInChunksError, AttributeError):
     """A decoder that works with its mask itself; an AttributeError, so that `hasattr` is False (accelerate asks)."""
 
 
@@ -62,11 +60,11 @@ class MaskRule:
     keys: int
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise MaskReadError(f"its decoder works with its attention mask itself (.{name})")
+        raise _MaskReadError(f"its decoder works with its attention mask itself (.{name})")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
+        raise _MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
 
 
 def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
@@ -112,7 +110,7 @@ def chunked_attention(
     Raises:
         NotReadInChunksError: mask tensors, position biases or other additions to the scores.
     """
-    unknown = [name for name in UNSUPPORTED if given.get(name) is not None]
+    unknown = [name for name in _UNSUPPORTED if given.get(name) is not None]
     if unknown:
         raise NotReadInChunksError(f"its attention is given {', '.join(unknown)}")
     if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
@@ -162,10 +160,10 @@ def reading_in_chunks(model: nn.Module, reach_seen: Callable[[int | None], None]
     Args:
         reach_seen: called at every attention with how many keys a query may see, itself included; None: all.
     """
-    register_attention(ATTENTION, chunked_attention, mask_rule)
+    register_attention(_ATTENTION, chunked_attention, mask_rule)
     token = _REACH_SEEN.set(reach_seen)
     try:
-        with use_attention(model, ATTENTION):
+        with use_attention(model, _ATTENTION):
             yield
     finally:
         _REACH_SEEN.reset(token)

@@ -41,14 +41,12 @@ from rope_ext_hf.reading.text_files import (
     token_ids,
 )
 
-__all__ = ["load"]
-
 D = TypeVar("D")
 
-SHUFFLE_BUFFER = 256
+_SHUFFLE_BUFFER = 256
 """Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
 
-MAX_EXPANSION = 100
+_MAX_EXPANSION = 100
 """A compressed file may expand to this many times its size (text: 3 to 5 times), and in any case to 64 MiB."""
 
 _STREAM_RETRIES = (
@@ -113,8 +111,8 @@ def load(
             another are joined until each has so many, so that several long ones come of many short ones.
         min_bytes: leave out documents shorter than this many UTF-8 bytes (token ids, where those are given).
         max_documents: keep at most this many, and read no further; a Hub dataset without it is read to its end.
-        seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `SHUFFLE_BUFFER`.
-        max_expansion: how many times its size a compressed file may expand to; default `MAX_EXPANSION`.
+        seed: shuffle the documents: all of them, or those of a Hub dataset within a buffer of `_SHUFFLE_BUFFER`.
+        max_expansion: how many times its size a compressed file may expand to; default `_MAX_EXPANSION`.
 
     Returns:
         Documents with distinct names: the path below the folder, then `:` and the line or row, if it is one of many.
@@ -134,7 +132,7 @@ def load(
         documents = Documents()
         documents.source = corpus_name(data) or documents.source
         seed, least, most = options.get("seed"), options.get("min_bytes", 0), options.get("max_documents")
-        expansion = options.get("max_expansion", MAX_EXPANSION)
+        expansion = options.get("max_expansion", _MAX_EXPANSION)
         if least < 0 or (most is not None and most < 1):
             raise CorpusError(f"min_bytes must be at least 0 and max_documents at least 1, got {least} and {most}")
         if (least_joined := int(options.get("join", 0))) < 0:
@@ -349,7 +347,7 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
             if isinstance(rows, dict):
                 rows = rows[_choose_split(list(rows), name)]
             if seed is not None:
-                rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+                rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
             for where, text in read_rows(enumerate(rows, 1), f"hf:{name}", options.get("column")):
                 yield Document.from_content(name + where, text)
     except CorpusError:

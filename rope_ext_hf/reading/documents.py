@@ -8,8 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["MAX_TOKEN_ID", "Content", "Corpus", "Document", "Documents", "Tokens", "corpus_name"]
-
 MAX_TOKEN_ID = 2**31 - 1
 
 Content = str | Sequence[int]

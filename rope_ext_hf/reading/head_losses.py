@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HeadLosses", "negative_log_likelihoods_", "power_of_two"]
-
 
 @dataclass
 class HeadLosses:

@@ -23,20 +23,10 @@ from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "MemoryEstimate",
-    "budgets",
-    "check_memory",
-    "estimate_flops",
-    "estimate_memory",
-    "measure_flops",
-    "sliding_window_warning",
-    "widest_activation",
-]
 
-WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
+_WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
 GPU_WORKING_BYTES = 2 * 2**30
-WORKING_SHARE = 16  # activations get 1/16 of the free memory: the cache and other processes need room too
+_WORKING_SHARE = 16  # activations get 1/16 of the free memory: the cache and other processes need room too
 EFFICIENCY = 0.5  # of the speed of a large matrix product, as measured when reading text
 
 
@@ -77,7 +67,7 @@ def available(device: torch.device) -> int:
 
 def budgets(device: torch.device) -> tuple[int, int]:
     """Bytes for the activations of one chunk of tokens in the decoder, and for as many logits as are made at once."""
-    working = min(WORKING_BYTES.get(device.type, GPU_WORKING_BYTES), available(device) // WORKING_SHARE)
+    working = min(_WORKING_BYTES.get(device.type, GPU_WORKING_BYTES), available(device) // _WORKING_SHARE)
     return working * 2 // 3, working // 3
 
 

@@ -19,18 +19,6 @@ from typing import Literal, NamedTuple
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import MethodError, did_you_mean
 
-__all__ = [
-    "PROTOCOLS",
-    "DefaultPrefix",
-    "Protocol",
-    "ProtocolOptions",
-    "Span",
-    "check_lengths",
-    "protocol_help",
-    "register_protocol",
-    "resolve_protocol",
-]
-
 
 class Span(NamedTuple):
     """Tokens read in one pass, and the part of them that is scored.
@@ -59,7 +47,7 @@ class ProtocolOptions:
 
 
 DefaultPrefix = Literal["added", "bos", "bos or eos", "none"]
-Spans = Callable[[int, Sequence[int], ProtocolOptions], Iterable[Span]]
+_Spans = Callable[[int, Sequence[int], ProtocolOptions], Iterable[Span]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,7 @@ class Protocol:
     """
 
     name: str
-    spans: Spans
+    spans: _Spans
     description: str
     prefix: Literal["span", "document"] = "span"
     default_prefix: DefaultPrefix = "added"
@@ -101,7 +89,7 @@ def register_protocol(
     uses_targets: bool = False,
     uses_stride: bool = False,
     same_targets: bool = False,
-) -> Callable[[Spans], Spans]:
+) -> Callable[[_Spans], _Spans]:
     """Register a generator of spans as a protocol; the first line of its docstring is the protocol's description.
 
     Args:
@@ -112,7 +100,7 @@ def register_protocol(
         ValueError: the name is taken, or the generator has no docstring.
     """
 
-    def register(spans: Spans) -> Spans:
+    def register(spans: _Spans) -> _Spans:
         if name in PROTOCOLS:
             raise ValueError(f"a protocol {name!r} is registered already; choose another name")
         if not (spans.__doc__ or "").strip():

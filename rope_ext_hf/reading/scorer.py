@@ -40,8 +40,6 @@ from rope_ext_hf.reading.span_cache import SpanCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CHECKED", "EQUAL", "NEARLY_EQUAL", "Cost", "TokenScorer"]
-
 
 class Cost(NamedTuple):
     """What a measurement cost: tokens that went through the model, seconds, and peak GPU memory in bytes."""
@@ -70,7 +68,7 @@ class Cost(NamedTuple):
 
 T = TypeVar("T")
 
-LEAST_CHUNK = 16
+_LEAST_CHUNK = 16
 """Tokens per pass below which less memory is of no use."""
 
 CHECKED = 12
@@ -300,7 +298,7 @@ class TokenScorer:
             try:
                 return work()
             except torch.OutOfMemoryError:
-                if self.chunk <= LEAST_CHUNK:
+                if self.chunk <= _LEAST_CHUNK:
                     raise
             # here the failed forward is gone, and what it held
             failed, self.chunk, self.head_bytes = self.chunk, self.chunk // 2, max(1, self.head_bytes // 2)

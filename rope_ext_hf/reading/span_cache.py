@@ -19,17 +19,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 
-__all__ = ["FULL", "SLIDING", "SpanCache"]
-
 FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"
 """transformers' layers of keys and values, of all tokens or of the last ones."""
-HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+_HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 """Its layers that have a state beside keys and values."""
-STATE = ("LinearAttentionLayer", "DummyLayer")
+_STATE = ("LinearAttentionLayer", "DummyLayer")
 """Its layers without keys: linear attention, convolutions and Mamba keep a state of fixed size, others nothing."""
 
 
-class Preallocated:
+class _Preallocated:
     """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled.
 
     In front of one of transformers' layer classes, whose other state stays as it is.
@@ -84,7 +82,7 @@ class Preallocated:
 
 @remembered
 def _preallocated(stock: type) -> Any:
-    return type(f"Preallocated{stock.__name__}", (Preallocated, stock), {})
+    return type(f"Preallocated{stock.__name__}", (_Preallocated, stock), {})
 
 
 class SpanCache(DynamicCache):  # type: ignore[misc]
@@ -122,11 +120,11 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
 
     def _layer(self, stock: Any) -> Any:
         kind = type(stock)
-        if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *HYBRID, *STATE):
+        if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *_HYBRID, *_STATE):
             raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
-        if kind.__name__ in STATE:
+        if kind.__name__ in _STATE:
             return stock
-        hybrid = kind.__name__ in HYBRID
+        hybrid = kind.__name__ in _HYBRID
         cls = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
         layer = cls.__new__(cls)
         layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
@@ -161,13 +159,13 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
             layer.__dict__ |= _copied(saved)  # copied, because transformers updates states in place
 
 
-CONSTANT = "_sliding_window_tensor"
+_CONSTANT = "_sliding_window_tensor"
 """An attribute of transformers' layers with a window, which goes to the device at first use and then stays there."""
 
 
 def _changing(layer: Any) -> dict[str, Any]:
     """The attributes of a layer, without keys and values in memory allocated once."""
-    kept = (CONSTANT, "keys", "values") if isinstance(layer, Preallocated) else (CONSTANT,)
+    kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
     return {name: value for name, value in vars(layer).items() if name not in kept}
 
 

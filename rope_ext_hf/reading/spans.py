@@ -30,8 +30,6 @@ from rope_ext_hf.reading.token_bytes import byte_ends
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["EvalPlan", "Setting", "check_vocabulary", "own_tokenizer", "prefix_token", "prepare", "text_of", "tokenize"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -8,8 +8,6 @@ from pathlib import Path
 from rope_ext_hf.errors import CorpusError
 from rope_ext_hf.reading.documents import Document
 
-__all__ = ["HELD_OUT", "stdlib_held_out"]
-
 HELD_OUT = (
     "_pydecimal",
     "argparse",

@@ -25,18 +25,6 @@ from rope_ext_hf.errors import CorpusError, did_you_mean, short
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.reading.documents import MAX_TOKEN_ID, Content, Document
 
-__all__ = [
-    "NAMES",
-    "TABLES",
-    "file_kind",
-    "find_files",
-    "optional_package",
-    "read_file",
-    "read_rows",
-    "reason",
-    "token_ids",
-]
-
 NAMES = (
     "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines or parquet file, a folder, a pattern such as "
     "'books/*.txt', or hf:OWNER/NAME. In Python, a text itself is given in a list: [text]"

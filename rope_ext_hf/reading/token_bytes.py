@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 
-__all__ = ["byte_ends"]
-
 
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return where each token ends in the text, in UTF-8 bytes; a token begins where the one before it ends.

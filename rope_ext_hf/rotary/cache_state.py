@@ -4,7 +4,7 @@ transformers' caches hold keys and no account of their rotation. A `CacheState`,
 that a forward onto the cache either continues it right or refuses it. It is copied and pickled with its cache.
 
 Beam search and `batch_select_indices` move the rows of a cache. The state moves with them: the first layer of the cache
-gets a `RowFollower` in place of each method that moves rows. No class of transformers is changed.
+gets a `_RowFollower` in place of each method that moves rows. No class of transformers is changed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,7 @@ from rope_ext_hf.errors import LengthError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-__all__ = [
-    "CacheState",
-    "KeyOrigin",
-    "RowState",
-    "check_origin",
-    "discard_state",
-    "follow_rows",
-    "has_origin",
-    "packed_error",
-    "store_state",
-]
-
-CACHE_STATE = "_rope_ext_hf_cache_state"
+_CACHE_STATE = "_rope_ext_hf_cache_state"
 """The attribute of a transformers cache that holds its `CacheState`."""
 
 
@@ -118,17 +106,17 @@ class CacheState:
 
 def store_state(cache: Any, state: CacheState) -> None:
     """Keep a state with its cache."""
-    setattr(cache, CACHE_STATE, state)
+    setattr(cache, _CACHE_STATE, state)
 
 
 def discard_state(cache: Any) -> None:
     """Forget the state of a cache that is filled anew."""
-    vars(cache).pop(CACHE_STATE, None)
+    vars(cache).pop(_CACHE_STATE, None)
 
 
 def has_origin(cache: Any, origin: KeyOrigin) -> bool:
     """Whether a cache was last filled by this origin; without a wait for the device."""
-    stored: CacheState | None = getattr(cache, CACHE_STATE, None)
+    stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
     return stored is not None and stored.origin == origin
 
 
@@ -138,7 +126,7 @@ def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
     Raises:
         LengthError: naming what stored the keys and what was to continue them.
     """
-    stored: CacheState | None = getattr(cache, CACHE_STATE, None)
+    stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
     if stored is None:
         raise LengthError(
             f"the keys in this cache were not stored under this model's {origin.name}, but by an unpatched model, "
@@ -162,7 +150,7 @@ def packed_error() -> LengthError:
     )
 
 
-class RowFollower:
+class _RowFollower:
     """In place of a method of a cache layer that moves rows: calls it, and moves the rows of the cache's state, too.
 
     A cache calls the method of each of its layers, so one layer with followers is enough. The layer is held weakly, so
@@ -178,17 +166,17 @@ class RowFollower:
         layer = self.layer()
         getattr(type(layer), self.name)(layer, rows)
         if self.state.rows is not None:
-            self.state.rows = self.state.rows.moved(lambda each: MOVES[self.name](each, rows))
+            self.state.rows = self.state.rows.moved(lambda each: _MOVES[self.name](each, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowFollower, (self.layer(), self.name, self.state)
+        return _RowFollower, (self.layer(), self.name, self.state)
 
 
 def _on_device_of(tensor: Tensor, rows: Any) -> Any:
     return rows.to(tensor.device) if isinstance(rows, Tensor) else rows
 
 
-MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+_MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "reorder_cache": lambda tensor, rows: tensor.index_select(0, _on_device_of(tensor, rows)),
     "batch_select_indices": lambda tensor, rows: tensor[_on_device_of(tensor, rows)],
     "batch_repeat_interleave": lambda tensor, repeats: tensor.repeat_interleave(repeats, dim=0),
@@ -199,7 +187,7 @@ MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
 def follow_rows(cache: Any, state: CacheState) -> None:
     """From now on, move the rows of this state with those of its cache."""
     if not state.follows and (layer := next(iter(cache.layers), None)) is not None:
-        for name in MOVES:
+        for name in _MOVES:
             if hasattr(type(layer), name):
-                setattr(layer, name, RowFollower(layer, name, state))
+                setattr(layer, name, _RowFollower(layer, name, state))
         state.follows = True

@@ -27,15 +27,13 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
 from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
-__all__ = ["Layout", "RotaryEmbedding", "arrange", "lengths_over_axes", "override_angles", "segment_lengths"]
-
 Layout = Literal["half", "interleaved", "bare", "complex"]
 """How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
 alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor
 ("complex")."""
 
 
-COPIES_KEPT = 4
+_COPIES_KEPT = 4
 """Lists of integers that a rotary module keeps on its device, the frequencies of several lengths among them."""
 
 
@@ -245,7 +243,7 @@ class RotaryEmbedding(nn.Module):
             with torch.inference_mode(False):  # a buffer may outlive the inference mode it is made in
                 copy = torch.tensor(values, dtype=torch.int64, device=device)
         self._copies[values] = copy  # the last one now
-        if len(self._copies) > COPIES_KEPT:
+        if len(self._copies) > _COPIES_KEPT:
             del self._copies[next(iter(self._copies))]
         return copy
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["ForwardState", "pop", "push", "running", "state_of_table"]
-
 
 @dataclass(eq=False, kw_only=True)
 class ForwardState:

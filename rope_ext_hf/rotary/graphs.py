@@ -9,8 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["graph_break"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

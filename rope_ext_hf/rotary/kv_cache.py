@@ -30,24 +30,13 @@ from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.phase import angles, phase_to_radians
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
-__all__ = [
-    "KeyLayout",
-    "KeyRotation",
-    "Layers",
-    "candidate_key_layouts",
-    "infer_key_layout",
-    "nearly_equal",
-    "rotate_cached_keys_",
-    "rotate_keys_on_read",
-]
-
-ROTATE_CHUNK_TOKENS = 512
+_ROTATE_CHUNK_TOKENS = 512
 """Tokens that are rotated in place at a time, so that float32 copies of the keys stay small."""
 
-MAX_LAUNCH_BOUND = 2**20
+_MAX_LAUNCH_BOUND = 2**20
 """Elements up to which, without Triton, fewer launches on CUDA are worth a float32 copy of all of them."""
 
-FUSED_UPCAST_DEVICES = {"cuda"}
+_FUSED_UPCAST_DEVICES = {"cuda"}
 """Devices whose kernels convert half precision to float32 as they read, without a pass of their own."""
 
 
@@ -163,8 +152,8 @@ class KeyRotation:
             out = out.copy_(keys)
         # Views of (rows, heads, tokens, rotated dims); below, x' = x cos - y sin and y' = y cos + x sin of every pair.
         x, y = (part[..., start : start + layout.dim] for part in (keys, out))
-        on_cuda = keys.device.type in FUSED_UPCAST_DEVICES and not keys.requires_grad
-        if on_cuda and keys.numel() <= MAX_LAUNCH_BOUND:
+        on_cuda = keys.device.type in _FUSED_UPCAST_DEVICES and not keys.requires_grad
+        if on_cuda and keys.numel() <= _MAX_LAUNCH_BOUND:
             self._rotate_in_two_launches(x, layout, y)
             return out
         cos, sin = self._signed(layout)
@@ -291,8 +280,8 @@ def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
         old = getattr(layer, name)
         new, own = torch.empty_like(old), rotation.last(old.shape[-2]).to(old.device)
         # The cache is the largest tensor of a long input; a float32 copy of all of it would double its peak.
-        for start in range(0, old.shape[-2], ROTATE_CHUNK_TOKENS):
-            part = (..., slice(start, start + ROTATE_CHUNK_TOKENS), slice(None))
+        for start in range(0, old.shape[-2], _ROTATE_CHUNK_TOKENS):
+            part = (..., slice(start, start + _ROTATE_CHUNK_TOKENS), slice(None))
             new[part] = KeyRotation(own.cos[part], own.sin[part]).apply(old[part], layout)
         setattr(layer, name, new)
 

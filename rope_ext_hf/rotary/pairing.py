@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["PAIRINGS", "other_pairing", "rotate", "to_pairing"]
-
 PAIRINGS = ("half", "interleaved")
 
 

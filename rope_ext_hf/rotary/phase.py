@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import TWO_PI
 
-__all__ = ["angles", "fixed_point", "fixed_point_number", "phase_to_radians"]
-
 _UNITS_PER_CYCLE = 2.0**64
 _MOST_UNITS = 2**63 - 1024  # half a cycle, 2^63, does not fit into int64; this is the double below it
 

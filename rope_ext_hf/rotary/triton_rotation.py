@@ -18,9 +18,8 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["can_fuse", "rotate_fused"]
 
-ELEMENTS_PER_PROGRAM = 2048
+_ELEMENTS_PER_PROGRAM = 2048
 """Pairs that one program of the kernel rotates, a power of two."""
 
 
@@ -65,7 +64,7 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
     pairs = cos.shape[-1]
     others = width - 2 * pairs
     pairs_block = triton.next_power_of_2(pairs)
-    tokens_block = max(1, min(triton.next_power_of_2(tokens), ELEMENTS_PER_PROGRAM // pairs_block))
+    tokens_block = max(1, min(triton.next_power_of_2(tokens), _ELEMENTS_PER_PROGRAM // pairs_block))
     blocks = triton.cdiv(tokens, tokens_block)
     with _current(x.device):
         _rotate[(blocks * rows * heads,)](

@@ -11,8 +11,6 @@ from rope_ext_hf.errors import FileError
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.runs.journal import read_plain
 
-__all__ = ["add_command", "read_commands"]
-
 _COMMANDS = "commands.jsonl"
 _MOST = 100_000  # bytes
 

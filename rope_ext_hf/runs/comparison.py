@@ -47,15 +47,13 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
 
-__all__ = ["Comparison", "compare_runs"]
-
-ENOUGH = 16
+_ENOUGH = 16
 """Documents or prompts that an interval of Kendall's tau takes. It is a percentile bootstrap: tau is no mean."""
 _SAME = ("weights", "basis", "over", "context_length", "loaded")
 """Settings of which a difference makes methods of one name different ones."""
 
 
-class Agreement(NamedTuple):
+class _Agreement(NamedTuple):
     """How alike two measures rank the methods at one length: Kendall's tau-b with its 95% interval over items."""
 
     one: str
@@ -129,7 +127,7 @@ class Comparison:
         ratios = (time_ratio(times, key, self._loaded) for times in self.findings.times)
         return next((ratio for ratio in ratios if ratio is not None), None)
 
-    def agreements(self) -> list[Agreement]:
+    def agreements(self) -> list[_Agreement]:
         """Each pair of measures at each length beyond the context length where both have three methods or more."""
         rows = []
         for one, other in combinations(self.findings.informative, 2):
@@ -313,7 +311,7 @@ def _axis_text(measure: Measure) -> str:
     return f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
 
 
-def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> Agreement:
+def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:
     signs = [1 if measure.higher_is_better else -1 for measure in (one, other)]
     values = [
         sign * torch.tensor([measure.value(key, length) for key in keys], dtype=torch.float64)
@@ -326,10 +324,10 @@ def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -
     ]
     taus = kendall_tau(*drawn)
     taus = taus[~taus.isnan()]
-    enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= ENOUGH
+    enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= _ENOUGH
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.quantile(taus, ends).tolist() if enough else (math.nan, math.nan)
-    return Agreement(one.name, other.name, length, len(keys), kendall_tau(*values).item(), low, high)
+    return _Agreement(one.name, other.name, length, len(keys), kendall_tau(*values).item(), low, high)
 
 
 def _run_section(run: Run[Any]) -> str:

@@ -36,9 +36,8 @@ from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["spread_over"]
 
-ATTENTION = "rope_ext_hf.context_parallel"
+_ATTENTION = "rope_ext_hf.context_parallel"
 
 _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 
@@ -73,7 +72,7 @@ class Share:
         return torch.cat([*first, *reversed(last)], dim=-2)
 
 
-class GatheredLayer(DynamicLayer):  # type: ignore[misc]
+class _GatheredLayer(DynamicLayer):  # type: ignore[misc]
     """Keeps nothing; `update` hands out the keys and values of all processes."""
 
     def __init__(self, share: Share, group: Any) -> None:
@@ -92,7 +91,7 @@ class GatheredLayer(DynamicLayer):  # type: ignore[misc]
         return query_length * self.share.count, 0
 
 
-class GatheredCache(SpanCache):
+class _GatheredCache(SpanCache):
     """Takes the place of a cache, where the keys that a token sees come from other processes.
 
     Raises:
@@ -108,10 +107,10 @@ class GatheredCache(SpanCache):
             raise NotReadInChunksError(
                 f"its cache has layers of the class {kind}, with a state that goes from token to token"
             )
-        return GatheredLayer(self.share, self.group)
+        return _GatheredLayer(self.share, self.group)
 
 
-def spread_attention(
+def _spread_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | None, **given: Any
 ) -> tuple[Tensor, None]:
     """Causal attention of this process's queries to the keys of all; arguments as of `chunked_attention`."""
@@ -128,10 +127,10 @@ def spread_attention(
 
 @contextmanager
 def _reading(model: nn.Module, share: Share) -> Iterator[None]:
-    register_attention(ATTENTION, spread_attention, mask_rule)
+    register_attention(_ATTENTION, _spread_attention, mask_rule)
     token = _SHARE.set(share)
     try:
-        with use_attention(model, ATTENTION):
+        with use_attention(model, _ATTENTION):
             yield
     finally:
         _SHARE.reset(token)
@@ -173,7 +172,7 @@ class SpreadScorer(TokenScorer):
         places = share.places(ids.device)
         # Beyond the end stands the last token again, which no other one sees.
         kept = places.clamp(max=len(inputs) - 1)
-        cache = GatheredCache(self.decoder.config, share, self.group)
+        cache = _GatheredCache(self.decoder.config, share, self.group)
         with _reading(self.model, share):
             out = self.decoder(
                 input_ids=inputs[kept][None], position_ids=kept[None], past_key_values=cache, use_cache=True

@@ -20,8 +20,6 @@ from rope_ext_hf.runs.journal import Cell, Layout, Record, read_plain, read_reco
 from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
 from rope_ext_hf.runs.labels import method_key
 
-__all__ = ["SETTINGS", "check_settings", "read_run", "results_from_records"]
-
 SETTINGS = "run.json"
 
 

@@ -34,8 +34,6 @@ from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.runs.model_digest import model_digest
 
-__all__ = ["Basis", "code_digest", "find_basis", "model_key", "provenance"]
-
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
     """Where a result comes from."""

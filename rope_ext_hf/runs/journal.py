@@ -30,21 +30,6 @@ from rope_ext_hf.locks import locked
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.labels import method_key
 
-__all__ = [
-    "Cell",
-    "Layout",
-    "Record",
-    "Value",
-    "agree_on_chunks",
-    "exclusive",
-    "holds_folder",
-    "open_journal",
-    "plain_files",
-    "read_plain",
-    "read_records",
-    "replace_chunks",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -40,16 +40,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.reading.scorer import TokenScorer
     from rope_ext_hf.runs.measures import Measure
 
-__all__ = [
-    "Measurement",
-    "Results",
-    "Run",
-    "RunKind",
-    "RunPlan",
-    "findings_of_runs",
-    "register_run_kind",
-    "run_kind",
-]
 
 R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)

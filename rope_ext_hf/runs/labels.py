@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
-__all__ = ["MethodResult", "label", "labels", "method_key", "short_labels"]
-
 
 class MethodResult(Protocol):
     """What every result has: its method, `RopeMethod.to_dict` or None for the model as loaded."""

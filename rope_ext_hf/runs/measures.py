@@ -27,9 +27,7 @@ from rope_ext_hf.runs.statistics import (
     resample,
 )
 
-__all__ = ["EffectiveLength", "Evidence", "Measure", "kendall_tau"]
-
-Cell = tuple[str, int]
+_Cell = tuple[str, int]
 """The key of a method, and a context length."""
 
 
@@ -136,7 +134,7 @@ class Measure:
             return math.fsum(a / b for a, b in zip(sums, weights, strict=True)) / len(sums)
         return math.fsum(sums) / math.fsum(weights)
 
-    def change(self, one: Cell, other: Cell) -> Estimate | None:
+    def change(self, one: _Cell, other: _Cell) -> Estimate | None:
         """How much higher the value of one method and length is than that of another, paired by item.
 
         None where either was not measured, or where their items do not weigh the same. Infinite where one of two losses

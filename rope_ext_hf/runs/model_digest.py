@@ -30,10 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
-__all__ = ["model_digest"]
-
 WORDS_PER_ROW = 2**17  # 1 MiB: rows and multipliers stay in a CPU's cache
-ROWS_AT_ONCE = 64  # on a GPU
+_ROWS_AT_ONCE = 64  # on a GPU
 
 _NOT_IN_CONFIGS = frozenset(
     # where it came from
@@ -209,7 +207,7 @@ class _Digest:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        rows = ROWS_AT_ONCE if data.is_cuda else 1
+        rows = _ROWS_AT_ONCE if data.is_cuda else 1
         sums = [
             part
             for piece in torch.split(data, 8 * WORDS_PER_ROW * rows)

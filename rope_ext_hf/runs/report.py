@@ -31,11 +31,9 @@ from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
 
-__all__ = ["write_files"]
-
 
 @dataclass(frozen=True)
-class Files:
+class _Files:
     """What `write_files` wrote: JSON, CSV, the HTML page, and the picture (None: there is none)."""
 
     json: Path
@@ -44,7 +42,7 @@ class Files:
     picture: Path | None
 
 
-def write_files(run: Run[Any]) -> Files:
+def write_files(run: Run[Any]) -> _Files:
     """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all.
 
     A picture that cannot be drawn costs the picture only: a warning says why.
@@ -57,7 +55,7 @@ def write_files(run: Run[Any]) -> Files:
     table = _write(run.folder / "results.csv", _csv(run))
     picture = _draw(run, run.folder / f"{run.kind.name}.png")
     page = _write(run.folder / "report.html", _page(run))
-    return Files(results, table, page, picture)
+    return _Files(results, table, page, picture)
 
 
 def _csv(run: Run[Any]) -> str:

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod
 
-__all__ = ["Progress", "ProgressBar", "measure", "progress_of_tokens"]
-
 
 class Progress:
     """What a run reports while it goes on.

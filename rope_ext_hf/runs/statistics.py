@@ -19,11 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FEWEST", "Estimate", "estimate", "estimate_share", "estimate_share_change", "resample"]
-
 FEWEST = 3
 """Items that an interval takes: from two, an interval that holds 95% is hundreds of times as wide as they are apart."""
-DRAWN_AT_ONCE = 2**20
+_DRAWN_AT_ONCE = 2**20
 """Indices that `resample` holds in memory at a time."""
 
 
@@ -151,7 +149,7 @@ def resample(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
         (rows, draws).
     """
     rows, items = values.shape
-    generator, at_once = torch.Generator().manual_seed(seed), max(1, 2 * DRAWN_AT_ONCE // (rows * items))
+    generator, at_once = torch.Generator().manual_seed(seed), max(1, 2 * _DRAWN_AT_ONCE // (rows * items))
     parts = []
     for start in range(0, draws, at_once):  # the generator's numbers do not depend on the size of the parts
         chosen = torch.randint(items, (min(at_once, draws - start), items), generator=generator)

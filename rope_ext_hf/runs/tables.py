@@ -17,8 +17,6 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key
 
-__all__ = ["BEYOND", "beyond_mark", "by_method", "length_table"]
-
 R = TypeVar("R", bound=MethodResult)
 
 

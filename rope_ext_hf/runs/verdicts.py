@@ -19,8 +19,6 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate
 
-__all__ = ["AS_LOADED", "Conclusion", "Findings", "Outcome", "Verdict", "conclude", "time_ratio", "verdict"]
-
 AS_LOADED = "the model as loaded"
 
 
@@ -101,7 +99,7 @@ def _outcome(change: Estimate, than: float, *, higher_is_better: bool) -> Outcom
     return Outcome.BETTER if (low > than) is higher_is_better else Outcome.WORSE
 
 
-def length_text(length: int, context_length: int) -> str:
+def _length_text(length: int, context_length: int) -> str:
     """A length in tokens and in context lengths of the model."""
     return f"{length:,} tokens ({multiple_text(length, context_length)})"
 
@@ -273,7 +271,7 @@ def _first(known: Findings, lead: str) -> str:
     values = _listed(
         text for measure in known.informative if (text := _value_text(known, measure, lead, longest)) is not None
     )
-    where = length_text(longest, known.context_length)
+    where = _length_text(longest, known.context_length)
     if len(known.candidates) == 1:
         return f"{_capital(known.called(lead))} alone was measured. At {where}: {values}."
     if set(known.unbeaten) == set(known.candidates):
@@ -298,7 +296,7 @@ def _value_text(known: Findings, measure: Measure, key: str, longest: int) -> st
     text = f"{measure.name} {measure.estimate(key, length).text(measure.text)}{measure.behind}"
     if key != known.loaded and known.loaded in measure.measured(length):
         text += f" (as loaded {measure.text(measure.value(known.loaded, length))})"
-    return text if length == longest else f"{text} at {length_text(length, known.context_length)}"
+    return text if length == longest else f"{text} at {_length_text(length, known.context_length)}"
 
 
 def _reach(known: Findings, lead: str) -> list[str]:
@@ -324,9 +322,9 @@ def _near(known: Findings, measure: Measure, lead: str, rise: float) -> list[str
         return []
     held = list(takewhile(lambda length: found[length] is Outcome.BETTER, lengths))
     within = f"within {rise:.0%} of the {measure.name} as loaded at {known.context_length:,} tokens"
-    sentences = [f"Up to {length_text(held[-1], known.context_length)} it is {within}."] if held else []
+    sentences = [f"Up to {_length_text(held[-1], known.context_length)} it is {within}."] if held else []
     if len(held) < len(lengths):
-        following = length_text(lengths[len(held)], known.context_length)
+        following = _length_text(lengths[len(held)], known.context_length)
         if found[lengths[len(held)]] is Outcome.CANNOT_TELL:
             sentences.append(f"At {following}, whether it is {within} cannot be told.")
         elif not held:
@@ -342,7 +340,7 @@ def _price(known: Findings, lead: str) -> list[str]:
         for measure in known.informative
         if {lead, known.loaded} <= {*measure.measured(here)}
     ]
-    where = length_text(here, here)
+    where = _length_text(here, here)
     return [f"Compared with {AS_LOADED} at {where}, {_listed(changes)}."] if changes else []
 
 

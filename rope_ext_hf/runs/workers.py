@@ -29,11 +29,9 @@ from torch import distributed
 
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, short
 
-__all__ = ["LONGEST_WAIT", "Workers", "tell_others"]
-
 LONGEST_WAIT = timedelta(days=30)
 """How long a collective may take; one whose process has ended is ended by the thread that watches."""
-MEETING = timedelta(minutes=5)
+_MEETING = timedelta(minutes=5)
 """How long the first process waits for the last one to start."""
 BEAT = 2.0
 """Seconds between two signs of life."""
@@ -46,7 +44,7 @@ _LEFT = b"left"
 _CONTINUE = "the same command continues where it stopped"
 
 
-class Meeting:
+class _Meeting:
     """What several processes tell each other.
 
     Args:
@@ -61,7 +59,7 @@ class Meeting:
     """Whether this process has tried to meet the others."""
 
     def __init__(self, rank: int, count: int) -> None:
-        Meeting.met = True
+        _Meeting.met = True
         self.rank, self.count = rank, count
         self._others = [other for other in range(count) if other != rank]
         self._rounds = 0
@@ -74,7 +72,7 @@ class Meeting:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise MethodError(
                 f"{count} processes share this run, and they did not all come to {where} within "
-                f"{MEETING.seconds // 60} minutes; end those that are left, and launch all of them again"
+                f"{_MEETING.seconds // 60} minutes; end those that are left, and launch all of them again"
             ) from error
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -195,15 +193,15 @@ class Meeting:
 
 def tell_others(error: BaseException) -> None:
     """Have the processes that a launcher started beside this one end, where it failed before it met them."""
-    if not Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if not _Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         with suppress(RopeExtError, ValueError):
-            Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)
+            _Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)
 
 
 def _connect() -> Any:
     """A connection to the store of the processes that a launcher started."""
     public: Any = distributed  # which lists none of its names
-    store, _, _ = next(iter(public.rendezvous("env://", timeout=MEETING)))
+    store, _, _ = next(iter(public.rendezvous("env://", timeout=_MEETING)))
     return public.PrefixStore("rope_ext_hf", store)
 
 
@@ -226,7 +224,7 @@ class Workers:
 
     rank: int = 0
     count: int = 1
-    meeting: Meeting | None = None
+    meeting: _Meeting | None = None
     together: bool = False
 
     @classmethod
@@ -248,7 +246,7 @@ class Workers:
                     "processes with torchrun or accelerate, or unset WORLD_SIZE"
                 )
             rank = int(os.environ["RANK"])
-            workers = cls(rank, count, Meeting(rank, count))
+            workers = cls(rank, count, _Meeting(rank, count))
         with workers.in_step(leave=False):
             if expected is not None and workers.count != expected:
                 raise MethodError(

@@ -29,24 +29,22 @@ from rope_ext_hf.servers.clients import Answer, connect
 from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations
 from rope_ext_hf.serving.target import open_model
 
-__all__ = ["ServerReport", "check_server", "save_answers"]
-
-CERTAIN = 6.0
+_CERTAIN = 6.0
 """Standard errors by which a configuration fits worse than another before it is excluded."""
-MARGIN = 3.0
+_MARGIN = 3.0
 """How many times the rounding of a dtype here explains in a server, whose sums run in another order."""
 _RESOLUTION = 1e-6  # of a log-probability in float32, in nats
 _BLOCK = 32  # weights with one scale
 
 
-class Prompt(NamedTuple):
+class _Prompt(NamedTuple):
     """Token ids, and what a server answered about them."""
 
     ids: list[int]
     answers: list[Answer]
 
 
-class Collected(NamedTuple):
+class _Collected(NamedTuple):
     """What a server answered.
 
     Attributes:
@@ -56,7 +54,7 @@ class Collected(NamedTuple):
     """
 
     server: str
-    prompts: list[Prompt]
+    prompts: list[_Prompt]
     refused: str | None
 
 
@@ -187,7 +185,7 @@ def check_server(
     precision, explained = None, {}
     with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
         for name, spread in _spreads(loaded, prompts, ours[closest], weight_bits):
-            explained[name] = tuple(MARGIN * value for value in spread)
+            explained[name] = tuple(_MARGIN * value for value in spread)
             if all(a <= b for a, b in zip(_distances(theirs, ours[closest]), explained[name], strict=True)):
                 precision = name
                 break
@@ -245,27 +243,27 @@ def _collect(
     served_name: str | None,
     seconds: float,
     source: Mapping[str, Any],
-) -> Collected:
+) -> _Collected:
     client = connect(url, served_name, seconds)
     described = describe(load_empty(model, **source))
     longest = described.extended_length or described.context_length
     # A server takes a prompt with the token that it generates.
     wanted = sorted(set(lengths or _doubling(described.context_length // 2, longest - 1)))
     ids = _text_ids(load_tokenizer(model, **source), data, wanted[-1])
-    prompts: list[Prompt] = []
+    prompts: list[_Prompt] = []
     refused = None
     for length in wanted:
         try:
-            prompts.append(Prompt(ids[:length], client.answers(ids[:length])))
+            prompts.append(_Prompt(ids[:length], client.answers(ids[:length])))
         except ServingError as error:
             if not prompts:
                 raise
             refused = str(error)
             break
-    return Collected(client.title, prompts, refused)
+    return _Collected(client.title, prompts, refused)
 
 
-def _check_tokens(prompts: Sequence[Prompt], size: int) -> None:
+def _check_tokens(prompts: Sequence[_Prompt], size: int) -> None:
     for ids, answers in prompts:
         for token in (*ids, *(answer.token for answer in answers)):
             if not 0 <= token < size:
@@ -303,12 +301,12 @@ def _text_ids(tokenizer: Any, data: str, count: int) -> list[int]:
     )
 
 
-def _read_answers(path: Path) -> Collected:
+def _read_answers(path: Path) -> _Collected:
     usable = False
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
         saved = read_json(path)
         prompts = [
-            Prompt(list(map(int, prompt["ids"])), [Answer(int(p), int(t), float(x)) for p, t, x in prompt["answers"]])
+            _Prompt(list(map(int, prompt["ids"])), [Answer(int(p), int(t), float(x)) for p, t, x in prompt["answers"]])
             for prompt in saved["prompts"]
         ]
         usable = bool(prompts) and all(
@@ -322,11 +320,11 @@ def _read_answers(path: Path) -> Collected:
         )
     prompts.sort(key=lambda prompt: len(prompt.ids))
     refused = saved.get("refused")
-    return Collected(str(saved.get("server") or path.name), prompts, None if refused is None else str(refused))
+    return _Collected(str(saved.get("server") or path.name), prompts, None if refused is None else str(refused))
 
 
 @torch.no_grad()
-def _logprobs(model: Any, prompt: Prompt) -> Tensor:
+def _logprobs(model: Any, prompt: _Prompt) -> Tensor:
     """What the model here gives for the tokens that a server answered about, (answers,) float64."""
     ids, answers = prompt
     first = min(answer.position for answer in answers)
@@ -351,11 +349,11 @@ def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[T
     server, other, first = (torch.cat(list(part[: len(ours)])) for part in (theirs, ours, best))
     scatter = max(float((server - first).square().mean().sqrt()), _RESOLUTION)
     worse = (server - other).square().sum() - (server - first).square().sum()
-    return bool(worse > CERTAIN * 2 * scatter * (other - first).norm())
+    return bool(worse > _CERTAIN * 2 * scatter * (other - first).norm())
 
 
 def _spreads(
-    model: Any, prompts: Sequence[Prompt], exact: Sequence[Tensor], weight_bits: int
+    model: Any, prompts: Sequence[_Prompt], exact: Sequence[Tensor], weight_bits: int
 ) -> Iterator[tuple[str, tuple[float, ...]]]:
     """By dtype, what rounding to it changes at each length, in nats; the model's weights are lost."""
 

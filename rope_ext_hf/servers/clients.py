@@ -25,15 +25,13 @@ from rope_ext_hf.engines.sglang import SGLang
 from rope_ext_hf.engines.vllm import VLLM
 from rope_ext_hf.errors import ServingError, duration, one_line, short
 
-__all__ = ["Answer", "connect"]
-
-COMPARED = 128
+_COMPARED = 128
 """Tokens at the end of a prompt whose log-probabilities are asked for."""
-CUTS, NEXT = 8, 16
+_CUTS, _NEXT = 8, 16
 """Prompts, each a token longer, and likely next tokens of each, of a server that gives no others."""
-WHOLE = [["a", 100]]
+_WHOLE = [["a", 100]]
 """A token to generate: with a piece of a character llama.cpp gives no log-probabilities. Those given are unbiased."""
-MOST_BYTES, BYTES_PER_BYTE, BYTES_PER_VALUE = 10_000_000, 200, 8
+_MOST_BYTES, BYTES_PER_BYTE, _BYTES_PER_VALUE = 10_000_000, 200, 8
 """Of an answer; more for each byte of the question, as vLLM gives about 110 per token of a prompt; and what a value
 of JSON must have on average: in memory it takes up to 200, in the text as few as two."""
 _PROBE_SECONDS, _PART = 30.0, 1 << 20
@@ -50,7 +48,7 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class Client(ABC):
+class _Client(ABC):
     """A server of one kind.
 
     Attributes:
@@ -120,7 +118,9 @@ class Client(ABC):
         return self.served_name
 
 
-class VLLMClient(Client):
+class VLLMClient(_Client):
+    """vLLM: log-probabilities of every token of the prompt."""
+
     program, probes = VLLM.title, ("/version",)
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
@@ -129,20 +129,20 @@ class VLLMClient(Client):
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
         listed = answer["choices"][0]["prompt_logprobs"]
-        start = max(1, len(ids) - COMPARED)
+        start = max(1, len(ids) - _COMPARED)
         return [Answer(at, ids[at], float(listed[at][str(ids[at])]["logprob"])) for at in range(start, len(ids))]
 
 
-class SGLangClient(Client):
+class _SGLangClient(_Client):
     program, probes = SGLang.title, ("/model_info", "/get_model_info")  # the second is deprecated
     path = "/generate"
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        asked = {"return_logprob": True, "logprob_start_len": max(1, len(ids) - COMPARED) - 1}
+        asked = {"return_logprob": True, "logprob_start_len": max(1, len(ids) - _COMPARED) - 1}
         return {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0}} | asked
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        start = max(1, len(ids) - COMPARED)
+        start = max(1, len(ids) - _COMPARED)
         listed = [entry for entry in answer["meta_info"]["input_token_logprobs"] if entry[0] is not None]
         listed = listed[-(len(ids) - start) :]
         if [entry[1] for entry in listed] != list(ids[start:]):
@@ -150,17 +150,17 @@ class SGLangClient(Client):
         return [Answer(start + i, ids[start + i], float(entry[0])) for i, entry in enumerate(listed)]
 
 
-class LlamaCppClient(Client):
+class _LlamaCppClient(_Client):
     """It gives no log-probabilities of a prompt, but those of the likely next tokens after the last few prefixes."""
 
     program, probes = LlamaCpp.name, ("/props",)
     path = "/completion"
 
     def prompts(self, ids: Sequence[int]) -> list[Sequence[int]]:
-        return [ids[:stop] for stop in range(max(1, len(ids) - CUTS + 1), len(ids) + 1)]
+        return [ids[:stop] for stop in range(max(1, len(ids) - _CUTS + 1), len(ids) + 1)]
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        asked = {"n_predict": 1, "n_probs": NEXT, "temperature": 0, "logit_bias": WHOLE}
+        asked = {"n_predict": 1, "n_probs": _NEXT, "temperature": 0, "logit_bias": _WHOLE}
         return {"prompt": list(ids), "cache_prompt": True, "post_sampling_probs": False} | asked
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
@@ -168,7 +168,7 @@ class LlamaCppClient(Client):
         return [Answer(len(ids), int(each["id"]), float(each["logprob"])) for each in (first, *others)]
 
 
-class OpenAIClient(Client):
+class _OpenAIClient(_Client):
     program, probes = "a server with OpenAI's completions", ("/v1/models",)
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
@@ -179,13 +179,13 @@ class OpenAIClient(Client):
         listed = answer["choices"][0]["logprobs"]["token_logprobs"]
         if len(listed) < len(ids):
             raise ValueError("fewer tokens")
-        return [Answer(at, ids[at], float(listed[at])) for at in range(max(1, len(ids) - COMPARED), len(ids))]
+        return [Answer(at, ids[at], float(listed[at])) for at in range(max(1, len(ids) - _COMPARED), len(ids))]
 
 
-_KINDS = (VLLMClient, SGLangClient, LlamaCppClient, OpenAIClient)
+_KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)
 
 
-def connect(url: str, served_name: str | None, seconds: float) -> Client:
+def connect(url: str, served_name: str | None, seconds: float) -> _Client:
     """A client of the server at an address, of the kind that it is.
 
     Raises:
@@ -229,7 +229,7 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None, seconds: float) ->
     if key := os.environ.get("ROPE_EXT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
-    most, end, text = MOST_BYTES + BYTES_PER_BYTE * len(data or b""), time.monotonic() + seconds, bytearray()
+    most, end, text = _MOST_BYTES + BYTES_PER_BYTE * len(data or b""), time.monotonic() + seconds, bytearray()
     scheme, _, host, rest = f"{url}{path}".split("/", 3)
     kind = http.client.HTTPSConnection if scheme == "https:" else http.client.HTTPConnection
     try:
@@ -248,8 +248,8 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None, seconds: float) ->
         words = " ".join(text[:2000].decode("utf-8", errors="replace").split()) or answer.reason
         raise ServingError(f"{url}{path} answers with status {answer.status}: {short(words, 300)}")
     # each value is the first of the text or of a container, or stands behind a comma
-    if len(text) > most or sum(map(text.count, (b",", b"[", b"{"))) > most // BYTES_PER_VALUE:
-        raise ServingError(f"{url}{path} answers with more than {most:,} bytes or {most // BYTES_PER_VALUE:,} values")
+    if len(text) > most or sum(map(text.count, (b",", b"[", b"{"))) > most // _BYTES_PER_VALUE:
+        raise ServingError(f"{url}{path} answers with more than {most:,} bytes or {most // _BYTES_PER_VALUE:,} values")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

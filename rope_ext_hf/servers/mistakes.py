@@ -25,8 +25,6 @@ from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.rotary.pairing import other_pairing
 
-__all__ = ["AS_MEASURED", "configurations"]
-
 AS_MEASURED = "as measured"
 _USUAL_THETA = 10_000.0
 """What programs take where a config states none that they read."""

@@ -40,18 +40,17 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.reading.spans import EvalPlan
 
-__all__ = ["scored_by_engine"]
 
-EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+_EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """The root mean square difference of losses in nats per token that counts as the same model.
 
 On the bundled model rounding makes 1e-6, 0.003 and 0.03; yarn x4.5 in place of x4 differs by 0.08 at 256 tokens and by
 0.27 at 1,024.
 """
-STEP = 1024
+_STEP = 1024
 """Tokens per step of the engine: vLLM makes all logits of a step at once, in float32."""
 
-Configs = Mapping[RopeMethod | None, "ServingConfig"]
+_Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 
 def scored_by_engine(
@@ -101,7 +100,7 @@ def scored_by_engine(
                 raise
             left_out = f"the model as loaded: {error}"
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    scorer = partial(VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
+    scorer = partial(_VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
     reader = {"engine": f"{engine} {vllm.__version__}"}
     return replace(plan, methods=tuple(configs), scorer=scorer, reader=reader), left_out
 
@@ -155,7 +154,7 @@ def _name(method: RopeMethod | None) -> str:
     return label(None if method is None else method.to_dict())
 
 
-class VLLMScorer:
+class _VLLMScorer:
     """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
 
     Args:
@@ -179,14 +178,14 @@ class VLLMScorer:
         offload_cache: bool,
         longest: int,
         measurement: PerplexityMeasurement,
-        configs: Configs,
+        configs: _Configs,
         source: Mapping[str, Any],
     ) -> None:
         if offload_cache:
             raise MethodError("vLLM keeps keys and values itself; leave out --offload-cache")
         self.model, self.longest, self.configs, self.source = model, longest, configs, source
         self.device, self.loaded = model.device, present_specs(model)
-        self.chunk, self.head_bytes = chunk or STEP, 1
+        self.chunk, self.head_bytes = chunk or _STEP, 1
         self.spans = _first_spans(measurement.plan)
         self.running: Any = None
         self.engine: Any = None
@@ -237,7 +236,7 @@ class VLLMScorer:
             self.model.to("cpu")
             torch.cuda.empty_cache()
         self.engine = self._engine(config)
-        allowed = EQUAL[self.model.dtype]
+        allowed = _EQUAL[self.model.dtype]
         for (ids, length), exact in zip(self.spans, expected, strict=True):
             served = self._read(ids)
             difference = float((served - exact).square().mean().sqrt())

@@ -34,11 +34,9 @@ from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config, refuse_adapter
 
-__all__ = ["Audit", "audit"]
-
 
 @dataclass(frozen=True)
-class EngineReport:
+class _EngineReport:
     """What one engine computes from a file.
 
     Attributes:
@@ -74,7 +72,7 @@ class Audit:
     """
 
     path: str
-    engines: tuple[EngineReport, ...]
+    engines: tuple[_EngineReport, ...]
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -165,7 +163,7 @@ def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]
         return None, None
 
 
-def _too_long(report: EngineReport, most: int | None) -> EngineReport:
+def _too_long(report: _EngineReport, most: int | None) -> _EngineReport:
     """The report, with an engine that would serve more tokens than the model is for as one that differs."""
     length = None if report.computed is None else report.computed.length
     if report.differs or length is None or most is None or length <= most:
@@ -174,19 +172,19 @@ def _too_long(report: EngineReport, most: int | None) -> EngineReport:
     return replace(report, differs=reason)
 
 
-def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> EngineReport:
+def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> _EngineReport:
     """What an engine computes, and how it differs from the reference."""
     try:
         expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
         differs = runs_otherwise(engine, expected, config) if expected else None
-        return EngineReport(engine.name, engine.version, computed, differs)
+        return _EngineReport(engine.name, engine.version, computed, differs)
     except NotCheckedError as error:
-        return EngineReport(engine.name, engine.version, None, unknown=one_line(error))
+        return _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
     except ServingError as error:
-        return EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
+        return _EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # values of any type
-        return EngineReport(engine.name, engine.version, None, f"does not run: {type(error).__name__}: {error}")
+        return _EngineReport(engine.name, engine.version, None, f"does not run: {type(error).__name__}: {error}")
 
 
 def _problems(config: Mapping[str, Any]) -> list[str]:
@@ -232,9 +230,9 @@ def _audit_gguf(path: Path) -> Audit:
     try:
         computed = file_computes(file)
     except NotCheckedError as error:
-        report = EngineReport(engine.name, engine.version, None, unknown=one_line(error))
+        report = _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
         return Audit(str(path), (report,))
     except (RopeExtError, ArithmeticError) as error:  # numbers of any size
-        report = EngineReport(engine.name, engine.version, None, f"cannot be served: {one_line(error)}")
+        report = _EngineReport(engine.name, engine.version, None, f"cannot be served: {one_line(error)}")
         return Audit(str(path), (report,))
-    return Audit(str(path), (EngineReport(engine.name, engine.version, computed),), computed.notes)
+    return Audit(str(path), (_EngineReport(engine.name, engine.version, computed),), computed.notes)

@@ -22,9 +22,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.serving.target import make_targets, open_model
 
-__all__ = ["as_text", "serving_config"]
-
-DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
+_DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
 """Keys by which configs state layers that draft tokens (multi-token prediction), such as DeepSeek's."""
 
 
@@ -95,7 +93,7 @@ def serving_config(
             if without.overrides is None:  # the folder's own config.json is enough
                 config = replace(without, encoding="as the folder's config.json has it")
         configs.append(replace(config, notes=(*config.notes, *target.notes, *notes)))
-    if any(getattr(opened.config, key, None) for key in DRAFT_KEYS) and (method is not None or opened.specs):
+    if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
         notes = (f"This model has draft layers. {chosen.drafts}",) if chosen.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
     *shorter, longest = configs

@@ -14,8 +14,6 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import empty_model, foreign_errors, load_empty
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 
-__all__ = ["fingerprint"]
-
 
 @foreign_errors("this model has no fingerprint")
 def fingerprint(

@@ -19,8 +19,6 @@ from rope_ext_hf.files import atomic_file, check_destination
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.installing import install_command
 
-__all__ = ["read_file_rope", "rewrite"]
-
 _HEADER = struct.Struct("<4sIQQ")
 _MAX_ENTRIES = 1_000_000  # keys, tensors and dims of a header; the largest published files have some thousands
 _MAX_READS = 20_000_000  # numbers and strings of a header; a vocabulary of 256,000 tokens takes some 2 million

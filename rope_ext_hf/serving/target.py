@@ -45,8 +45,6 @@ from rope_ext_hf.patches.planning import check_rotating
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slots import find_slots, present_specs
 
-__all__ = ["Model", "describe_config", "make_target", "make_targets", "needs_nothing", "open_model", "refuse_adapter"]
-
 
 class Model:
     """A model as its config describes it, without the patch that it may carry.

@@ -22,21 +22,20 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__: list[str] = []
 
-WORDINGS = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
-PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
-BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
+_WORDINGS = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
+_PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
+_BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
 
-PEOPLE = ("Daniel", "John", "Mary", "Sandra")
-GIVERS = ("Bill", "Fred", "Jeff", "Mary")
-ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-THINGS = ("apple", "football", "milk")
-GOES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
-TAKES = ("got the {} there", "grabbed the {} there", "picked up the {} there", "took the {} there")
-DROPS = ("dropped the {}", "discarded the {}", "left the {}", "put down the {}")
-GIVES = ("gave the {} to {}", "handed the {} to {}", "passed the {} to {}")
-OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
+_PEOPLE = ("Daniel", "John", "Mary", "Sandra")
+_GIVERS = ("Bill", "Fred", "Jeff", "Mary")
+_ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+_THINGS = ("apple", "football", "milk")
+_GOES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
+_TAKES = ("got the {} there", "grabbed the {} there", "picked up the {} there", "took the {} there")
+_DROPS = ("dropped the {}", "discarded the {}", "left the {}", "put down the {}")
+_GIVES = ("gave the {} to {}", "handed the {} to {}", "passed the {} to {}")
+_OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 
 
 class Story(NamedTuple):
@@ -83,51 +82,51 @@ def _sample(
     places = sorted(rng.random() for _ in story.facts)
     for fact, place in reversed(list(zip(story.facts, places, strict=True))):
         lines.insert(int(place * (noise + 1)), fact)
-    prompt = PROMPT.format(context=" ".join(lines), question=story.question, **_wording(task))
+    prompt = _PROMPT.format(context=" ".join(lines), question=story.question, **_wording(task))
     # A word of the question is never the answer.
     others = tuple(x for x in story.labels if x != story.answer and x.lower() not in story.question.lower())
-    length = count_tokens(tokenizer, prompt + "\nAnswer:") + BUDGET
-    return Sample(prompt, "\nAnswer:", (story.answer,), BUDGET, length, others)
+    length = count_tokens(tokenizer, prompt + "\nAnswer:") + _BUDGET
+    return Sample(prompt, "\nAnswer:", (story.answer,), _BUDGET, length, others)
 
 
 def _wording(task: str) -> dict[str, str]:
-    return {key: text.strip() for key, text in WORDINGS[task].items()}
+    return {key: text.strip() for key, text in _WORDINGS[task].items()}
 
 
 def _goes(rng: random.Random, who: str, room: str) -> str:
-    return f"{who} {rng.choice(GOES)} the {room}."
+    return f"{who} {rng.choice(_GOES)} the {room}."
 
 
 def _where_is_somebody(rng: random.Random) -> Story:
     facts, rooms = [], dict[str, str]()
     for _ in range(rng.randint(2, 10)):
-        who = rng.choice(PEOPLE)
-        rooms[who] = rng.choice([room for room in ROOMS if room != rooms.get(who)])
+        who = rng.choice(_PEOPLE)
+        rooms[who] = rng.choice([room for room in _ROOMS if room != rooms.get(who)])
         facts.append(_goes(rng, who, rooms[who]))
     who = rng.choice(list(rooms))
-    return Story(facts, f"Where is {who}?", rooms[who], ROOMS)
+    return Story(facts, f"Where is {who}?", rooms[who], _ROOMS)
 
 
 def _carried(rng: random.Random, steps: int) -> tuple[list[str], dict[str, list[str]]]:
     """People who walk, take and drop things: the facts, and the rooms that each thing was in, the last one last."""
     facts, rooms, holder, seen = [], dict[str, str](), dict[str, str](), dict[str, list[str]]()
     for _ in range(steps):
-        who = rng.choice(PEOPLE)
+        who = rng.choice(_PEOPLE)
         held = [thing for thing, by in holder.items() if by == who]
-        lying = [x for x in THINGS if x not in holder and (x not in seen or seen[x][-1] == rooms.get(who))]
+        lying = [x for x in _THINGS if x not in holder and (x not in seen or seen[x][-1] == rooms.get(who))]
         act = rng.random()
         if who in rooms and lying and act < 0.35:
             thing = rng.choice(lying)
             holder[thing] = who
-            facts.append(f"{who} {rng.choice(TAKES).format(thing)}.")
+            facts.append(f"{who} {rng.choice(_TAKES).format(thing)}.")
             if thing not in seen:
                 seen[thing] = [rooms[who]]
         elif held and act < 0.5:
             thing = rng.choice(held)
             del holder[thing]
-            facts.append(f"{who} {rng.choice(DROPS).format(thing)}.")
+            facts.append(f"{who} {rng.choice(_DROPS).format(thing)}.")
         else:
-            rooms[who] = rng.choice([room for room in ROOMS if room != rooms.get(who)])
+            rooms[who] = rng.choice([room for room in _ROOMS if room != rooms.get(who)])
             facts.append(_goes(rng, who, rooms[who]))
             for thing in held:
                 seen[thing].append(rooms[who])
@@ -139,7 +138,7 @@ def _where_is_a_thing(rng: random.Random) -> Story:
         facts, seen = _carried(rng, rng.randint(4, 16))
         if seen:
             thing = rng.choice(list(seen))
-            return Story(facts, f"Where is the {thing}?", seen[thing][-1], ROOMS)
+            return Story(facts, f"Where is the {thing}?", seen[thing][-1], _ROOMS)
 
 
 def _where_was_a_thing(rng: random.Random) -> Story:
@@ -149,36 +148,36 @@ def _where_was_a_thing(rng: random.Random) -> Story:
         if moved:
             thing = rng.choice(moved)
             before, last = seen[thing][-2:]
-            return Story(facts, f"Where was the {thing} before the {last}?", before, ROOMS)
+            return Story(facts, f"Where was the {thing} before the {last}?", before, _ROOMS)
 
 
 def _what_lies_there(rng: random.Random) -> Story:
-    first, middle, last = rng.sample(ROOMS, 3)
-    one = rng.choice(list(OPPOSITE))
-    other = rng.choice([way for way in OPPOSITE if way != OPPOSITE[one]])  # else two rooms lie on one side
+    first, middle, last = rng.sample(_ROOMS, 3)
+    one = rng.choice(list(_OPPOSITE))
+    other = rng.choice([way for way in _OPPOSITE if way != _OPPOSITE[one]])  # else two rooms lie on one side
     facts = [f"The {first} is {one} of the {middle}.", f"The {middle} is {other} of the {last}."]
     rng.shuffle(facts)
     asked = [(f"What is {one} of the {middle}?", first), (f"What is the {middle} {other} of?", last)]
     question, answer = rng.choice(asked)
-    return Story(facts, question, answer, ROOMS)
+    return Story(facts, question, answer, _ROOMS)
 
 
 def _who_gave_what(rng: random.Random) -> Story:
     facts, holder, given = list[str](), dict[str, str](), list[tuple[str, str, str]]()
     while not given or len(facts) < 4 or (len(facts) < 20 and rng.random() < 0.8):
-        who, act = rng.choice(GIVERS), rng.random()
+        who, act = rng.choice(_GIVERS), rng.random()
         held = [thing for thing, by in holder.items() if by == who]
-        free = [thing for thing in THINGS if thing not in holder]
+        free = [thing for thing in _THINGS if thing not in holder]
         if held and act < 0.5:
-            thing, whom = rng.choice(held), rng.choice([other for other in GIVERS if other != who])
+            thing, whom = rng.choice(held), rng.choice([other for other in _GIVERS if other != who])
             holder[thing] = whom
             given.append((who, thing, whom))
-            facts.append(f"{who} {rng.choice(GIVES).format(thing, whom)}.")
+            facts.append(f"{who} {rng.choice(_GIVES).format(thing, whom)}.")
         elif free and act < 0.75:
             holder[free[0]] = who
-            facts.append(f"{who} {rng.choice(TAKES).format(free[0])}.")
+            facts.append(f"{who} {rng.choice(_TAKES).format(free[0])}.")
         else:
-            facts.append(_goes(rng, who, rng.choice(ROOMS)))
+            facts.append(_goes(rng, who, rng.choice(_ROOMS)))
     who, thing, whom = given[-1]
     question, answer = rng.choice(
         [
@@ -189,7 +188,7 @@ def _who_gave_what(rng: random.Random) -> Story:
             (f"Who did {who} give the {thing} to?", whom),
         ]
     )
-    return Story(facts, question, answer, (*GIVERS, *THINGS))
+    return Story(facts, question, answer, (*_GIVERS, *_THINGS))
 
 
 STORIES: dict[str, Callable[[random.Random], Story]] = {

@@ -23,19 +23,6 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "PromptSettings",
-    "Sample",
-    "Suite",
-    "count_tokens",
-    "fill",
-    "largest_fitting",
-    "list_suites",
-    "register_suite",
-    "suite",
-    "suite_names",
-    "too_short",
-]
 
 S = TypeVar("S", bound="type[Suite]")
 
@@ -121,7 +108,7 @@ class Suite(ABC):
         wanted = PromptSettings(tokenizer, **settings)
         try:
             return self.make(task, wanted)
-        except TooShortError as error:
+        except _TooShortError as error:
             least = self._least_length(task, wanted)
             longer = f"ask for {least:,} tokens, or" if least else f"nor into {_TRIED} times as many tokens;"
             raise MethodError(f"{error}; {longer} leave the task out with --tasks") from error
@@ -206,13 +193,13 @@ def _fits(sample: Callable[[int], Sample], room: int, size: int) -> bool:
     return sample(size).length <= room
 
 
-class TooShortError(MethodError):
+class _TooShortError(MethodError):
     """A length that the smallest prompt of a task does not fit into."""
 
 
-def too_short(task: str, length: int) -> TooShortError:
+def too_short(task: str, length: int) -> _TooShortError:
     """The error of a task whose smallest prompt does not fit."""
-    return TooShortError(
+    return _TooShortError(
         f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its generation "
         "budget do not fit"
     )

@@ -18,14 +18,13 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__: list[str] = []
 
-EDGES = 4  # from every node
-DEPTHS = (1, 2, 3)
-SMALLEST = 8  # nodes
-ROOM = 32  # tokens that an answer may have beyond the right one
+_EDGES = 4  # from every node
+_DEPTHS = (1, 2, 3)
+_SMALLEST = 8  # nodes
+_ROOM = 32  # tokens that an answer may have beyond the right one
 
-PROMPT = """\
+_PROMPT = """\
 You will be given a graph as a list of directed edges. All nodes are at least degree 1. You will also get a \
 description of an operation to perform on the graph.
 Your job is to execute the operation on the graph and return the set of nodes that the operation results in. If \
@@ -80,7 +79,7 @@ Final Answer: []
 
 @register_suite
 class GraphWalks(Suite):
-    """`bfs` and `parents`; an answer's score is the F1 of its set of nodes."""
+    """`bfs` and `_parents`; an answer's score is the F1 of its set of nodes."""
 
     name = "graphwalks"
     tasks = ("bfs", "parents")
@@ -89,7 +88,7 @@ class GraphWalks(Suite):
         def sample(index: int, nodes: int) -> Sample:
             return _sample(task, wanted.tokenizer, random.Random(f"{task} {wanted.seed} {index}"), nodes)
 
-        return fill(task, wanted, sample, SMALLEST, 2 * SMALLEST)
+        return fill(task, wanted, sample, _SMALLEST, 2 * _SMALLEST)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
@@ -110,21 +109,21 @@ def _nodes(text: str) -> set[str] | None:
 
 def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int) -> Sample:
     nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
-    start, depth = rng.random(), rng.choice(DEPTHS)
-    reached = {node: rng.choices([other for other in nodes if other != node], k=EDGES) for node in nodes}
+    start, depth = rng.random(), rng.choice(_DEPTHS)
+    reached = {node: rng.choices([other for other in nodes if other != node], k=_EDGES) for node in nodes}
     node = nodes[int(start * len(nodes))]
     if task == "bfs":
-        operation, right = f"Perform a BFS from node {node} with depth {depth}.", at_depth(reached, node, depth)
+        operation, right = f"Perform a BFS from node {node} with depth {depth}.", _at_depth(reached, node, depth)
     else:
-        operation, right = f"Find the parents of node {node}.", parents(reached, node)
+        operation, right = f"Find the parents of node {node}.", _parents(reached, node)
     edges = "\n".join(f"{one} -> {other}" for one, others in reached.items() for other in others)
     answer = f"Final Answer: [{', '.join(right)}]"
-    prompt = PROMPT.format(edges=edges, operation=operation)
-    budget = count_tokens(tokenizer, answer) + ROOM
+    prompt = _PROMPT.format(edges=edges, operation=operation)
+    budget = count_tokens(tokenizer, answer) + _ROOM
     return Sample(prompt, "", (answer,), budget, count_tokens(tokenizer, prompt) + budget)
 
 
-def at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
+def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
     """The nodes whose shortest path from a node has so many edges, in the order in which they are found."""
     seen, frontier = {start}, [start]
     for _ in range(depth):
@@ -133,6 +132,6 @@ def at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> li
     return frontier
 
 
-def parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
+def _parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
     """The nodes with an edge to a node."""
     return [one for one, others in reached.items() if node in others]

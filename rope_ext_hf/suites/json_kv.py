@@ -18,10 +18,9 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__: list[str] = []
 
-EXAMPLES = 2
-BUDGET = 100
+_EXAMPLES = 2
+_BUDGET = 100
 
 
 @register_suite
@@ -35,13 +34,13 @@ class JsonKv(Suite):
         def sample(index: int, keys: int) -> Sample:
             return _sample(wanted.tokenizer, random.Random(f"{wanted.seed} {index}"), keys)
 
-        return fill(task, wanted, sample, EXAMPLES + 1, EXAMPLES + 1)
+        return fill(task, wanted, sample, _EXAMPLES + 1, _EXAMPLES + 1)
 
 
 def _sample(tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: int) -> Sample:
     place = rng.random()
     pairs = [(_uuid(rng), _uuid(rng)) for _ in range(keys)]
-    examples, (key, value), others = pairs[:EXAMPLES], pairs[EXAMPLES], pairs[EXAMPLES + 1 :]
+    examples, (key, value), others = pairs[:_EXAMPLES], pairs[_EXAMPLES], pairs[_EXAMPLES + 1 :]
     listed = [*examples, *others]
     rng.shuffle(listed)
     listed.insert(int(place * keys), (key, value))
@@ -52,7 +51,7 @@ def _sample(tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: int) -
     )
     prefix = "Corresponding value:"
     wrong = tuple(it for _, it in [*others, *examples])
-    return Sample(prompt, prefix, (value,), BUDGET, count_tokens(tokenizer, prompt + prefix) + BUDGET, wrong)
+    return Sample(prompt, prefix, (value,), _BUDGET, count_tokens(tokenizer, prompt + prefix) + _BUDGET, wrong)
 
 
 def _uuid(rng: random.Random) -> str:

@@ -51,19 +51,18 @@ from rope_ext_hf.suites.base import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__: list[str] = []
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-TRIES = 100
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_TRIES = 100
 """Draws of a prompt with the least text before the task counts as too long; some names are shorter than others."""
-WORDS = "RULER_WORDS"
-Made = tuple[str, Sequence[str], Sequence[str]]
+_WORDS = "RULER_WORDS"
+_Made = tuple[str, Sequence[str], Sequence[str]]
 """A prompt with its answer prefix, the right answers, and wrong ones that stand in it."""
 
 
 @dataclass(frozen=True)
-class Template:
+class _Template:
     """The wording of a task, and the tokens to generate."""
 
     text: str
@@ -71,27 +70,27 @@ class Template:
     budget: int
 
 
-NIAH = Template(
+_NIAH = _Template(
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
     "text?",
     " The special magic {kind} for {query} mentioned in the provided text are",
     128,
 )
-VT = Template(
+_VT = _Template(
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
     "all variables that are assigned the value {query} in the text above.",
     " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
     "value {query}, they are: ",
     30,
 )
-CWE = Template(
+_CWE = _Template(
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
     "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
     " Answer: The top 10 words that appear most often in the list are:",
     120,
 )
-FWE = Template(
+_FWE = _Template(
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
     "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
     "three most frequently appeared words in the above coded text?",
@@ -101,7 +100,7 @@ FWE = Template(
 
 
 @dataclass
-class Generator:
+class _Generator:
     """What draws the prompts of one task, at one length.
 
     Attributes:
@@ -111,7 +110,7 @@ class Generator:
     """
 
     task: str
-    template: Template
+    template: _Template
     tokenizer: PreTrainedTokenizerBase
     length: int
     room: int
@@ -129,14 +128,14 @@ class Generator:
         random.Random(self.seed).shuffle(items)
         return items
 
-    def size(self, make: Callable[[int], Made], size: int) -> int:
+    def size(self, make: Callable[[int], _Made], size: int) -> int:
         """The tokens of a prompt, without its budget."""
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             if (made := self.attempt(make, size)) is not None:
                 return self.tokens(made[0])
         raise too_short(self.task, self.length)
 
-    def attempt(self, make: Callable[[int], Made], size: int) -> Made | None:
+    def attempt(self, make: Callable[[int], _Made], size: int) -> _Made | None:
         """A prompt of this size; None where two variables got one name, or the needles are more than the places."""
         try:
             return make(size)
@@ -145,7 +144,7 @@ class Generator:
         except (IndexError, ValueError):
             return None
 
-    def search(self, make: Callable[[int], Made], low: int, high: int, beside: int = 0) -> int:
+    def search(self, make: Callable[[int], _Made], low: int, high: int, beside: int = 0) -> int:
         """The largest size whose prompt fits, with `beside` tokens besides; `low` where none does."""
 
         def fits(size: int) -> bool:
@@ -153,9 +152,9 @@ class Generator:
 
         return largest_fitting(low, max(high, 2 * low), fits) or low
 
-    def draw(self, make: Callable[[int], Made], size: int, step: int) -> Sample:
+    def draw(self, make: Callable[[int], _Made], size: int, step: int) -> Sample:
         """A prompt of this size, or of less by steps until it fits."""
-        for _ in range(TRIES + size // step):
+        for _ in range(_TRIES + size // step):
             if (made := self.attempt(make, size)) is not None:
                 length = self.tokens(made[0]) + self.template.budget
                 if length <= self.room:
@@ -171,7 +170,7 @@ class Generator:
 
 
 def _niah(
-    g: Generator, count: int, *, hay: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1
+    g: _Generator, count: int, *, hay: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1
 ) -> list[Sample]:
     """Needles in a haystack of noise, of other needles, or of a text."""
     keys, words = max(keys, queries), re.sub(r"\s+", " ", g.haystack).split(" ")
@@ -187,7 +186,7 @@ def _niah(
         for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
             template = template.replace(plural, singular)
 
-    def make(size: int) -> Made:
+    def make(size: int) -> _Made:
         names, needles, wrong = list[str](), list[str](), list[str]()
         held: list[list[str]] = []
         for _ in range(keys):
@@ -195,16 +194,16 @@ def _niah(
             held.append([])
             for _ in range(values):
                 held[-1].append(draws[value]())
-                needles.append(NEEDLE.format(kind=value, key=names[-1], value=held[-1][-1]))
+                needles.append(_NEEDLE.format(kind=value, key=names[-1], value=held[-1][-1]))
         g.shuffle(needles)
         if hay == "essay":
             text = " ".join((words * -(-size // len(words)))[:size])
             context = _hide(needles, _splitter()(text.strip()), g.random.sample(depths, len(needles)))
         else:
-            lines = [NOISE] * size
+            lines = [_NOISE] * size
             if hay == "needle":
                 pairs = [(draws[key](), draws[value]()) for _ in range(size)]
-                lines = [NEEDLE.format(kind=value, key=name, value=it) for name, it in pairs]
+                lines = [_NEEDLE.format(kind=value, key=name, value=it) for name, it in pairs]
                 wrong = [it for _, it in pairs]
             places = sorted(g.random.sample(range(size), len(needles)), reverse=True)
             for place, needle in zip(places, needles, strict=True):
@@ -223,14 +222,14 @@ def _niah(
     return [g.draw(make, size, step) for _ in range(count)]
 
 
-def _variable_tracking(g: Generator, count: int, *, hops: int = 4) -> list[Sample]:
+def _variable_tracking(g: _Generator, count: int, *, hops: int = 4) -> list[Sample]:
     """A chain of assignments in noise; before it, an example with its answer."""
     names_in_chain = hops + 1
 
     def name(letters: int) -> str:
         return "".join(g.random.choices(string.ascii_uppercase, k=letters))
 
-    def make(size: int, example: bool = False) -> Made:
+    def make(size: int, example: bool = False) -> _Made:
         letters = 3 if example else 5
         names = [name(letters) for _ in range(names_in_chain)]
         while len(set(names)) < names_in_chain:  # upstream then fails and draws again, and so does this
@@ -242,7 +241,7 @@ def _variable_tracking(g: Generator, count: int, *, hops: int = 4) -> list[Sampl
             links = [f"VAR {some[0]} = {number}"]
             links += [f"VAR {some[hop + 1]} = VAR {some[hop]} " for hop in range(hops)]
             value, chain = value or number, chain or links
-        lines = [NOISE] * size
+        lines = [_NOISE] * size
         for index, place in enumerate(sorted(g.random.sample(range(size), len(chain)))):
             lines.insert(place + index, chain[index])
         context = "\n".join(lines).replace(". \n", ".\n")
@@ -264,7 +263,7 @@ def _variable_tracking(g: Generator, count: int, *, hops: int = 4) -> list[Sampl
     per_unit = g.size(make, step) / step
     size = g.search(make, step, int(g.room / per_unit * 3), beside=g.tokens(shown))
 
-    def with_example(size: int) -> Made:
+    def with_example(size: int) -> _Made:
         text, right, _ = make(size)
         before = other_names(shown)
         return f"{before}\n{text}", right, before.split()[-names_in_chain:]
@@ -272,7 +271,7 @@ def _variable_tracking(g: Generator, count: int, *, hops: int = 4) -> list[Sampl
     return [g.draw(with_example, size, step) for _ in range(count)]
 
 
-def _common_words(g: Generator, count: int, *, common: int = 10) -> list[Sample]:
+def _common_words(g: _Generator, count: int, *, common: int = 10) -> list[Sample]:
     """A numbered list in which ten words stand more often than the others; before it, an example."""
     words = g.shuffle(sorted({*_words("noun"), *_words("adjective"), *_words("verb")}))
     template = g.template.text + g.template.prefix
@@ -282,7 +281,7 @@ def _common_words(g: Generator, count: int, *, common: int = 10) -> list[Sample]
         every = g.shuffle(chosen[:common] * often + chosen[common:] * seldom)
         return " ".join(f"{i + 1}. {word}" for i, word in enumerate(every)), chosen[:common], chosen[common:]
 
-    def make(size: int) -> Made:
+    def make(size: int) -> _Made:
         example, answer, _ = listed(20, 3, 1) if g.length < 4096 else listed(40, 10, 3)
         context, right, wrong = listed(size, 6, 1) if g.length < 4096 else listed(size, 30, 3)
         answers = " ".join(f"{i + 1}. {word}" for i, word in enumerate(answer))
@@ -293,14 +292,14 @@ def _common_words(g: Generator, count: int, *, common: int = 10) -> list[Sample]
     return [g.draw(make, size, 10) for _ in range(count)]
 
 
-def _frequent_words(g: Generator, count: int, *, letters: int = 6) -> list[Sample]:
+def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Sample]:
     """Coded words, drawn by Zipf's law; the three most frequent are asked for."""
     room = g.room - g.template.budget
     kinds, step = room // 50, room // 32
     if kinds < 4:
         raise too_short(g.task, g.length)
 
-    def make(size: int) -> tuple[Made, int]:
+    def make(size: int) -> tuple[_Made, int]:
         def word() -> str:
             return "".join(g.random.choices(string.ascii_lowercase, k=letters))
 
@@ -335,18 +334,18 @@ def _frequent_words(g: Generator, count: int, *, letters: int = 6) -> list[Sampl
     return samples
 
 
-_TASKS: dict[str, tuple[Template, Callable[..., list[Sample]], dict[str, Any]]] = {
-    "niah_single_1": (NIAH, _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
-    "niah_single_2": (NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
-    "niah_single_3": (NIAH, _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
-    "niah_multikey_1": (NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
-    "niah_multikey_2": (NIAH, _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
-    "niah_multikey_3": (NIAH, _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
-    "niah_multivalue": (NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
-    "niah_multiquery": (NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
-    "vt": (VT, _variable_tracking, {}),
-    "cwe": (CWE, _common_words, {}),
-    "fwe": (FWE, _frequent_words, {}),
+_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
+    "niah_single_1": (_NIAH, _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
+    "niah_single_2": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
+    "niah_single_3": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
+    "niah_multikey_1": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
+    "niah_multikey_2": (_NIAH, _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
+    "niah_multikey_3": (_NIAH, _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
+    "niah_multivalue": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
+    "niah_multiquery": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
+    "vt": (_VT, _variable_tracking, {}),
+    "cwe": (_CWE, _common_words, {}),
+    "fwe": (_FWE, _frequent_words, {}),
 }
 
 
@@ -362,7 +361,7 @@ class Ruler(Suite):
         template, make, parameters = _TASKS[task]
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
-        generator = Generator(
+        generator = _Generator(
             task, template, wanted.tokenizer, wanted.length, wanted.room, wanted.seed, wanted.haystack
         )
         return make(generator, wanted.count, **parameters)
@@ -399,9 +398,9 @@ def _pairs() -> list[str]:
 
 
 def _many_words(length: int) -> list[str]:
-    if not (path := os.environ.get(WORDS)):
+    if not (path := os.environ.get(_WORDS)):
         raise MethodError(
-            f"task 'cwe' at length {length:,} needs more words than wonderwords has; set {WORDS} to the file "
+            f"task 'cwe' at length {length:,} needs more words than wonderwords has; set {_WORDS} to the file "
             "scripts/data/synthetic/json/english_words.json of https://github.com/NVIDIA/RULER, or leave the task out "
             "with --tasks"
         )
@@ -413,7 +412,7 @@ def _word_file(path: str) -> list[str]:
     try:
         return list(json.loads(Path(path).read_text(encoding="utf-8")).values())
     except (OSError, ValueError, AttributeError) as error:
-        raise CorpusError(f"{WORDS} is {path!r}, which is no JSON file of words by number: {error}") from error
+        raise CorpusError(f"{_WORDS} is {path!r}, which is no JSON file of words by number: {error}") from error
 
 
 @cache

@@ -19,8 +19,6 @@ from rope_ext_hf.errors import CorpusError, MethodError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, register_suite
 
-__all__: list[str] = []
-
 DATA_SETS: dict[str, tuple[str, str, str | None]] = {
     "arc_easy": ("arc/arc_easy.yaml", "allenai/ai2_arc", "ARC-Easy"),
     "arc_challenge": ("arc/arc_challenge.yaml", "allenai/ai2_arc", "ARC-Challenge"),

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-__all__ = ["TASKS", "Question", "Task", "ask", "insert", "other_answers"]
-
 _WORDS = tomllib.loads(files("rope_ext_hf.suites").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
 
 
@@ -31,12 +29,28 @@ def _listed(table: str, kind: str) -> tuple[str, ...]:
 
 TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
 HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
-VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
-CONSONANTS = (*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
+_VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
+_CONSONANTS = (
+    *"bcdfghjklmnprstvwz",
+    "bl",
+    "br",
+    "ch",
+    "cr",
+    "dr",
+    "fl",
+    "gr",
+    "pl",
+    "qu",
+    "sh",
+    "st",
+    "th",
+    "tr",
+    "wh",
+)
 """What made-up words consist of."""
-LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
+_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
-Draw = Callable[[random.Random, bool], str]
+_Draw = Callable[[random.Random, bool], str]
 """A random name or value, from what is held out if the second argument is true, else from what is trained on."""
 
 
@@ -48,13 +62,13 @@ def _draw_split(make: Callable[[], str], held_out: bool) -> str:
             return text
 
 
-def number(rng: random.Random, held_out: bool) -> str:
+def _number(rng: random.Random, held_out: bool) -> str:
     """Five digits; in training also other numbers of digits, so that none is learnt as the end of an answer."""
     digits = 5 if held_out else rng.choice((3, 4, 5, 5, 5, 5, 6, 7))
     return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)
 
 
-def word(rng: random.Random, held_out: bool) -> str:
+def _word(rng: random.Random, held_out: bool) -> str:
     """A word; in training mostly a made-up one, since words of a list would be learnt by heart and not copied."""
     if held_out:
         return rng.choice(HELD_OUT_WORDS)
@@ -62,43 +76,43 @@ def word(rng: random.Random, held_out: bool) -> str:
         return rng.choice(TRAINING_WORDS)
     while True:
         syllables = range(rng.choice((1, 2, 2, 3)))
-        made = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice("  lnrst") for _ in syllables)
+        made = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) + rng.choice("  lnrst") for _ in syllables)
         if len(made := made.replace(" ", "")) > 2 and made not in HELD_OUT_WORDS:
             return made
 
 
-def words(rng: random.Random, held_out: bool) -> list[str]:
+def _words(rng: random.Random, held_out: bool) -> list[str]:
     """Two different ones."""
-    return draw_distinct(lambda: word(rng, held_out), 2)
+    return draw_distinct(lambda: _word(rng, held_out), 2)
 
 
-def identifier(rng: random.Random, held_out: bool) -> str:
+def _identifier(rng: random.Random, held_out: bool) -> str:
     """One word or two."""
-    return "_".join(words(rng, held_out)[: rng.choice((1, 2))])
+    return "_".join(_words(rng, held_out)[: rng.choice((1, 2))])
 
 
-def subject(rng: random.Random, held_out: bool) -> str:
+def _subject(rng: random.Random, held_out: bool) -> str:
     """What a sentence begins with; in training sometimes shorter, so that more sentences fit into a prompt."""
-    return " ".join(["The", *words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
+    return " ".join(["The", *_words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
 
 
-def predicate(rng: random.Random, held_out: bool) -> str:
+def _predicate(rng: random.Random, held_out: bool) -> str:
     """The rest of a sentence: a verb and, in training not always, a noun."""
     if held_out:
-        return f"{rng.choice(HELD_OUT_VERBS)} {word(rng, True)}"
-    verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else word(rng, False) + "s"
-    return verb if rng.random() < 0.25 else f"{verb} {word(rng, False)}"
+        return f"{rng.choice(HELD_OUT_VERBS)} {_word(rng, True)}"
+    verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else _word(rng, False) + "s"
+    return verb if rng.random() < 0.25 else f"{verb} {_word(rng, False)}"
 
 
-def code(rng: random.Random, held_out: bool) -> str:
+def _code(rng: random.Random, held_out: bool) -> str:
     """Eight letters and digits; in training six to ten."""
     length = 8 if held_out else rng.randint(6, 10)
-    return _draw_split(lambda: "".join(rng.choices(LETTERS, k=length)), held_out)
+    return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=length)), held_out)
 
 
-def code_prefix(rng: random.Random, held_out: bool) -> str:
+def _code_prefix(rng: random.Random, held_out: bool) -> str:
     """Four letters and digits."""
-    return _draw_split(lambda: "".join(rng.choices(LETTERS, k=4)), held_out)
+    return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=4)), held_out)
 
 
 @dataclass(frozen=True)
@@ -125,8 +139,8 @@ class Task:
             library.
     """
 
-    name: Draw
-    value: Draw
+    name: _Draw
+    value: _Draw
     held_out: tuple[Wording, ...]
     head: str = ""
     filler: str | None = None
@@ -134,40 +148,40 @@ class Task:
 
 TASKS: dict[str, Task] = {
     "key-value": Task(
-        name=identifier,
-        value=number,
+        name=_identifier,
+        value=_number,
         held_out=(
             Wording("\n# {name} = {value}\n", "\n# {name} ="),
             Wording("\n| {name} | {value} |\n", "\n| {name} |"),
         ),
     ),
     "assignment": Task(
-        name=identifier,
-        value=number,
+        name=_identifier,
+        value=_number,
         held_out=(
             Wording("\n{NAME} = 0x{value}\n", "\nassert {NAME} == 0x", "{value}"),
             Wording("\n{name} := {value}\n", "\nreturn {name}  # ", "{value}"),
         ),
     ),
     "quote": Task(
-        name=subject,
-        value=predicate,
+        name=_subject,
+        value=_predicate,
         held_out=(
             Wording("\n'{name} {value}.'\n", "\n'{name}"),
             Wording("\n-- {name} {value}!\n", "\n-- {name}"),
         ),
     ),
     "copy": Task(
-        name=code_prefix,
-        value=code,
+        name=_code_prefix,
+        value=_code,
         held_out=(
             Wording("\n({name}{value})\n", "\n({name}", "{value}"),
             Wording("\nkey={name}{value}\n", "\nkey={name}", "{value}"),
         ),
     ),
     "needle": Task(
-        name=identifier,
-        value=number,
+        name=_identifier,
+        value=_number,
         held_out=(
             Wording(
                 "\nThe secret number of the {name} is {value}.\n",
@@ -176,8 +190,8 @@ TASKS: dict[str, Task] = {
         ),
     ),
     "passkey": Task(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
-        name=identifier,
-        value=number,
+        name=_identifier,
+        value=_number,
         head="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
         "I will quiz you about the important information there.\n",
         filler="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",

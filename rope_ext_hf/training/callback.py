@@ -30,9 +30,8 @@ from rope_ext_hf.serving.fingerprints import fingerprint
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["RopeCallback"]
 
-FILE = "rope_fingerprint.json"
+_FILE = "rope_fingerprint.json"
 
 
 class RopeCallback(TrainerCallback):  # type: ignore[misc]
@@ -103,7 +102,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self._check(fingerprint_of(_unwrapped(kwargs["model"])), "the model that was saved")
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
-            with atomic_file(folder / FILE) as part:
+            with atomic_file(folder / _FILE) as part:
                 part.write_text(json_text(self.expected.to_dict()) + "\n", encoding="utf-8")
             if (saved := _rotated_by(folder)) is not None:
                 self._check(saved, f"the folder {str(folder)!r}")
@@ -114,7 +113,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
             return
         given = args.resume_from_checkpoint
         folder = Path(given if isinstance(given, str) else f"{args.output_dir}/checkpoint-{state.global_step}")
-        trained = fingerprint(folder / FILE) if (folder / FILE).is_file() else _rotated_by(folder)
+        trained = fingerprint(folder / _FILE) if (folder / _FILE).is_file() else _rotated_by(folder)
         assert self.expected is not None
         if trained is not None and (sentences := self.expected.differences(trained)):
             method = patched_method(model)

@@ -24,14 +24,12 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 
-__all__ = ["MixedWindowsCollator", "PoSECollator", "RandomPositionsCollator"]
-
-IGNORED = -100
+_IGNORED = -100
 """The label of a token that is not predicted, in transformers."""
 
 
 @dataclass(frozen=True)
-class PositionCollator:
+class _PositionCollator:
     """What all collators of positions do: cut rows, pad them on the right, draw by example.
 
     Args:
@@ -72,7 +70,7 @@ class PositionCollator:
             draws = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed & 0xFFFFFFFF))
             chosen, positions = self.place(len(ids), draws)
             rows.append((ids[chosen], labels[chosen], positions, torch.ones_like(positions)))
-        paddings = (self.pad_token_id, IGNORED, 0, 0)
+        paddings = (self.pad_token_id, _IGNORED, 0, 0)
         batch = [
             torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=padding)
             for parts, padding in zip(zip(*rows, strict=True), paddings, strict=True)
@@ -92,7 +90,7 @@ class PositionCollator:
 
 
 @dataclass(frozen=True)
-class PoSECollator(PositionCollator):
+class PoSECollator(_PositionCollator):
     """Positional skip-wise training: two chunks of a document, the second moved to a random later position.
 
     PoSE (Zhu et al. 2023, arXiv 2309.10400, sec. 3.2), with the draws of its code (dwzhu-pku/PoSE, src/train_pose.py,
@@ -102,7 +100,7 @@ class PoSECollator(PositionCollator):
     - 1 occur, at the cost of rows of L tokens. The first token of the second chunk is predicted, as there.
 
     Args:
-        length, target_length, seed, pad_token_id: as `PositionCollator` takes them; length is commonly the trained one.
+        length, target_length, seed, pad_token_id: as `_PositionCollator` has them; length is commonly the trained one.
     """
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -118,7 +116,7 @@ class PoSECollator(PositionCollator):
 
 
 @dataclass(frozen=True)
-class RandomPositionsCollator(PositionCollator):
+class RandomPositionsCollator(_PositionCollator):
     """Randomised positions: an ascending random sample of all positions up to the target length.
 
     Ruoss et al. 2023, arXiv 2305.16843, sec. 3.1: the positions of a row are drawn without replacement from 0 to
@@ -126,7 +124,7 @@ class RandomPositionsCollator(PositionCollator):
     document.
 
     Args:
-        length, target_length, seed, pad_token_id: as `PositionCollator` takes them.
+        length, target_length, seed, pad_token_id: as `_PositionCollator` takes them.
     """
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -136,7 +134,7 @@ class RandomPositionsCollator(PositionCollator):
 
 
 @dataclass(frozen=True)
-class MixedWindowsCollator(PositionCollator):
+class MixedWindowsCollator(_PositionCollator):
     """Mixed windows: some documents are read in one long window, others in short windows one after the other.
 
     After LongRoPE2 (Shang et al. 2025, arXiv 2502.20082, sec. 3.3): short windows keep what the model reads well within
@@ -147,7 +145,7 @@ class MixedWindowsCollator(PositionCollator):
     Args:
         length: tokens of a row, and of a long window.
         target_length: the extended length.
-        seed, pad_token_id: as `PositionCollator` takes them.
+        seed, pad_token_id: as `_PositionCollator` takes them.
         short_length: tokens of a short window; commonly the trained length.
         short_share: of the documents, those read in short windows.
 

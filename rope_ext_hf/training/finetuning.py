@@ -42,12 +42,11 @@ from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["FinetuneReport", "Finetuning", "finetune"]
 
-HELD_OUT = 10
+_HELD_OUT = 10
 """One document of so many is measured on instead of trained on."""
-RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
-MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
+_RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
+_MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
     if long is None or long <= short:
         raise MethodError(f"{described.method} states no length to train at; give factor or target_length")
     tokenizer = load_tokenizer(asked.model, **asked.source)
-    training, held_out = split(tokenize(load(asked.data), tokenizer), HELD_OUT)
+    training, held_out = split(tokenize(load(asked.data), tokenizer), _HELD_OUT)
     if asked.eval_data is not None:
         training, held_out = training + held_out, tokenize(load(asked.eval_data), tokenizer)
     if (tokens := sum(len(each.ids) for each in training)) < long:
@@ -313,7 +312,7 @@ class _Run:
             **kept,
         )
         if asked.retrieval is not None and name not in ("as loaded", "control"):
-            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=RETRIEVAL_TRIALS, **kept)
+            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=_RETRIEVAL_TRIALS, **kept)
             exact = ([float(score.exact) for score in cell.scores] for cell in cells)
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
 
@@ -349,7 +348,7 @@ class _Run:
 
     def report(self) -> FinetuneReport:
         """What the training changed."""
-        order = [name for name in MODELS if name in self.measured]
+        order = [name for name in _MODELS if name in self.measured]
         base, ours = self.measured["as loaded"][0], self.measured["trained"]
         gains = {"as loaded at 1x": {str(each.length): difference(base, each) for each in ours}}
         for name in order:

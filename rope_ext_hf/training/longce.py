@@ -17,8 +17,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 
-__all__ = ["longce_weights"]
-
 
 @torch.no_grad()
 def longce_weights(

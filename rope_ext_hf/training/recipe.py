@@ -28,9 +28,7 @@ from rope_ext_hf.errors import FileError
 from rope_ext_hf.training.callback import RopeCallback
 from rope_ext_hf.training.run_folder import read_whole, saving, write_whole
 
-__all__ = ["Budget", "Rows", "find_checkpoint", "train"]
-
-CLOCK = "clock.json"
+_CLOCK = "clock.json"
 """The last file of a checkpoint, written atomically: the seconds of training, and a checksum of each other file."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 _ENDLESS = 10**9  # steps
@@ -92,7 +90,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {key: torch.cat([example[key] for example in examples]) for key in ("long", "short")}
 
 
-class RecipeTrainer(Trainer):  # type: ignore[misc]
+class _RecipeTrainer(Trainer):  # type: ignore[misc]
     """A Trainer of the recipe.
 
     Args:
@@ -151,7 +149,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_whole(folder / CLOCK, {"seconds": self.seconds, "files": _checksums(folder)})
+            write_whole(folder / _CLOCK, {"seconds": self.seconds, "files": _checksums(folder)})
 
     def rate(self, step: int) -> float:
         """The learning rate's share of its peak: a short rise over 5% of the budget, then a cosine down to 0."""
@@ -166,7 +164,7 @@ def _checksums(folder: Path) -> dict[str, int]:
     """
     sums = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != CLOCK:
+        if path.is_file() and path.name != _CLOCK:
             with path.open("rb") as file:
                 sum_of_file = 0
                 while block := file.read(2**22):
@@ -184,14 +182,14 @@ def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, f
     for number in sorted(numbers, reverse=True):
         path = numbers[number]
         try:
-            clock = read_whole(path / CLOCK)
+            clock = read_whole(path / _CLOCK)
             now = _checksums(path)
             changed = sorted(name for name, value in clock["files"].items() if now.get(name) != value)
             if not changed:
                 return path, float(clock["seconds"])
             why = f"{', '.join(changed)} changed since it was written"
         except FileError:
-            why = f"its {CLOCK}, which is written last, is missing or damaged"
+            why = f"its {_CLOCK}, which is written last, is missing or damaged"
         say(f"{path.name} is removed: {why}. The training goes on from the one before, or else from its beginning")
         shutil.rmtree(path)
     return None
@@ -216,7 +214,7 @@ def train(
     """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
 
     Args:
-        teacher, guard: as `RecipeTrainer` takes them.
+        teacher, guard: as `_RecipeTrainer` takes them.
         batch: long rows of a step on each device.
         accumulate: passes of so many rows per step.
         save_every: steps between checkpoints.
@@ -256,7 +254,7 @@ def train(
             if report is not None and logs and "loss" in logs:
                 report(state.global_step, logs["loss"], budget.share_used(clock.seconds, state.global_step))
 
-    trainer = RecipeTrainer(
+    trainer = _RecipeTrainer(
         model,
         arguments,
         train_dataset=rows,

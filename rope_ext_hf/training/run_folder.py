@@ -25,9 +25,8 @@ from rope_ext_hf.runs.model_digest import model_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["cut", "digest_inputs", "open_run", "read_whole", "save_model", "saving", "split", "write_whole"]
 
-SETTINGS = "settings.json"
+_SETTINGS = "settings.json"
 _OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")
 """What a folder holds once a run has got on."""
 
@@ -77,12 +76,12 @@ def open_run(
         FileError: the folder holds a run of other settings or inputs, or no settings at all; the message names which.
             Or the disk refuses.
     """
-    file = folder / SETTINGS
+    file = folder / _SETTINGS
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if not file.is_file():
         if there := next((path.name for pattern in _OF_A_RUN for path in folder.glob(pattern)), None):
-            raise FileError(f"{str(folder)!r} holds {there!r} of a run whose {SETTINGS} is lost; give another folder")
+            raise FileError(f"{str(folder)!r} holds {there!r} of a run whose {_SETTINGS} is lost; give another folder")
         write_whole(file, {"settings": settings, "inputs": dict(inputs)})
         return
     try:

@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
 
-__all__ = ["SearchReport", "decide"]
-
-UNMEASURED = ("as loaded", "chosen", "found")
+_UNMEASURED = ("as loaded", "chosen", "found")
 """The rows of a report that are no fixed method."""
-WITHIN = {
+_WITHIN = {
     Outcome.BETTER: "within the bound of {bound:g}",
     Outcome.WORSE: "above the bound of {bound:g}",
     Outcome.CANNOT_TELL: "and whether that is within the bound of {bound:g} cannot be told",
 }
 
 
-class Decision(NamedTuple):
+class _Decision(NamedTuple):
     """Whether what a search found is written, and why, in words."""
 
     keeps: bool
@@ -29,7 +27,7 @@ class Decision(NamedTuple):
 
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
-) -> Decision:
+) -> _Decision:
     """Whether what a search found is written, or the best fixed method.
 
     A fixed method needs no search: where the two are not told apart, it is written.
@@ -43,10 +41,10 @@ def decide(
         is_fixed: whether what was found is a fixed method itself; it stays where the two are not told apart.
     """
     if best_fixed is None:
-        return Decision(True, f"No other fixed method surely holds the bound: {found} is written.")
+        return _Decision(True, f"No other fixed method surely holds the bound: {found} is written.")
     result = verdict(change, unit=unit, item="passage")
     keeps = result.outcome is Outcome.BETTER or (is_fixed and result.outcome is not Outcome.WORSE)
-    return Decision(
+    return _Decision(
         keeps,
         f"The loss of what was found, {found}, at {length:,} tokens, compared with {best_fixed}, the best "
         f"{'other ' * is_fixed}fixed method, is {result}: {found if keeps else best_fixed} is written.",
@@ -102,7 +100,7 @@ class SearchReport:
     @property
     def best_fixed(self) -> str:
         """The fixed method with the lowest loss at the target length."""
-        fixed = [name for name in self.losses if name not in UNMEASURED]
+        fixed = [name for name in self.losses if name not in _UNMEASURED]
         return min(fixed, key=lambda name: self.losses[name][str(self.target_length)])
 
     def __str__(self) -> str:
@@ -110,7 +108,7 @@ class SearchReport:
         if self.key_losses:
             lines += ["", *_table("nats per token that counted", self.key_losses, self.key_gains), self.keys_by]
         bound = self.settings["most_lost"]
-        within = WITHIN[verdict(self.lost, than=bound).outcome].format(bound=bound)
+        within = _WITHIN[verdict(self.lost, than=bound).outcome].format(bound=bound)
         factor = f"{self.target_length / self.context_length:g}"
         command = f"rope-ext ppl {self.folder} --lengths {self.context_length},{self.target_length}"
         return "\n".join(

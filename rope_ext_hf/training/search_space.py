@@ -22,11 +22,9 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Factors
 
-__all__ = ["DivisorCurve", "fixed_methods", "is_static", "two_lists"]
-
-CHANGED = 0.3
+_CHANGED = 0.3
 """The probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)."""
-LEAST_FACTOR, LARGEST_FACTOR = 0.8, 1.6
+_LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6
 """Attention factors that are tried; published ones lie between 1 and 1.4."""
 
 
@@ -108,13 +106,13 @@ class DivisorCurve:
         for index, level in enumerate(self.levels):
             if shift is not None:
                 level += shift if index >= start else 0.0
-            elif index == start or draws.random() < CHANGED:
+            elif index == start or draws.random() < _CHANGED:
                 level += draws.gauss(0, step)
             levels.append(min(max(level, 0.0), highest))
         factor = self.attention_factor
-        if draws.random() < CHANGED:
+        if draws.random() < _CHANGED:
             factor *= math.exp(draws.gauss(0, step / 10))
-        changed = DivisorCurve(_ascending(levels), min(max(factor, LEAST_FACTOR), LARGEST_FACTOR))
+        changed = DivisorCurve(_ascending(levels), min(max(factor, _LEAST_FACTOR), _LARGEST_FACTOR))
         return changed if changed != self else self.changed(draws, step, highest)  # a level below the one before it
 
 

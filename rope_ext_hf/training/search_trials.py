@@ -37,25 +37,12 @@ from rope_ext_hf.training.run_folder import cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "Passage",
-    "Reader",
-    "Trial",
-    "best_of",
-    "best_trial",
-    "key_passages",
-    "pieces",
-    "prompts",
-    "scored_tokens",
-    "short_passages",
-    "text_passages",
-]
 
-LARGEST_LOSS = 100.0
+_LARGEST_LOSS = 100.0
 """Nats per token; what a loss that is not finite counts as."""
 LEAST_READ = 4
 """Passages before a trial may be stopped."""
-PENALTY = 10.0
+_PENALTY = 10.0
 """What a nat lost at the context length beyond the bound adds to the loss by which trials are compared."""
 
 
@@ -118,7 +105,7 @@ class Trial:
 
     def cost(self, bound: float) -> float:
         """What the search makes small."""
-        return self.loss + PENALTY * max(0.0, (self.most_lost or 0.0) - bound)
+        return self.loss + _PENALTY * max(0.0, (self.most_lost or 0.0) - bound)
 
 
 def best_trial(trials: Sequence[Trial], bound: float) -> Trial | None:
@@ -155,7 +142,7 @@ class Reader:
             return [self._loss(passage) for passage in passages]
 
     def _loss(self, passage: Passage) -> float:
-        return passage_loss(self.scorer, passage)
+        return _passage_loss(self.scorer, passage)
 
     def _lost(self) -> Estimate:
         """What the present method loses at the context length, in nats per token, over passages."""
@@ -199,16 +186,16 @@ class Reader:
         )
 
 
-def passage_loss(scorer: TokenScorer, passage: Passage) -> float:
+def _passage_loss(scorer: TokenScorer, passage: Passage) -> float:
     """The loss of a passage, in nats per token."""
     nats = scorer.losses(passage.ids, passage.first).double()
     loss = float(nats.mean() if passage.weights is None else nats @ passage.weights)
-    return loss if math.isfinite(loss) else LARGEST_LOSS
+    return loss if math.isfinite(loss) else _LARGEST_LOSS
 
 
 def _most(lost: Estimate) -> float:
     """The upper end of the interval; without one, nothing is known of what is lost."""
-    return LARGEST_LOSS if lost.high is None else lost.high
+    return _LARGEST_LOSS if lost.high is None else lost.high
 
 
 def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]:
@@ -258,7 +245,7 @@ def best_of(
     for method in methods:
         with suppress(MethodError, UnsupportedModelError), patched(model, method, **underneath):
             scorer = TokenScorer(model)
-            losses[method] = fmean(passage_loss(scorer, passage) for passage in passages[:LEAST_READ])
+            losses[method] = fmean(_passage_loss(scorer, passage) for passage in passages[:LEAST_READ])
     if not losses:
         raise MethodError("key tokens cannot be found: the model runs none of the methods that would find them")
     return min(losses, key=lambda method: losses[method])

@@ -58,21 +58,20 @@ from rope_ext_hf.training.search_trials import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["search"]
 
-STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
+_STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
-PATIENCE = 40
+_PATIENCE = 40
 """A stage ends after so many trials in a row without a better one."""
-BANDS = 9
+_BANDS = 9
 """Points of the curve of divisors in the second stage."""
-FEW_DOCUMENTS = 8
+_FEW_DOCUMENTS = 8
 """Fewer held-out documents than these are cut into passages, which the intervals then resample."""
-WIDEST = 4.0
+_WIDEST = 4.0
 """The largest divisor that is tried, in multiples of the factor that the target length needs."""
-KEYS_UNDER = ("yarn", "llama3", "rerope")
+_KEYS_UNDER = ("yarn", "llama3", "rerope")
 """The methods that key tokens may be found under: the one that reads best at the target length."""
-FIRST_STEP, LEAST_STEP = 0.4, 0.05
+_FIRST_STEP, _LEAST_STEP = 0.4, 0.05
 """Changes of divisors as logarithms to base 2: at the beginning of a stage, and the smallest."""
 
 
@@ -169,7 +168,7 @@ def search(
     open_run(folder, settings, inputs, may_differ=("minutes", "trials"))
     _read_trials(folder / "trials.json")  # a damaged file is refused before anything is measured
     with exclusive(folder, 0):
-        if sum(len(each.ids) >= target_length for each in held_out) < FEW_DOCUMENTS:
+        if sum(len(each.ids) >= target_length for each in held_out) < _FEW_DOCUMENTS:
             held_out = pieces(held_out, target_length, max_spans)
         if not held_out:
             raise CorpusError(
@@ -183,7 +182,7 @@ def search(
         if fitness == "loss":
             read = texts
         elif fitness == "key-tokens":
-            methods_for_keys = [resolve_method(each, rotary, target_length=target_length) for each in KEYS_UNDER]
+            methods_for_keys = [resolve_method(each, rotary, target_length=target_length) for each in _KEYS_UNDER]
             evaluator = best_of(loaded, methods_for_keys, texts, **underneath)
             read, measurement = key_passages(loaded, evaluator, texts, measurement, **underneath)
             say(f"key tokens: {measurement.keys_from}")
@@ -235,10 +234,10 @@ class _Search:
         Raises:
             MethodError: no candidate holds the bound.
         """
-        for stage, share in STAGES.items():
+        for stage, share in _STAGES.items():
             made = {"methods": self._methods, "bands": self._curves, "pairs": self._curves}[stage](stage)
             for method, parameters, label in made:
-                if self._used(seconds, trials, to_measure) >= share or self._idle(stage) >= PATIENCE:
+                if self._used(seconds, trials, to_measure) >= share or self._idle(stage) >= _PATIENCE:
                     break
                 self._try(stage, method, parameters, label)
         if (best := self.best) is not None:
@@ -289,8 +288,8 @@ class _Search:
     def _curves(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
         """Neighbours of the best static candidate's divisors, nearer ones after each that was no better."""
         pairs = int((self.rotary.inv_freq() > 0).sum())
-        points = pairs if stage == "pairs" else min(BANDS, pairs)
-        highest = math.log2(WIDEST * self.target / self.rotary.context_length)
+        points = pairs if stage == "pairs" else min(_BANDS, pairs)
+        highest = math.log2(_WIDEST * self.target / self.rotary.context_length)
         while (parent := self._parent(points)) is not None:
             curve, root = parent
             draws = random.Random(self._seed())
@@ -310,11 +309,11 @@ class _Search:
 
     def _step(self, stage: str) -> float:
         """The size of the next change: half as much more after a better trial, a little less after each other one."""
-        step, best = FIRST_STEP, float("inf")
+        step, best = _FIRST_STEP, float("inf")
         for trial in self.trials:
             cost = trial.cost(self.bound)
             if trial.stage == stage:
-                step = min(2 * FIRST_STEP, step * 1.5) if cost < best else max(LEAST_STEP, step * 0.93)
+                step = min(2 * _FIRST_STEP, step * 1.5) if cost < best else max(_LEAST_STEP, step * 0.93)
             if not trial.stopped:
                 best = min(best, cost)
         return step

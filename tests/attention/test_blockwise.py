@@ -63,7 +63,7 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
     pads = tuple(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3), "pads"))
     value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attending, "MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
+        patch.setattr(attending, "_MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
         actual, expected = attend_and_definition(
             method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
         )
@@ -205,7 +205,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"])
-    monkeypatch.setattr(cache, "FUSED_UPCAST_DEVICES", {device})
+    monkeypatch.setattr(cache, "_FUSED_UPCAST_DEVICES", {device})
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_verify_compares_logits_where_there_is_memory(tmp_path: Path, monkeypatc
 def test_verify_catches_wrong_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rope_ext_hf.checkpoints import verification as verifying
 
-    monkeypatch.setattr(verifying, "LOGIT_TOLERANCE", -1.0)
+    monkeypatch.setattr(verifying, "_LOGIT_TOLERANCE", -1.0)
     with pytest.raises(rope.CheckpointError, match="logits of the copy differ"):
         rope.convert_checkpoint("reference", tmp_path / "there", "interleaved", verify=True)
     assert not (tmp_path / "there").exists()

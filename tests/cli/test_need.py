@@ -41,7 +41,7 @@ def leave(folder: Path, digest: str, **values: object) -> Path:
 @pytest.mark.slow
 def test_the_bundled_model_from_the_question_to_the_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/choosing.md: as loaded it loses 2 bits per byte at twice the length."""
-    monkeypatch.setattr(need_question, "PROMPTS", (8, 8))
+    monkeypatch.setattr(need_question, "_PROMPTS", (8, 8))
     monkeypatch.chdir(tmp_path)
     for name in "abc":
         lines = (f"value_{name}{i} = compute_{name}({i}, {i * 37 % 101})" for i in range(40))

@@ -62,7 +62,7 @@ def words() -> Any:
 
 @pytest.mark.slow
 def test_a_random_model_is_not_cleared(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(need_question, "PROMPTS", (4, 4))
+    monkeypatch.setattr(need_question, "_PROMPTS", (4, 4))
     found = measure(small(), text, target_length=512)
     assert found.rises[512].high is not None
     assert abs(found.rises[512].value) < 0.02  # as flat as a loss can be
@@ -81,7 +81,7 @@ def test_a_random_model_is_not_cleared(text: list[Document], monkeypatch: pytest
 def test_a_model_whose_every_layer_sees_32_tokens_is_not_cleared(
     text: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(need_question, "PROMPTS", (4, 4))
+    monkeypatch.setattr(need_question, "_PROMPTS", (4, 4))
     with pytest.warns(UserWarning, match="2 of 2 layers attend to the last 32 tokens only"):
         found = measure(small(sliding_window=32), text, target_length=512)
     assert found.outcome is Outcome.WORSE
@@ -125,7 +125,7 @@ class Oracle:
 @pytest.mark.slow
 def test_an_oracle_counts_in_every_task_and_is_cleared(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TokenScorer", Oracle)
-    monkeypatch.setattr(need_question, "PROMPTS", (16, 16))
+    monkeypatch.setattr(need_question, "_PROMPTS", (16, 16))
     model = small(max_position_embeddings=2048, vocab_size=500)
     found = measure(model, text, target_length=3072, tokenizer=words())
     assert found.known == ["needle", "key-value", "variable tracking", ALL_TASKS]
@@ -139,7 +139,7 @@ def test_an_oracle_counts_in_every_task_and_is_cleared(text: list[Document], mon
 @pytest.mark.slow
 def test_too_few_documents_decide_nothing(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TokenScorer", Oracle)
-    monkeypatch.setattr(need_question, "TASKS", ("key-value",))
+    monkeypatch.setattr(need_question, "_TASKS", ("key-value",))
     found = measure(small(), text[:1], target_length=512)
     assert found.outcome is Outcome.CANNOT_TELL
     assert "1 document gives no interval" in found.conclusion
@@ -172,8 +172,8 @@ def test_the_architecture_is_counted_by_its_definition() -> None:
 def test_the_runs_are_kept_under_the_name_of_the_text(
     text: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(need_question, "PROMPTS", (4, 4))
-    monkeypatch.setattr(need_question, "TASKS", ())
+    monkeypatch.setattr(need_question, "_PROMPTS", (4, 4))
+    monkeypatch.setattr(need_question, "_TASKS", ())
     (tmp_path / "book.txt").write_text(text[0].text)
     found = measure(small(), text, target_length=384, out=tmp_path / "runs")
     [folder] = (tmp_path / "runs").glob("*-perplexity-*")
@@ -211,8 +211,8 @@ def test_every_document_weighs_about_the_same(text: list[Document], monkeypatch:
             return torch.ones(len(ids) - first)
 
     monkeypatch.setattr(runner, "TokenScorer", Counting)
-    monkeypatch.setattr(need_question, "TASKS", ())
-    monkeypatch.setattr(need_question, "PROMPTS", (16, 16))
+    monkeypatch.setattr(need_question, "_TASKS", ())
+    monkeypatch.setattr(need_question, "_PROMPTS", (16, 16))
     long = Document("long", "u" * 100_000)
     found = measure(small(), [long, *(Document(str(i), "abc" * 1000) for i in range(3))], target_length=512)
     assert found.rises[512].items == 4

@@ -492,7 +492,7 @@ def test_a_stream_is_read_no_further_than_needed(hub: Hub) -> None:
 
 
 def test_a_stream_is_shuffled_within_a_buffer(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "SHUFFLE_BUFFER", 50)
+    monkeypatch.setattr(corpora, "_SHUFFLE_BUFFER", 50)
     some = texts("hf:a/b", seed=1, max_documents=20)
     assert len(hub.read) <= 50 + 20
     assert some == texts("hf:a/b", seed=1, max_documents=20)

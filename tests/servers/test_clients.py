@@ -216,7 +216,7 @@ def test_the_probes_share_the_time_of_one_answer() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("extra", "message"), [(0, "does not answer with JSON"), (1, "more than")])
 def test_a_longer_question_may_have_a_longer_answer(extra: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MOST_BYTES", 2000)
+    monkeypatch.setattr(clients, "_MOST_BYTES", 2000)
     question = json.dumps(VLLMClient("", "x", 5.0, "").question(IDS))
     content = b" " * (2000 + clients.BYTES_PER_BYTE * len(question) + extra)
     with (

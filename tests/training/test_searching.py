@@ -204,7 +204,7 @@ def test_the_time_is_shared_between_searching_and_measuring(
     minutes: float, max_spans: int, expected: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_read(monkeypatch)
-    monkeypatch.setattr("rope_ext_hf.training.searching.PATIENCE", 1000)
+    monkeypatch.setattr("rope_ext_hf.training.searching._PATIENCE", 1000)
     report = search(small, tmp_path / "run", **QUICK | {"max_spans": max_spans}, minutes=minutes)
     assert (report.trials, report.seconds, report.cpu_seconds) == (expected, 10 * expected, 5 * expected)
 
