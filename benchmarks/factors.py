@@ -34,7 +34,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import RunPlan
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 
 SCALES = (1, 2, 4, 8, 16)
 """Lengths, in context lengths."""
@@ -84,7 +84,7 @@ def main() -> None:
         bound = None if method is None else bind(model, method, longest)
         with patched(model, bound) if bound else nullcontext():
             measurement = PerplexityMeasurement(up_to(plan, until))
-            results: Sequence[Result] = measure(model, RunPlan(measurement, arguments.data)).results
+            results: Sequence[Result] = carry_out(model, RunPlan(measurement, arguments.data)).results
         base = base or next(result for result in results if result.length == trained)
         for result in results:
             rows.append(

@@ -20,11 +20,8 @@ from record import benchmark_parser, record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import compare_runs, sweep
-from rope_ext_hf.eval.perplexity_question import fit_methods
-from rope_ext_hf.eval.retrieval_question import plan_passkey
+from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.runner import measure
 
 METHODS = ("linear", "ntk", "by-parts", "yarn", "llama3", "rerope", "self-extend", "dca", "stairs", "string")
 FACTOR, STEPS = 8, 150
@@ -45,12 +42,9 @@ def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
         model, data, lengths=lengths, methods=METHODS, factors=[FACTOR], max_spans=arguments.spans,
         keys_by=evaluator, out=out, progress=True,
     )  # fmt: skip
-    _, methods = fit_methods(model, lengths, METHODS, [FACTOR])
-    plan = plan_passkey(
-        model, lengths=lengths, depths=[0.5], task="key-value", trials=arguments.trials,
-        settings={"methods": methods},
-    )  # fmt: skip
-    comparison = compare_runs([losses.folder, measure(model, plan, out=out).folder])
+    question = Passkey(lengths=lengths, depths=[0.5], task="key-value", trials=arguments.trials)
+    answers = measure(model, question, methods=METHODS, factors=FACTOR, out=out)
+    comparison = compare_runs([losses.folder, answers.folder])
     comparison.write_page(out / "comparison.html")
     print(comparison.conclusion, flush=True)
     return {"model": folder.name, "context_length": length} | comparison.to_dict()

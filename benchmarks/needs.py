@@ -19,7 +19,7 @@ from training import take_steps
 from training_text import stdlib_training
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rope_ext_hf.eval.need_question import need
+from rope_ext_hf.eval.needs import need
 from rope_ext_hf.reference import path
 from rope_ext_hf.training import RandomPositionsCollator
 

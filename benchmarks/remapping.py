@@ -28,7 +28,7 @@ from rope_ext_hf.patches.geometry import bind
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare
 from rope_ext_hf.runs.kinds import RunPlan
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 
 METHODS = ("self-extend", "rerope", "leaky-rerope", "dca")
 TARGETS, SCALES = 128, (1, 2, 4, 8, 16, 32)
@@ -55,7 +55,7 @@ def as_loaded(model: Any, plan: EvalPlan) -> Result:
     length = min(plan.lengths)
     documents = [(document, tuple(s for s in spans if s.length == length)) for document, spans in plan.documents]
     shortest = replace(plan, lengths=(length,), documents=tuple(documents))
-    result: Result = measure(model, RunPlan(PerplexityMeasurement(shortest), "stdlib")).results[0]
+    result: Result = carry_out(model, RunPlan(PerplexityMeasurement(shortest), "stdlib")).results[0]
     return result
 
 

@@ -1,51 +1,39 @@
 """How well a model reads at long context lengths: perplexity, retrieval, task suites, lm-evaluation-harness.
 
+from rope_ext_hf.eval import Perplexity, measure
 from rope_ext_hf.eval import passkey, perplexity, sweep, tasks
 from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rope_ext_hf.eval.need_question import need
-from rope_ext_hf.eval.need_verdicts import Need
-from rope_ext_hf.eval.perplexity_question import perplexity, sweep
-from rope_ext_hf.eval.perplexity_results import Result
-from rope_ext_hf.eval.retrieval_question import passkey
-from rope_ext_hf.eval.retrieval_runs import Retrieval
-from rope_ext_hf.eval.task_question import tasks
-from rope_ext_hf.eval.task_runs import TaskResult
-from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.runs.comparison import Comparison, compare_runs
-from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.kinds import Results, Run
+from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
+    from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM as RopeHFLM
+    from rope_ext_hf.eval.measuring import measure as measure
+    from rope_ext_hf.eval.measuring import passkey as passkey
+    from rope_ext_hf.eval.measuring import perplexity as perplexity
+    from rope_ext_hf.eval.measuring import sweep as sweep
+    from rope_ext_hf.eval.measuring import tasks as tasks
+    from rope_ext_hf.eval.need_verdicts import NeedReport as NeedReport
+    from rope_ext_hf.eval.needs import need as need
+    from rope_ext_hf.eval.perplexity_results import Result as Result
+    from rope_ext_hf.eval.questions import Need as Need
+    from rope_ext_hf.eval.questions import Passkey as Passkey
+    from rope_ext_hf.eval.questions import Perplexity as Perplexity
+    from rope_ext_hf.eval.questions import Sweep as Sweep
+    from rope_ext_hf.eval.questions import Tasks as Tasks
+    from rope_ext_hf.eval.retrieval_runs import Retrieval as Retrieval
+    from rope_ext_hf.eval.task_runs import TaskResult as TaskResult
+    from rope_ext_hf.method_choice import MethodChoice as MethodChoice
+    from rope_ext_hf.reading.documents import Document as Document
+    from rope_ext_hf.runs.comparison import Comparison as Comparison
+    from rope_ext_hf.runs.comparison import compare_runs as compare_runs
+    from rope_ext_hf.runs.folder import read_run as read_run
+    from rope_ext_hf.runs.kinds import Results as Results
+    from rope_ext_hf.runs.kinds import Run as Run
 
-__all__ = [
-    "Comparison",
-    "Document",
-    "Need",
-    "Result",
-    "Results",
-    "Retrieval",
-    "RopeHFLM",
-    "Run",
-    "TaskResult",
-    "compare_runs",
-    "need",
-    "passkey",
-    "perplexity",
-    "read_run",
-    "sweep",
-    "tasks",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "RopeHFLM":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("rope_ext_hf.eval.lm_eval_adapter").RopeHFLM
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,6 +1,6 @@
 """What a measurement of how far a model reads comes to: numbers with intervals go in, sentences come out.
 
-Nothing here reads a model, a run or a file; `need_question.py` measures.
+Nothing here reads a model, a run or a file; `needs.py` measures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL_TASKS = "all these tasks"
 
 
 @dataclass(frozen=True)
-class Need:
+class NeedReport:
     """What was measured, and what follows from it.
 
     Attributes:

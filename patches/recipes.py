@@ -20,7 +20,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class _Recipe:
+class Recipe:
     """How long the context of a model is, as its publisher states it; recipes.toml explains the attributes."""
 
     name: str
@@ -80,13 +80,13 @@ class _Recipe:
 
 
 @cache
-def recipes() -> tuple[_Recipe, ...]:
+def recipes() -> tuple[Recipe, ...]:
     """Every recipe, in the order of the file."""
     text = files("rope_ext_hf.patches").joinpath("recipes.toml").read_text(encoding="utf-8")
-    return tuple(_Recipe(**values) for values in tomllib.loads(text)["recipe"])
+    return tuple(Recipe(**values) for values in tomllib.loads(text)["recipe"])
 
 
-def find_recipe(config: Any) -> _Recipe | None:
+def find_recipe(config: Any) -> Recipe | None:
     """The recipe of a text config without patches; None: there is none."""
     return next((recipe for recipe in recipes() if recipe.fits(config)), None)
 

@@ -6,60 +6,13 @@ model = rope.patch(model, "yarn", factor=8)
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# Every public name, by its module. They load when first used: the command line answers --help without torch, and
-# importing this package costs nothing.
-_NAMES = {
-    "": "modules",
-    "bounds": "limits",
-    "checkpoints.conversion": "convert_checkpoint",
-    "checkpoints.detection": "PairingReport detect_pairing",
-    "checkpoints.live_model": "convert",
-    "checkpoints.migration": "migrate_to_rope",
-    "checkpoints.report": "ConversionReport",
-    "engines.base": "ServingConfig",
-    "errors": "CheckpointError CorpusError FileError FingerprintError LengthError MethodError RopeExtError "
-    "ServingError UnsupportedModelError",
-    "methods.base": "Frequencies RopeMethod Rotary",
-    "methods.registry": "frequencies list_methods register_method",
-    "modules.standalone": "NTKAwareRoPE apply_rotary_pos_emb",
-    "patches.applying": "apply_plan",
-    "patches.describing": "Description describe",
-    "patches.fingerprint": "Fingerprint",
-    "patches.loading": "from_pretrained",
-    "patches.patching": "fixed_length patch patched profiles reset unpatch",
-    "patches.planning": "PatchPlan plan_patch",
-    "rotary.embedding": "RotaryEmbedding",
-    "advice.advice": "Advice",
-    "advice.advising": "advise",
-    "serving.audit": "Audit audit",
-    "serving.configs": "serving_config",
-    "serving.fingerprints": "fingerprint",
-    "servers.checking": "ServerReport check_server",
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = sorted([*_MODULES, "__version__"])
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULES[name]
-    value = getattr(import_module(f"{__name__}.{module}"), name) if module else import_module(f"{__name__}.{name}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-# Type checkers read imports alone; a test compares the two lists.
+# They load when first used: the command line answers --help without torch, and importing this package costs nothing.
 if TYPE_CHECKING:
     from rope_ext_hf import modules as modules
     from rope_ext_hf.advice.advice import Advice as Advice
@@ -109,3 +62,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config
     from rope_ext_hf.serving.fingerprints import fingerprint as fingerprint
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)
+__all__ += ["__version__"]

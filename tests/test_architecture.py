@@ -280,8 +280,8 @@ def test_no_private_name_crosses_modules() -> None:
 
 @functools.cache
 def taken_outside() -> set[tuple[str, str | None]]:
-    """What tests, benchmarks and examples take from modules."""
-    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    """What tests, benchmarks, examples and the scripts of the pages take from modules."""
+    files = [path for folder in ("tests", "benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
     return {
         (each.target, each.name)
         for path in files

@@ -69,8 +69,8 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
     """The pictures of docs/rope.md; those of trained queries and keys come from the bundled model."""
     import torch
 
-    from rope_ext_hf.eval.perplexity_question import expand
     from rope_ext_hf.hub import load_model, load_tokenizer
+    from rope_ext_hf.methods.registry import resolve_method
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.pictures.attention_vectors import spectra
     from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
@@ -81,7 +81,10 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
     own = patch_geometry(model)
     ids = load_tokenizer("reference")(stdlib_held_out()[0].text[:8000], add_special_tokens=False).input_ids
     trained = spectra(model, torch.tensor(ids[: own.context_length]))
-    over_own = {label(method.to_dict()): method for method in expand(["linear", "ntk", "yarn"], [8.0], own)}
+    over_own = {
+        label(method.to_dict()): method
+        for method in (resolve_method(name, own, factor=8.0) for name in ("linear", "ntk", "yarn"))
+    }
     drawings: dict[str, Callable[[Path], None]] = {
         "angles": lambda file: draw_angles(file, rotary),
         "similarity": lambda file: draw_similarity(file, rotary, methods, extended),

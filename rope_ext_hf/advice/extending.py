@@ -1,29 +1,31 @@
 """From a model and a length to a folder that an engine serves: which steps, and what the measurement among them says.
 
-plan = plan_extension("Qwen/Qwen3-8B", 131072, engine="vllm")
+plan = plan_extension("Qwen/Qwen3-8B", Extending(target_length="128k", engine="vllm"))
 print(plan.method, plan.reason, *plan.steps, sep="\n")
 """
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.advice.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.advice.advising import advise
+from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.engines.base import find_engine, list_engines
-from rope_ext_hf.engines.comparison import usual_server
 from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.perplexity_results import Result
+from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
+from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.methods.guidance import SERVING
 from rope_ext_hf.methods.measurements import rises_for_short_inputs
 from rope_ext_hf.patches.recipes import find_recipe
 from rope_ext_hf.patches.saving import unlike_copies
+from rope_ext_hf.questions import command_line, command_words, shell_line
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
@@ -53,7 +55,9 @@ class Extension:
             each small model that was measured, in bits per byte; the context length and the target length.
         lengths: the lengths in tokens that are measured, the context length and the target length last.
         out: the folder that is written.
-        steps: the commands, by name: ppl (where it is measured), patch and serve-config, without the program's name.
+        patch: the method, as it is patched in.
+        perplexity: what is measured before; None: nothing.
+        steps: the words of the commands that do it, by name: ppl (where it is measured), patch and serve-config.
     """
 
     model: str
@@ -66,12 +70,20 @@ class Extension:
     expectations: dict[int, tuple[float, ...]]
     lengths: tuple[int, ...]
     out: str
-    steps: dict[str, tuple[str, ...]]
+    patch: LayerChoice
+    perplexity: Perplexity | None
+    steps: dict[str, list[str]]
 
     @property
     def commands(self) -> dict[str, str]:
         """The steps as they are typed."""
-        return {name: f"rope-ext {shlex.join(words)}" for name, words in self.steps.items()}
+        return {name: shell_line(words) for name, words in self.steps.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("patch", "perplexity")
+        }
 
 
 @dataclass(frozen=True)
@@ -157,31 +169,18 @@ class ExtensionVerdict:
 
 def plan_extension(
     model: str,
-    target_length: int,
+    asked: Extending,
     *,
-    engine: str | None = None,
-    data: str | None = None,
-    most_spans: int = 16,
-    reading: Sequence[str] = (),
-    measure: bool = True,
-    out: Path | None = None,
-    over: str = "own",
-    context_length: int | None = None,
+    reading: Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Extension:
-    """Choose how a model is extended, by `advise`, and list the commands that do it; no weights are read.
+    """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
 
     Args:
         model: a folder, a Hub id or "reference".
-        target_length: tokens.
-        engine: a name that `rope-ext serve-config --help` lists; None: the usual server.
-        data: the text that is read; None: the modules of "stdlib", joined to documents that are long enough.
-        most_spans: how many spans of each length are read.
-        reading: further options of `rope-ext ppl`, such as --device.
-        measure: whether the loss is measured.
-        out: the folder to write; None: the name of the model with the length.
-        over, context_length: as in `patch`; None: the published one where a recipe is for such a length, else as read.
+        asked: the length, the engine, and more.
+        reading: further options of `rope-ext ppl`, such as device, by their names in Python.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
@@ -190,12 +189,13 @@ def plan_extension(
         ServingError: an engine that serves no fitting method.
         CheckpointError: no such model.
     """
-    engine = find_engine(engine or usual_server()).name
+    target_length, over, context_length = asked.target_length, asked.over, asked.context_length
+    engine = find_engine(asked.engine).name
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     if opened.specs:
         raise MethodError(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
-            f"model it was made from, or serve it: `rope-ext serve-config {shlex.quote(model)} --engine {engine}`"
+            f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
     advice = advise(
@@ -212,18 +212,20 @@ def plan_extension(
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
         reason = f"{where}{longer}: {recipe.source}"
-    folder = str(out or f"{Path(model).name}-{target_length}")
-    loading = ["--revision", revision] if revision else []
-    loading += ["--trust-remote-code"] if trust_remote_code else []
-    underneath = ["--over", over] if over != "own" else []
-    underneath += ["--context-length", str(context_length)] if context_length else []
-    asked = [model, "--method", chosen.method, "--target-length", str(target_length), *underneath, *loading]
+    folder = str(asked.out or f"{Path(model).name}-{target_length}")
+    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
+    choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
-    data = data or f"stdlib?join={_CHARACTERS * target_length}"
-    text = ["--lengths", ",".join(map(str, lengths)), "--max-spans", str(most_spans), "--data", data]
-    steps = {"ppl": ("ppl", *asked, *text, *reading)} if measure else {}
-    steps["patch"] = ("patch", *asked, "--out", folder)
-    steps["serve-config"] = ("serve-config", folder, "--engine", engine)
+    question = Perplexity(
+        lengths=lengths, max_spans=asked.max_spans, data=asked.data or f"stdlib?join={_CHARACTERS * target_length}"
+    )
+    steps = {
+        "ppl": command_words("ppl", model, **choice.options, **loading, **question.options, **(reading or {})),
+        "patch": command_words("patch", model, **choice.options, **loading, out=folder),
+        "serve-config": command_words("serve-config", folder, engine=engine),
+    }
+    if not asked.measure:
+        del steps["ppl"]
     return Extension(
         model=model,
         engine=engine,
@@ -239,6 +241,8 @@ def plan_extension(
         },
         lengths=lengths,
         out=folder,
+        patch=choice,
+        perplexity=question if asked.measure else None,
         steps=steps,
     )
 
@@ -254,7 +258,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
         raise MethodError(
             f"no method that engines serve brings {advice.model} from {advice.context_length:,} to "
             f"{advice.target_length:,} tokens without training, by what was measured; ask for fewer tokens, or see "
-            f"`rope-ext advise {shlex.quote(advice.model)} --target-length {advice.target_length}` for training"
+            f"`{command_line('advise', advice.model, target_length=advice.target_length)}` for training"
         )
     ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
     chosen = next((each for each in ordered if each.engines.get(engine)), None)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import (
     make_folder,
     print_error,
@@ -20,28 +19,17 @@ from rope_ext_hf.cli.console import (
     progress_bar,
     quiet_transformers,
 )
-from rope_ext_hf.cli.key_options import KeyOptions
-from rope_ext_hf.cli.options import (
-    ARGUMENTS,
-    EvalOptions,
-    Json,
-    Lengths,
-    MethodOptions,
-    Model,
-    Out,
-    SpanOptions,
-    parse_numbers,
-)
+from rope_ext_hf.cli.options import ARGUMENTS, EvalOptions, Json, Model, Out
 from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions
 from rope_ext_hf.errors import MethodError, duration, short
+from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.suites.base import suite_names
+from rope_ext_hf.method_choice import MethodChoice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.workers import Workers
 
@@ -51,12 +39,11 @@ _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 
 
 @dataclass(frozen=True)
-class _RunOptions:
-    """What every measurement is given: the model, the lengths, the methods, and where results are kept."""
+class RunOptions:
+    """What every measurement is given: the model, the methods, and where results are kept."""
 
     model: Model
-    lengths: Lengths
-    methods: MethodOptions
+    methods: MethodChoice
     load: EvalOptions
     out: Out = _RESULTS
     as_json: Json = False
@@ -76,31 +63,23 @@ def demo(
 
     Example: `rope-ext demo`
     """
-    from rope_ext_hf.eval.perplexity_question import plan_perplexity
-    from rope_ext_hf.eval.retrieval_question import plan_passkey
     from rope_ext_hf.hub import load_model
-    from rope_ext_hf.methods.registry import resolve_method
-    from rope_ext_hf.patches.geometry import bind, patch_geometry
+    from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.runs.comparison import Comparison
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
-    rotary = patch_geometry(model)
-    trained = rotary.context_length
-
+    trained = patch_geometry(model).context_length
     lengths = [trained * 2**doublings for doublings in range(4)]
-    resolved = (resolve_method(name, rotary, target_length=lengths[-1]) for name in _DEMO_METHODS)
-    settings = {"methods": (None, *(bind(model, method, lengths[-1]) for method in resolved))}
-    text = plan_perplexity(model, "stdlib", lengths=lengths, max_spans=spans, settings=settings)
-    questions = plan_passkey(
-        model, lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4, settings=settings
-    )
+    methods = MethodChoice(method=_DEMO_METHODS)
+    text = Perplexity(lengths=lengths, max_spans=spans).plan(model, methods)
+    questions = Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4).plan(model, methods)
     make_folder(out)
-    loss = _measure(context, model, text, out)
+    loss = _measure(context.meta[ARGUMENTS], model, text, out)
     if not as_json:
         _print_run(loss, as_json)
     _stop_if_not_finite(loss)
-    retrieval = _measure(context, model, questions, out)
+    retrieval = _measure(context.meta[ARGUMENTS], model, questions, out)
     if not as_json:
         _print_run(retrieval, as_json)
     comparison = Comparison([loss, retrieval])
@@ -118,15 +97,15 @@ def demo(
         print_text(f"\n{comparison.conclusion}\n\nreport   {page}\npicture  {note}")
 
 
-def ppl(given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> Any:
+def ppl(context: typer.Context, given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    return _perplexity(given, spans, keys, reader)
+    answer(given, question, reader, context.meta[ARGUMENTS])
 
 
-def sweep(given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions) -> None:
+def sweep(context: typer.Context, given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
     """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
 
     Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
@@ -135,143 +114,25 @@ def sweep(given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: Read
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    _perplexity(given, spans, keys, reader, fit=True)
+    answer(given, question, reader, context.meta[ARGUMENTS])
 
 
-def _perplexity(
-    given: _RunOptions, spans: SpanOptions, keys: KeyOptions, reader: ReaderOptions, *, fit: bool = False
-) -> Run[Any]:
-    """Measure perplexity; `fit` adds the context length, methods where none is given, and each length's factor."""
-    from rope_ext_hf.eval.perplexity_question import DEFAULT_METHODS, fit_methods, plan_perplexity
-
-    wanted, methods = parse_lengths(given.lengths), given.methods
-    span_arguments = spans.arguments()
-    methods.check(factor_alone=fit)
-
-    def planned(
-        empty: PreTrainedModel, load: EvalOptions, workers: Workers
-    ) -> tuple[RunPlan[PerplexityMeasurement], Workers]:
-        lengths = wanted
-        if fit:
-            names = methods.resolve(empty, max(wanted), wanted) if methods.names else DEFAULT_METHODS
-            lengths, chosen = fit_methods(empty, wanted, names, methods.factors or None, **methods.underneath)
-        else:
-            chosen = (None, *methods.resolve(empty, max(wanted)))
-        settings = methods.underneath | load.reading | {"methods": chosen}
-        tokenizer = load.tokenizer(given.model)
-        plan = plan_perplexity(
-            empty, spans.data, lengths=lengths, tokenizer=tokenizer, settings=settings, **span_arguments
-        )
-        make_folder(given.out)
-        evaluator = replace(load, revision=None)  # that one is of the measured model
-
-        def find(empty: PreTrainedModel, source: str, of_keys: RunPlan[Any]) -> Run[Any]:
-            _preflight(empty, evaluator, of_keys, workers)
-            return _measure(methods.context, evaluator.model(source), of_keys, given.out, workers)
-
-        plan = keys.mark(plan, evaluator, find, first=workers.rank == 0)
-        return reader.reading(plan, given.model, empty, load, workers)
-
-    return _run(given, reader, planned, spans.most_spans)
-
-
-def passkey(
-    given: _RunOptions,
-    shared: ProcessOptions,
-    depths: Annotated[
-        str,
-        typer.Option(metavar="SHARES", help="Where the statement stands: 0 at the start, 1 at the end."),
-    ] = "0,0.25,0.5,0.75,1",
-    trials: Annotated[int, typer.Option(min=1, help="Prompts per length and depth.")] = 10,
-    keys: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Statements in every prompt, of which one is asked for. As many as depths: each prompt is read once.",
-        ),
-    ] = 1,
-    distractors: Annotated[int, typer.Option(min=1, help="Wrong answers that the right one is ranked among.")] = 19,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="passkey, needle, key-value, assignment, quote or copy. Default: passkey; for the bundled model "
-            "key-value."
-        ),
-    ] = None,
-    haystack: Annotated[
-        str | None, typer.Option(help="Text to hide it in, named as in --data of ppl. Default: the task's own.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="For names, values and the text around them.")] = 0,
-) -> None:
+def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared: ProcessOptions) -> None:
     """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
-    from rope_ext_hf.eval.retrieval_question import plan_passkey
-
-    wanted = parse_lengths(given.lengths)
-    plan = partial(
-        plan_passkey,
-        lengths=wanted,
-        depths=parse_numbers("--depths", depths, "0,0.5,1"),
-        trials=trials,
-        keys=keys,
-        seed=seed,
-        haystack=haystack,
-        task=task or ("key-value" if given.model == "reference" else "passkey"),
-        distractors=distractors,
-    )
-    _run_prompts(given, shared, max(wanted), plan)
+    if question.task is None and given.model == "reference":
+        question = replace(question, task="key-value")
+    answer(given, question, shared, context.meta[ARGUMENTS])
 
 
-def tasks(
-    given: _RunOptions,
-    shared: ProcessOptions,
-    suite: Annotated[
-        str, typer.Option(help=f"{', '.join(suite_names())}; short is a guard for short inputs.")
-    ] = "ruler",
-    chosen: Annotated[
-        str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of the suite, by commas. Default: all.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts per task and length.")] = 20,
-    haystack: Annotated[
-        str, typer.Option(help="The text that facts are hidden in, named as in --data of ppl; some tasks use none.")
-    ] = "stdlib",
-    score: Annotated[
-        str | None,
-        typer.Option(
-            help="generate: the share of right answers generated; rank: the right one among 19 others. Default: "
-            "generate; of short rank."
-        ),
-    ] = None,
-    chat_template: Annotated[
-        str, typer.Option(help="auto: the tokenizer's chat template, where it has one; never.")
-    ] = "auto",
-    extra_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens to generate beyond each task's budget, for models that reason first.")
-    ] = 0,
-    seed: Annotated[int | None, typer.Option(help="Of the prompts. Default: the suite's own, 42 for ruler.")] = None,
-) -> None:
+def tasks(context: typer.Context, given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
     """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    from rope_ext_hf.eval.task_question import plan_tasks
-
-    wanted = parse_lengths(given.lengths)
-    plan = partial(
-        plan_tasks,
-        lengths=wanted,
-        suite=suite,
-        tasks=None if chosen is None else [name.strip() for name in chosen.split(",")],
-        samples=samples,
-        seed=seed,
-        haystack=haystack,
-        score=score,
-        chat_template=chat_template,
-        extra_tokens=extra_tokens,
-    )
-    _run_prompts(given, shared, max(wanted), plan)
+    answer(given, question, shared, context.meta[ARGUMENTS])
 
 
 def report(
@@ -314,38 +175,52 @@ def report(
     print_text(f"{comparison.conclusion}\nreport   {page}")
 
 
-def _run_prompts(given: _RunOptions, shared: ProcessOptions, longest: int, plan: Callable[..., RunPlan[Any]]) -> None:
-    """Measure what is planned from the model, its tokenizer and settings of the methods for the longest length."""
+def answer(given: RunOptions, question: LengthsQuestion, shared: ProcessOptions, words: Sequence[str]) -> Run[Any]:
+    """Plan from the model on the meta device, measure, and print from the first process.
 
-    def planned(empty: PreTrainedModel, load: EvalOptions, workers: Workers) -> tuple[RunPlan[Any], Workers]:
-        chosen = (None, *given.methods.resolve(empty, longest))
-        settings = given.methods.underneath | load.reading | {"methods": chosen}
-        return plan(empty, tokenizer=load.tokenizer(given.model), settings=settings), workers
-
-    _run(given, shared, planned)
-
-
-def _run(
-    given: _RunOptions,
-    shared: ProcessOptions,
-    planned: Callable[[PreTrainedModel, EvalOptions, Workers], tuple[RunPlan[Any], Workers]],
-    most_spans: int | None = None,
-) -> Run[Any]:
-    """Plan a measurement from the model on the meta device, measure it, and print it from the first process."""
+    Args:
+        words: the command, which the run's folder keeps.
+    """
     from rope_ext_hf.hub import foreign_errors
 
     workers, load = shared.launched(given.load)
     quiet_transformers()
     with workers.in_step(), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
         empty = load.empty_model(given.model)
-        plan, workers = planned(empty, load, workers)
+        plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
         make_folder(given.out)
-        _preflight(empty, load, plan, workers, most_spans)
-        run = _measure(given.methods.context, load.model(given.model), plan, given.out, workers)
+        if isinstance(question, Perplexity):
+            plan = _with_keys(plan, question, load, given.out, workers, words)
+        plan, workers = shared.reading(plan, given.model, empty, load, workers)
+        _preflight(empty, load, plan, workers, getattr(question, "max_spans", None))
+        run = _measure(words, load.model(given.model), plan, given.out, workers)
     if workers.rank == 0:
         _print_run(run, given.as_json)
     _stop_if_not_finite(run)
     return run
+
+
+def _with_keys(
+    plan: RunPlan[Any], question: Perplexity, load: EvalOptions, out: Path, workers: Workers, words: Sequence[str]
+) -> RunPlan[Any]:
+    """The plan with its key tokens, which another model finds before the measured one is loaded."""
+    from rope_ext_hf.eval.key_token_runs import KEYS_FILE
+    from rope_ext_hf.eval.perplexity_plans import with_keys
+
+    evaluator = replace(load, revision=None)  # that one is of the measured model
+
+    def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
+        empty = evaluator.empty_model(source)
+        of_keys = planned(empty, evaluator.tokenizer(source))
+        _preflight(empty, evaluator, of_keys, workers)
+        run = _measure(words, evaluator.model(source), of_keys, out, workers)
+        if workers.rank == 0:
+            (found,) = run.results
+            text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
+            print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
+        return run, of_keys
+
+    return with_keys(plan, question, find, write=workers.rank == 0)
 
 
 def _preflight(
@@ -401,12 +276,12 @@ def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int
 
 
 def _measure(
-    context: typer.Context, model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
+    words: Sequence[str], model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
 ) -> Run[Any]:
-    """Measure a plan in a run's folder, and show progress."""
+    """Carry out a plan in a run's folder, which keeps the words of the command, and show progress."""
     from rope_ext_hf.cli.time_left import TimeLeft
     from rope_ext_hf.runs.commands import add_command
-    from rope_ext_hf.runs.runner import Progress, measure
+    from rope_ext_hf.runs.runner import Progress, carry_out
     from rope_ext_hf.runs.workers import Workers
 
     workers = workers or Workers()
@@ -423,7 +298,7 @@ def _measure(
             def started(self, folder: Path, done: int, units: int) -> None:
                 left.total *= 1 - done / max(1, units)  # fewer items than processes
                 if first:
-                    add_command(folder, context.meta[ARGUMENTS])
+                    add_command(folder, words)
                     bar.set_total(round(share * sum(passes)))
                     print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 
@@ -437,7 +312,7 @@ def _measure(
                 if first and "engine" not in plan.reader:  # which starts in the first pass of each method
                     left.passed(tokens)
 
-        return measure(model, plan, out=out, workers=workers, progress=Shown())
+        return carry_out(model, plan, out=out, workers=workers, progress=Shown())
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:

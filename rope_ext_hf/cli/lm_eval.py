@@ -9,11 +9,11 @@ import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.layer_options import LayerOptions
 from rope_ext_hf.cli.options import Json, LoadOptions, Model
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.method_choice import LayerChoice
 
 _TEMPLATE = {"auto": None, "always": True, "never": False}
 
@@ -37,7 +37,7 @@ def lm_eval(
     tasks: Annotated[
         str, typer.Option(metavar="NAMES", help="Names, groups or YAML files, e.g. niah_single_1,longbench_*.")
     ],
-    methods: LayerOptions,
+    methods: LayerChoice,
     load: LoadOptions,
     include_path: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder with task definitions of your own.")
@@ -63,6 +63,8 @@ def lm_eval(
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
+    from rope_ext_hf.patches.choosing import apply_choice
+
     methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
@@ -82,7 +84,7 @@ def lm_eval(
         print_note("fetches", fetched)
     loaded = load.model(model)
     tokenizer = load.tokenizer(model)
-    methods.apply(loaded)
+    apply_choice(methods, loaded)
     results = evaluate(
         loaded,
         tokenizer,

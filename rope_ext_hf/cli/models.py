@@ -10,10 +10,10 @@ import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, quiet_transformers
-from rope_ext_hf.cli.layer_options import LayerOptions
-from rope_ext_hf.cli.options import Json, LoadOptions, MethodOptions, Model, Out, SourceOptions
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, SourceOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
+from rope_ext_hf.method_choice import LayerChoice, MethodChoice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ def _options_text(row: dict[str, Any]) -> str:
 
 def describe(
     model: Model,
-    methods: LayerOptions,
+    methods: LayerChoice,
     source: SourceOptions,
     as_json: Json = False,
 ) -> None:
@@ -80,18 +80,19 @@ def describe(
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.patches.choosing import apply_choice
 
     methods.check_single()
     quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be described"):
-        methods.apply(empty)
+        apply_choice(methods, empty)
         description = _describe(empty, model, source)
     print_text(json_text(description.to_dict()) if as_json else str(description))
 
 
 def explain(
-    methods: MethodOptions,
+    methods: MethodChoice,
     source: LoadOptions,
     model: Annotated[
         str | None,
@@ -161,26 +162,25 @@ def explain(
         print_text(str(made.page))
 
 
-def _methods_to_draw(methods: MethodOptions, rotary: Rotary, own: RopeMethod | None) -> tuple[list[RopeMethod], int]:
+def _methods_to_draw(methods: MethodChoice, rotary: Rotary, own: RopeMethod | None) -> tuple[list[RopeMethod], int]:
     """What is drawn beside plain RoPE, and how far, in tokens.
 
     Args:
         own: the patch of the model's folder, drawn where no method or factor was asked for.
     """
-    from rope_ext_hf.eval.perplexity_question import DEFAULT_METHODS, expand
+    from rope_ext_hf.eval.questions import DEFAULT_METHODS
     from rope_ext_hf.methods.remapping import RemappingMethod
+    from rope_ext_hf.patches.choosing import over_rotary
     from rope_ext_hf.pictures.rope_plots import check_size, reach
 
     methods.check(factor_alone=True)
-    factors = methods.factors or [8.0]
-    length = methods.extended_length or round(rotary.context_length * max(factors))
+    length = methods.target_length or round(rotary.context_length * max(methods.factor or [8.0]))
     check_size(rotary, length)
-    if methods.names:
-        chosen = methods.over_rotary(rotary, length)
-        return [m.bind(rotary, to) if isinstance(m, RemappingMethod) else m for m, to in chosen], length
-    if own is not None and not methods.factors:
+    if own is not None and not methods.method and not methods.factor:
         return [own], reach(rotary, [own])
-    return expand(DEFAULT_METHODS, factors, rotary), length
+    chosen = over_rotary(replace(methods, method=methods.method or DEFAULT_METHODS), rotary, length)
+    bound = (m.bind(rotary, to) if isinstance(m, RemappingMethod) else m for m, to in chosen)
+    return list(dict.fromkeys(bound)), length
 
 
 def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str]:
@@ -242,7 +242,7 @@ def diff(
 def patch(
     model: Model,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
-    methods: LayerOptions,
+    methods: LayerChoice,
     source: SourceOptions,
     native: Annotated[
         bool,
@@ -258,21 +258,29 @@ def patch(
 
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
-    from rope_ext_hf.hub import foreign_errors, model_folder, model_source
-    from rope_ext_hf.patches.saving import save_patched_folder
-
     methods.check_single(required=True)
-    quiet_transformers()
-    empty = source.empty_model(model)
-    with foreign_errors(f"the model {short(model)!r} could not be patched"):
-        methods.apply(empty, native=native)
-        folder = model_folder(model, revision=source.revision)
-        is_folder = folder == Path(model_source(model))  # else of the Hub's cache, where it is named after a commit
-        save_patched_folder(empty, folder, out, folder.name if is_folder else model)
-        description = _describe(empty, model, source)
+    description = write_patched(model, out, methods, source, native=native)
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )
+
+
+def write_patched(
+    model: str, out: Path, methods: LayerChoice, source: SourceOptions, *, native: bool = False
+) -> Description:
+    """Write a copy of a model folder that carries a method, and describe it."""
+    from rope_ext_hf.hub import foreign_errors, model_folder, model_source
+    from rope_ext_hf.patches.choosing import apply_choice
+    from rope_ext_hf.patches.saving import save_patched_folder
+
+    quiet_transformers()
+    empty = source.empty_model(model)
+    with foreign_errors(f"the model {short(model)!r} could not be patched"):
+        apply_choice(methods, empty, native=native)
+        folder = model_folder(model, revision=source.revision)
+        is_folder = folder == Path(model_source(model))  # else of the Hub's cache, where it is named after a commit
+        save_patched_folder(empty, folder, out, folder.name if is_folder else model)
+        return _describe(empty, model, source)
 
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:

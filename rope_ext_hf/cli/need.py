@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rope_ext_hf.bounds import MOST_TOKENS, parse_length
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.options import EvalOptions, Json, Model
 from rope_ext_hf.errors import FileError
+from rope_ext_hf.eval.questions import Need
 from rope_ext_hf.files import json_text, read_json, write_json
 
 if TYPE_CHECKING:
-    from rope_ext_hf.eval.need_verdicts import Need
+    from rope_ext_hf.eval.need_verdicts import NeedReport
 
 
 _NEED_FILE = "need.json"
@@ -25,13 +26,7 @@ _NEED_FILE = "need.json"
 def need(
     model: Model,
     load: EvalOptions,
-    target_length: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k. Default: up to 4 context lengths."),
-    ] = None,
-    data: Annotated[
-        str, typer.Option(metavar="TEXT", help="The text that is read, as in `rope-ext ppl`, with long documents.")
-    ] = "stdlib",
+    question: Need,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -49,10 +44,9 @@ def need(
 
     Example: `rope-ext need reference --target-length 512`
     """
-    from rope_ext_hf.eval.need_question import need as find_need
+    from rope_ext_hf.eval.needs import need as find_need
     from rope_ext_hf.hub import foreign_errors, source_digest
 
-    wanted = parse_length(target_length)
     digest = source_digest(model, revision=load.revision)
     out = out or Path("rope-ext-results") / f"need-{Path(model).name or 'model'}-{digest[:10]}"
     make_folder(out)
@@ -60,8 +54,7 @@ def need(
     with foreign_errors(f"the model {model!r} could not be measured"):
         found = find_need(
             load.model(model),
-            data,
-            target_length=wanted,
+            **question.arguments,
             tokenizer=load.tokenizer(model),
             out=out,
             chunk=load.tokens_per_pass,
@@ -72,7 +65,7 @@ def need(
     print_text(json_text(record) if as_json else f"{found}\n  {record['command']}".rstrip())
 
 
-def _next_command(found: Need, model: str, out: Path) -> str:
+def _next_command(found: NeedReport, model: str, out: Path) -> str:
     """The command that follows from what was found; none where every layer's window is too narrow."""
     from rope_ext_hf.runs.verdicts import Outcome
 

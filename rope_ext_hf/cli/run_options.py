@@ -41,6 +41,17 @@ class ProcessOptions:
             load = replace(load, device=own)
         return workers, load
 
+    def reading(
+        self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
+    ) -> tuple[RunPlan[Any], Workers]:
+        """The plan with what reads its text, and its processes; prints what is left out.
+
+        Args:
+            model: its name.
+            empty: the model on the meta device.
+        """
+        return plan, workers
+
 
 @dataclass(frozen=True)
 class ReaderOptions(ProcessOptions):
@@ -65,12 +76,6 @@ class ReaderOptions(ProcessOptions):
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> tuple[RunPlan[Any], Workers]:
-        """The plan with what reads its text, and its processes; prints what is left out.
-
-        Args:
-            model: its name.
-            empty: the model on the meta device.
-        """
         from rope_ext_hf.hub import is_adapter
         from rope_ext_hf.runs.context_parallel import spread_over
         from rope_ext_hf.servers.vllm_scorer import scored_by_engine

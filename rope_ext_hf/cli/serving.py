@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
+from rope_ext_hf.cli.evaluation import RunOptions, answer
+from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.cli.options import (
-    ARGUMENTS,
     EvalOptions,
     Json,
     LoadOptions,
     Model,
-    PatchOptions,
     SourceOptions,
     parse_numbers,
 )
+from rope_ext_hf.cli.run_options import ReaderOptions
 from rope_ext_hf.engines.base import list_engines
-from rope_ext_hf.engines.comparison import usual_server
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
+from rope_ext_hf.method_choice import PatchChoice
 
 if TYPE_CHECKING:
-    from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
 
 
@@ -39,40 +39,9 @@ _Version = Annotated[
 
 
 def extend(
-    context: typer.Context,
     model: Model,
     load: EvalOptions,
-    target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", help=f"What will serve it: one of {', '.join(list_engines())}.")
-    ] = usual_server(),
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The folder to write. Default: MODEL-TOKENS.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The text that is read, as in `rope-ext ppl`; it takes three documents of the target length. Default: "
-            "'stdlib', joined to documents that are long enough, which it has for up to 32k tokens.",
-        ),
-    ] = None,
-    max_spans: Annotated[int, typer.Option(min=1, metavar="N", help="Spans of text that are read per length.")] = 16,
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure the loss at short inputs and at the target length.")
-    ] = True,
-    over: Annotated[
-        str, typer.Option(metavar="WHAT", help="What is extended: own or original, see `rope-ext describe --help`.")
-    ] = "own",
-    context_length: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS", help="The length that the model is for. Default: as published, else as its config states."
-        ),
-    ] = None,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Write the folder also where the measurement speaks against it.")
-    ] = False,
+    question: Extending,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the first step.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -85,22 +54,11 @@ def extend(
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
     from rope_ext_hf.advice.extending import carries, judge, plan_extension
-    from rope_ext_hf.serving.configs import serving_config
+    from rope_ext_hf.serving.configs import as_text, serving_config
 
     quiet_transformers()
-    plan = plan_extension(
-        model,
-        parse_length(target_length),
-        engine=engine,
-        data=data,
-        most_spans=max_spans,
-        reading=_as_options(load, SourceOptions),
-        measure=measure,
-        out=out,
-        over=over,
-        context_length=parse_length(context_length),
-        **load.version,
-    )
+    reading = {name: value for name, value in load.options.items() if name not in load.version}
+    plan = plan_extension(model, question, reading=reading, **load.version)
     written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
@@ -110,41 +68,21 @@ def extend(
             print_text("\n".join(plan.commands.values()))
             if not typer.confirm("Go on?", default=True):
                 raise typer.Exit(1)
-        if measure:
-            verdict = judge(plan, _run_step(context, plan, "ppl"))
+        if plan.perplexity is not None:
+            print_text(f"\n$ {plan.commands['ppl']}")
+            given = RunOptions(model, plan.patch, load)
+            verdict = judge(plan, answer(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"]))
             print_text(f"verdict   {verdict}")
-            if verdict.refusal and not anyway:
+            if verdict.refusal and not question.anyway:
                 raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")
         if not written:
-            _run_step(context, plan, "patch")
-        if not as_json:
-            _run_step(context, plan, "serve-config")
+            print_text(f"\n$ {plan.commands['patch']}")
+            print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
+        serving = serving_config(plan.out, plan.engine)
+        print_text(f"\n$ {plan.commands['serve-config']}\n{as_text(serving)}")
     if as_json:
-        serving = serving_config(plan.out, engine).to_dict()
         measured = verdict.to_dict() if verdict else None
-        print_text(json_text({"plan": asdict(plan), "verdict": measured, "serving": serving}))
-
-
-def _as_options(group: Any, *without: Any) -> list[str]:
-    """The values of a group of options that are not the defaults, as they are typed."""
-    left_out = {field.name for each in without for field in fields(each)}
-    given = {f.name: getattr(group, f.name) for f in fields(group) if getattr(group, f.name) != f.default}
-    words: list[str] = []
-    for name, value in given.items():
-        if name not in left_out:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
-
-
-def _run_step(context: typer.Context, plan: Extension, step: str) -> Any:
-    """Show a step and run it as if it had been typed."""
-    words = plan.steps[step]
-    print_text(f"\n$ {plan.commands[step]}")
-    group: Any = context.parent
-    context.meta[ARGUMENTS] = list(words)
-    command = group.command.get_command(group, step)
-    with command.make_context(step, list(words[1:]), parent=group) as inner:
-        return command.invoke(inner)
+        print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
 
 
 def advise(
@@ -192,7 +130,7 @@ def advise(
 
 def serve_config(
     model: Model,
-    methods: PatchOptions,
+    methods: PatchChoice,
     source: SourceOptions,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
     engine_version: _Version = None,
@@ -276,7 +214,7 @@ def check_server(
 def gguf(
     file: Annotated[Path, typer.Argument(metavar="IN.gguf", help="The GGUF file of the model.")],
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
-    methods: PatchOptions,
+    methods: PatchChoice,
     source: SourceOptions,
     model: Annotated[str, typer.Option(metavar="MODEL", help="The folder or Hub id that the file was made from.")],
     as_json: Json = False,
@@ -316,7 +254,7 @@ def audit(
 
 def _configure(
     model: str,
-    methods: PatchOptions,
+    methods: PatchChoice,
     source: SourceOptions,
     engine: str,
     version: str | None,
@@ -332,5 +270,5 @@ def _configure(
         engine_version=version,
         plugin=plugin,
         **source.version,
-        **methods.arguments,
+        **methods.arguments_of_patch,
     )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 
 _AS_LOADED = "as loaded"
-_RECOVERED = 2 / 3
+RECOVERED = 2 / 3
 """A method helps where it takes away this share of what the model as loaded loses at the length."""
 
 
@@ -111,8 +111,8 @@ def _smallest(method: str, fits: Callable[[Rise], bool]) -> tuple[Rise, ...]:
 
 
 def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
-    """The models on which the method takes away `_RECOVERED` of what the model as loaded loses at the length."""
-    return tuple(rise.model for rise in rises if rise.increase <= (1 - _RECOVERED) * rise.as_loaded)
+    """The models on which the method takes away `RECOVERED` of what the model as loaded loses at the length."""
+    return tuple(rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded)
 
 
 def _measured_reaches(method: str) -> tuple[dict[_MeasuredModel, float], float]:

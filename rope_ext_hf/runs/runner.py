@@ -1,7 +1,7 @@
 """The one loop of every measurement: methods x items x cells, in memory or in a run's folder.
 
     plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
-    run = measure(model, plan, out="rope-ext-results")
+    run = carry_out(model, plan, out="rope-ext-results")
 
 A run's folder is named after everything that its numbers depend on (model, patches, text, protocol, code: see
 `identity.py`), so that a changed setting starts another run. Each finished piece of work is one line of the folder's
@@ -76,7 +76,7 @@ class Progress:
         """The run is complete, or was stopped."""
 
 
-class ProgressBar(Progress):
+class TqdmProgress(Progress):
     """A bar of tqdm: in a notebook a widget, elsewhere a line on standard error."""
 
     def __init__(self, plan: RunPlan[Any]) -> None:
@@ -188,14 +188,7 @@ class _Job:
         return patched(self.model, method, over=self.plan.over, context_length=self.plan.context_length)
 
 
-def progress_of_tokens(given: Callable[[int], object] | bool | None, plan: RunPlan[Any]) -> Progress:
-    """The progress that `perplexity` and `passkey` take: called with the tokens of each pass, or True for a bar."""
-    if given is True:
-        return ProgressBar(plan)
-    return Progress((lambda _, tokens: given(tokens)) if given else None)
-
-
-def measure(
+def carry_out(
     model: PreTrainedModel,
     plan: RunPlan[Any],
     *,

@@ -1,23 +1,22 @@
 """What training a patched model needs beside a trainer: positions, weights of the loss, and checks that stop it."""
 
-from rope_ext_hf.patches.parallelism import check_context_parallel
-from rope_ext_hf.training.callback import RopeCallback
-from rope_ext_hf.training.collators import MixedWindowsCollator, PoSECollator, RandomPositionsCollator
-from rope_ext_hf.training.finetuning import FinetuneReport, Finetuning, finetune
-from rope_ext_hf.training.longce import longce_weights
-from rope_ext_hf.training.search_report import SearchReport
-from rope_ext_hf.training.searching import search
+from __future__ import annotations
 
-__all__ = [
-    "FinetuneReport",
-    "Finetuning",
-    "MixedWindowsCollator",
-    "PoSECollator",
-    "RandomPositionsCollator",
-    "RopeCallback",
-    "SearchReport",
-    "check_context_parallel",
-    "finetune",
-    "longce_weights",
-    "search",
-]
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rope_ext_hf.patches.parallelism import check_context_parallel as check_context_parallel
+    from rope_ext_hf.training.callback import RopeCallback as RopeCallback
+    from rope_ext_hf.training.collators import MixedWindowsCollator as MixedWindowsCollator
+    from rope_ext_hf.training.collators import PoSECollator as PoSECollator
+    from rope_ext_hf.training.collators import RandomPositionsCollator as RandomPositionsCollator
+    from rope_ext_hf.training.finetuning import FinetuneReport as FinetuneReport
+    from rope_ext_hf.training.finetuning import finetune as finetune
+    from rope_ext_hf.training.longce import longce_weights as longce_weights
+    from rope_ext_hf.training.questions import Finetuning as Finetuning
+    from rope_ext_hf.training.search_report import SearchReport as SearchReport
+    from rope_ext_hf.training.searching import search as search
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

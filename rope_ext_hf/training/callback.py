@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
-from rope_ext_hf.eval.perplexity_question import perplexity
+from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.files import atomic_file, json_text, read_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -18,24 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.perplexity_question import perplexity
+from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_results import Result, difference
-from rope_ext_hf.eval.retrieval_question import passkey
 from rope_ext_hf.files import atomic_file, json_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
+from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Corpus, Tokens, corpus_name
+from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
+from rope_ext_hf.training.questions import Finetuning
 from rope_ext_hf.training.recipe import Budget, Rows, train
 from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model, split
 
@@ -116,94 +115,27 @@ def _share_text(share: Estimate) -> str:
     return share.text("{:.0%}".format) + (f" of {share.items} prompts" if share.low is None else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finetuning:
-    """What is asked of a fine-tuning.
-
-    Attributes:
-        model: a folder, a Hub id or "reference".
-        data: the text to train on, as `rope_ext_hf.eval.perplexity` takes it.
-        method, factor, target_length, over, context_length, params: as `rope_ext_hf.patch` takes them.
-        minutes, steps: how long is trained; one of the two. With minutes the result depends on the machine's speed.
-        eval_data: the text that is measured; None: one in ten documents of `data`, or the last tenth of a single one,
-            which are not trained on.
-        train_all: train all weights instead of adapters (LoRA of all linear layers, with norms and embeddings trained
-            whole, as LongLoRA needs them), which are merged at the end.
-        rank: of the adapters.
-        learning_rate: its peak. Large models trained whole commonly take 2e-5.
-        batch, accumulate: long rows of a pass on each device, and passes of a step.
-        guard: how strongly the model is held to the one before the patch on inputs of the context length; 0: not, and
-            no second copy of the model is in memory.
-        control: also train the model without the patch for as long, on as many tokens in rows of the context length.
-        retrieval: a task of `rope_ext_hf.eval.passkey`, e.g. "needle", that is measured at the target length.
-        max_spans: spans of text measured at each length.
-        seed: of what is drawn.
-        dtype, device: of the model.
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether the Python code that comes with the model may run.
-        params: parameters of the method.
-
-    Raises:
-        MethodError: not one of minutes and steps.
-    """
-
-    model: str
-    data: Corpus
-    method: str | RopeMethod
-    factor: float | None = None
-    target_length: Length | None = None
-    over: str = "own"
-    context_length: int | None = None
-    minutes: float | None = None
-    steps: int | None = None
-    eval_data: Corpus | None = None
-    train_all: bool = False
-    rank: int = 16
-    learning_rate: float = 2e-4
-    batch: int = 1
-    accumulate: int = 4
-    guard: float = 1.0
-    control: bool = False
-    retrieval: str | None = None
-    max_spans: int = 48
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    params: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "target_length", parse_length(self.target_length))
-        minutes, steps = self.minutes, self.steps
-        if (minutes is None) == (steps is None):
-            raise MethodError("give one of minutes and steps: how long is trained")
-        if not (minutes is None or minutes > 0) or not (steps is None or steps > 0):
-            raise MethodError(f"the training must be longer than nothing, got minutes={minutes}, steps={steps}")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """JSON-ready."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        texts = {"data": corpus_name(self.data), "eval_data": corpus_name(self.eval_data)}
-        return values | texts | {"method": self.method if isinstance(self.method, str) else self.method.to_dict()}
-
-    @property
-    def source(self) -> dict[str, Any]:
-        """Where the model is."""
-        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-
-    def load(self) -> Any:
-        """The model as loaded."""
-        gc.collect()  # a Trainer and the model before refer to each other
-        return load_model(self.model, dtype=self.dtype, device=self.device, **self.source)
-
-    def patched(self, model: Any) -> Any:
-        """A model with the patch, in place."""
-        under: dict[str, Any] = {"over": self.over, "context_length": self.context_length, **self.params}
-        return patch(model, self.method, factor=self.factor, target_length=self.target_length, **under)
+def _settings(asked: Finetuning) -> dict[str, Any]:
+    """What is asked, JSON-ready, under the names of `finetune`."""
+    (method,) = asked.method
+    values = asked.arguments | {"params": asked.parameters, "factor": asked.factor[0] if asked.factor else None}
+    del values["parameters"]
+    texts = {"data": corpus_name(asked.data), "eval_data": corpus_name(asked.eval_data)}
+    return values | texts | {"method": method if isinstance(method, str) else method.to_dict()}
 
 
+def _load(asked: Finetuning) -> Any:
+    """The model as loaded."""
+    gc.collect()  # a Trainer and the model before refer to each other
+    return load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
+
+
+def _patched(asked: Finetuning, model: Any) -> Any:
+    """A model with the patch, in place."""
+    return patch(model, **asked.arguments_of_patch)
+
+
+@forward(Finetuning)
 def finetune(
     model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **asked: Any
 ) -> FinetuneReport:
@@ -224,9 +156,10 @@ def finetune(
 
     A training continues from its last checkpoint that is as it was written; damaged ones are removed and reported.
     """
-    known = {each.name for each in fields(Finetuning)} - {"model", "params"}
+    known = {each.name for each, _ in Finetuning.how_asked()}
     of_method = {name: value for name, value in asked.items() if name not in known}
-    question = Finetuning(model=str(model), params=of_method, **{name: asked[name] for name in asked.keys() & known})
+    fields = {name: value for name, value in asked.items() if name in known}
+    question = Finetuning(model=str(model), parameters=of_method, **fields)
     if not question.train_all and find_spec("peft") is None:
         raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
     return _answer(question, Path(out), report or (lambda line: None))
@@ -248,7 +181,7 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
     """Find the lengths, cut the text and open the folder, before anything is measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
-    described = describe(asked.patched(load_empty(asked.model, **asked.source)))
+    described = describe(_patched(asked, load_empty(asked.model, **asked.source)))
     short, long = described.context_length, described.extended_length
     if long is None or long <= short:
         raise MethodError(f"{described.method} states no length to train at; give factor or target_length")
@@ -258,8 +191,8 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
         training, held_out = training + held_out, tokenize(load(asked.eval_data), tokenizer)
     if (tokens := sum(len(each.ids) for each in training)) < long:
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
-    base = asked.load()
-    open_run(folder, asked.settings, digest_inputs(base, tokenizer, training, held_out))
+    base = _load(asked)
+    open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
     return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base)
 
 
@@ -296,7 +229,7 @@ class _Run:
     def measure_untrained(self) -> None:
         """Measure the model as loaded and with the patch; it is let go then."""
         self._measure("as loaded", self.base)
-        self._measure("patched", self.asked.patched(self.base))
+        self._measure("patched", _patched(self.asked, self.base))
         self.base = None
 
     def _measure(self, name: str, model: Any) -> None:
@@ -319,7 +252,7 @@ class _Run:
     def train_one(self, name: str) -> None:
         """Train the patched model ("trained") or the one without ("control"), and measure it; the first is saved."""
         asked, extended = self.asked, name == "trained"
-        model = asked.patched(asked.load()) if extended else asked.load()
+        model = _patched(asked, _load(asked)) if extended else _load(asked)
         torch.manual_seed(asked.seed)
         learner = model if asked.train_all else _with_adapters(model, asked.rank)
         learner.train()
@@ -327,7 +260,7 @@ class _Run:
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
         self.trained[name] = train(
             learner,
-            asked.load().requires_grad_(False) if asked.guard else None,
+            _load(asked).requires_grad_(False) if asked.guard else None,
             Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
             self.folder / f"checkpoints of {name}",
             Budget(asked.minutes, asked.steps),
@@ -344,7 +277,7 @@ class _Run:
         if extended:
             save_model(model, self.tokenizer, self.folder / "model")
         else:
-            self._measure("control, patched", asked.patched(model))
+            self._measure("control, patched", _patched(asked, model))
 
     def report(self) -> FinetuneReport:
         """What the training changed."""
@@ -357,7 +290,7 @@ class _Run:
                 gains[name] = {str(each.length): difference(theirs, each) for theirs, each in pairs}
         answered = {name: self.answered[name] for name in order if name in self.answered}
         return FinetuneReport(
-            settings=self.asked.settings,
+            settings=_settings(self.asked),
             context_length=self.short,
             target_length=self.long,
             losses={name: {str(each.length): each.loss for each in self.measured[name]} for name in order},

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.bounds import Length, listed, parse_length
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
 from rope_ext_hf.eval.perplexity_results import Result, difference
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
@@ -30,14 +29,16 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
+from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Corpus, corpus_name
+from rope_ext_hf.reading.documents import corpus_name
 from rope_ext_hf.reading.spans import prepare, tokenize
 from rope_ext_hf.runs.identity import code_digest
 from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.runs.kinds import RunPlan
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
+from rope_ext_hf.training.questions import Searching
 from rope_ext_hf.training.run_folder import digest_inputs, open_run, read_whole, save_model, split, write_whole
 from rope_ext_hf.training.search_report import SearchReport, decide
 from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
@@ -75,56 +76,17 @@ _FIRST_STEP, _LEAST_STEP = 0.4, 0.05
 """Changes of divisors as logarithms to base 2: at the beginning of a stage, and the smallest."""
 
 
+@forward(Searching)
 def search(
-    model: str | Path,
-    out: str | Path,
-    *,
-    data: Corpus,
-    target_length: Length,
-    minutes: float | None = None,
-    trials: int | None = None,
-    methods: str | Sequence[str] | None = None,
-    static: bool = False,
-    most_lost: float = 0.02,
-    fitness: str = "loss",
-    eval_data: Corpus | None = None,
-    passages: int = 24,
-    max_spans: int = 32,
-    over: str = "own",
-    context_length: int | None = None,
-    seed: int = 0,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    report: Callable[[str], None] | None = None,
+    model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **fields: Any
 ) -> SearchReport:
     """Search the method and the divisors with which a model reads a text best at a longer length.
 
     Args:
         model: a folder, a Hub id or "reference".
         out: the folder of the run: the patched model in `model`, every trial in trials.csv.
-        data: the text, as `rope_ext_hf.eval.perplexity` takes it; half of it is kept for the measurement at the end.
-        target_length: in tokens.
-        minutes: the time for search and measurement, the latter by estimate.
-        trials: the number of candidates, instead of minutes; the result does not depend on the machine's speed then.
-        methods: names of the methods to begin with, each fitted to the target length; default: `linear`, `ntk`,
-            `by-parts`, `yarn` and `llama3`, those that declare `begins_search`.
-        static: the same frequencies for inputs of every length. Default: inputs up to the context length keep those of
-            the model (the two lists of `longrope`).
-        most_lost: the most that the loss at the context length may rise, in nats per token, interval included.
-        fitness: the loss that counts: "loss", of the end of each passage, half a context length; "key-tokens", of the
-            key tokens there (`rope_ext_hf.eval.key_tokens`), found by the model under a fixed method; or a task of
-            `rope_ext_hf.eval.passkey`, e.g. "needle", of its right answers.
-        eval_data: the text of the measurement, instead of half of `data`.
-        passages: the passages that a candidate reads, unless it is stopped.
-        max_spans: passages measured at the end.
-        over, context_length: as `rope_ext_hf.patch` takes them.
-        seed: of what is drawn.
-        dtype, device: of the model; the weights are saved in this dtype.
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether the Python code that comes with the model may run.
         report: called with a line of progress.
+        **fields: those of `Searching`: data, target_length, one of minutes and trials, and more.
 
     Raises:
         MethodError: not one of minutes and trials, a target length within the context length, or no candidate that
@@ -133,26 +95,17 @@ def search(
         FileError: the folder holds a run of other settings, of a model, tokenizer, text or code that changed since, or
             damaged trials; or another process is writing it.
     """
-    if (minutes is None) == (trials is None):
-        raise MethodError("how long is searched? Give minutes (--budget) or trials, one of the two")
-    if not (minutes is None or minutes > 0) or not (trials is None or trials > 0) or passages < 1 or max_spans < 1:
-        raise MethodError(
-            f"minutes, trials, passages and max_spans must be above 0, got minutes={minutes}, trials={trials}, "
-            f"passages={passages}, max_spans={max_spans}"
-        )
-    target_length = parse_length(target_length)
-    settings = {key: value for key, value in locals().items() if key not in ("report", "out")}
-    settings |= {
-        "data": corpus_name(data),
-        "eval_data": corpus_name(eval_data),
-        "model": str(model),
-        "methods": listed(methods) if methods else list(fixed_methods()),
+    question = Searching(model=str(model), **fields)
+    target_length, fitness, seed = question.target_length, question.fitness, question.seed
+    settings = question.arguments | {
+        "data": corpus_name(question.data),
+        "eval_data": corpus_name(question.eval_data),
+        "methods": list(question.methods or fixed_methods()),
     }
     folder, say = Path(out), report or (lambda line: None)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    underneath: dict[str, Any] = {"over": over, "context_length": context_length}
+    source, underneath = question.source, question.underneath
     tokenizer = load_tokenizer(model, **source)
-    loaded = load_model(model, dtype=dtype, device=device, **source)
+    loaded = load_model(model, dtype=question.dtype, device=question.device, **source)
     rotary = patch_geometry(loaded, **underneath)
     if target_length <= rotary.context_length:
         raise MethodError(
@@ -161,12 +114,13 @@ def search(
     targets = settings["targets"] = scored_tokens(rotary.context_length)
     for name in settings["methods"]:  # a wrong name is refused before anything is read
         resolve_method(name, rotary, target_length=target_length)
-    searched, held_out = split(tokenize(load(data), tokenizer), 2)
-    if eval_data is not None:
-        searched, held_out = searched + held_out, tokenize(load(eval_data), tokenizer)
+    searched, held_out = split(tokenize(load(question.data), tokenizer), 2)
+    if question.eval_data is not None:
+        searched, held_out = searched + held_out, tokenize(load(question.eval_data), tokenizer)
     inputs = digest_inputs(loaded, tokenizer, searched, held_out) | {"the code of this package": code_digest(loaded)}
     open_run(folder, settings, inputs, may_differ=("minutes", "trials"))
     _read_trials(folder / "trials.json")  # a damaged file is refused before anything is measured
+    passages, max_spans = question.passages, question.max_spans
     with exclusive(folder, 0):
         if sum(len(each.ids) >= target_length for each in held_out) < _FEW_DOCUMENTS:
             held_out = pieces(held_out, target_length, max_spans)
@@ -189,10 +143,11 @@ def search(
         else:
             read = prompts(fitness, searched, target_length, passages, tokenizer, seed)
             asked = prompts(fitness, held_out, target_length, passages, tokenizer, seed + 1)
-        reader = Reader(loaded, read, short_passages(texts, rotary.context_length), most_lost, **underneath)
+        reader = Reader(loaded, read, short_passages(texts, rotary.context_length), question.most_lost, **underneath)
         run = _Search(folder, reader, rotary, settings, say)
         measured_seconds = max_spans * (len(run.fixed) + 3) * (1 + rotary.context_length / target_length)
-        best = run.through_all_stages(minutes and 60 * minutes, trials, measured_seconds)
+        minutes = question.minutes
+        best = run.through_all_stages(minutes and 60 * minutes, question.trials, measured_seconds)
         say("measuring on text that the search did not read")
         best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], asked)
         _patch(loaded, method_from_dict(best.method), target_length, underneath)
@@ -416,7 +371,7 @@ class _HeldOut:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
         model, underneath = self.reader.model, self.reader.underneath
         plan = RunPlan(self.measurement, self.data, tuple(dict.fromkeys(methods.values())), **underneath)
-        run = measure(model, plan, out=self.folder)
+        run = carry_out(model, plan, out=self.folder)
         for name, method in methods.items():
             saved = run.settings["loaded"] if method is None else method.to_dict()
             self.results[name] = {each.length: each for each in run.results if each.method == saved}

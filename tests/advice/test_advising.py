@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 import rope_ext_hf as rope
 from rope_ext_hf.advice.extending import plan_extension
+from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError
 from rope_ext_hf.serving.audit import audit
 from tests.support.models import build
@@ -63,7 +64,7 @@ def test_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: 
 
 
 def extend(folder: Path, length: int) -> tuple[str, float]:
-    plan = plan_extension(str(folder), length)
+    plan = plan_extension(str(folder), Extending(target_length=length))
     return plan.method, plan.target_length / plan.context_length
 
 
@@ -78,7 +79,7 @@ def test_the_published_base_of_qwen3_holds_in_every_command(length: int, factor:
     """32,768 tokens; its config states 40,960."""
     file, sizes, _ = MODELS["Qwen3"]
     folder = folder_of(tmp_path, file, **sizes)
-    plan = plan_extension(str(folder), length)
+    plan = plan_extension(str(folder), Extending(target_length=length))
     assert (plan.method, plan.context_length) == ("yarn", 32 * K)
     assert ("and not for more" in plan.reason) == (length > 128 * K)
     assert serve(folder, length) == ("yarn", factor)
@@ -105,7 +106,7 @@ def test_a_model_whose_every_layer_sees_a_window_is_refused_everywhere(tmp_path:
     folder = folder_of(tmp_path, "served/mistral-7b-v0.3", **MISTRAL, sliding_window=4096, rope_theta=1e4)
     for asked in (
         lambda: rope.advise(folder, 64 * K),
-        lambda: plan_extension(str(folder), 64 * K),
+        lambda: plan_extension(str(folder), Extending(target_length=64 * K)),
         lambda: rope.serving_config(folder, "vllm", "yarn", target_length=64 * K),
         lambda: rope.patch(build("mistral", sliding_window=32), "yarn", factor=4),
         lambda: rope.patch(build("mistral", sliding_window=32), "self-extend"),
@@ -135,7 +136,7 @@ def test_an_adapter_is_refused_in_one_sentence_by_all(tmp_path: Path) -> None:
     said = set()
     for asked in (
         lambda path: rope.advise(path, 256),
-        lambda path: plan_extension(str(path), 256),
+        lambda path: plan_extension(str(path), Extending(target_length=256)),
         lambda path: rope.serving_config(path, "vllm"),
         audit,
     ):

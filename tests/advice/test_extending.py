@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from rope_ext_hf.advice.extending import ExtensionVerdict, plan_extension
+from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
@@ -249,11 +250,17 @@ def test_what_cannot_be_extended_is_refused_before_anything_is_read(
 
 def test_a_published_recipe_decides_the_context_length(tmp_path: Path) -> None:
     folder = str(tiny("qwen3-8b-yarn", tmp_path / "Qwen3-8B", rope_scaling=None))
-    assert plan_extension(folder, 65536).context_length == 32768  # the card advises a factor of 2 for 65,536 tokens
-    assert plan_extension(folder, 131072).lengths == (8192, 32768, 131072)
-    assert plan_extension(folder, 163840).context_length == 32768  # beyond what is published, too
-    assert plan_extension(folder, 131072, context_length=40960).context_length == 40960
-    assert "--device" in plan_extension(folder, 131072, reading=["--device", "cuda"]).steps["ppl"]
+    assert (
+        plan_extension(folder, Extending(target_length=65536)).context_length == 32768
+    )  # the card advises a factor of 2 for 65,536 tokens
+    assert plan_extension(folder, Extending(target_length=131072)).lengths == (8192, 32768, 131072)
+    assert (
+        plan_extension(folder, Extending(target_length=163840)).context_length == 32768
+    )  # beyond what is published, too
+    assert plan_extension(folder, Extending(target_length=131072, context_length=40960)).context_length == 40960
+    assert (
+        "--device" in plan_extension(folder, Extending(target_length=131072), reading={"device": "cuda"}).steps["ppl"]
+    )
 
 
 @pytest.mark.parametrize(

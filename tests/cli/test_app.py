@@ -9,23 +9,25 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from typer import Context
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError, __version__, hub
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli import console
-from rope_ext_hf.cli.app import Command, app
-from rope_ext_hf.cli.options import MethodOptions, parse_parameters
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.cli.options import parse_parameters
 from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
+from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.remapping import SelfExtend
+from rope_ext_hf.patches.choosing import resolve_choice
 from rope_ext_hf.reference import path
 from tests.support.models import build
 
@@ -433,25 +435,22 @@ def test_a_method_with_no_near_name_gets_no_suggestion() -> None:
 
 
 def test_methods_are_named_once_more_or_in_a_list() -> None:
-    context = Context(command=Command("test"))
-    options = MethodOptions(context, method=["yarn,ntk", " linear"], factor=["2,4", "8"])
-    assert options.names == ["yarn", "ntk", "linear"]
-    assert options.factors == [2, 4, 8]
+    choice = MethodChoice(method=["yarn,ntk", " linear"], factor=["2,4", "8"])
+    assert choice.method == ("yarn", "ntk", "linear")
+    assert choice.factor == (2, 4, 8)
 
 
 def test_one_factor_extends_methods_with_and_without_a_factor() -> None:
-    context = Context(command=Command("test"))
-    context.args = ["--window", "64"]
     model = load_empty("reference")
-    yarn, grouped = MethodOptions(context, method=["yarn,self-extend"], factor=["8"]).resolve(model, 512)
+    choice = MethodChoice(method=["yarn,self-extend"], factor=["8"], parameters=parse_parameters(["--window", "64"]))
+    yarn, grouped = resolve_choice(choice, model, 512)
     assert yarn.to_dict()["factor"] == 8
     assert isinstance(grouped, SelfExtend)
     assert grouped.window == 64
     # 256 trained tokens, 64 of them in the window: ceil((2048 - 64) / (256 - 64)) keys per group
     assert grouped.group == 11
-    context.args = ["--windw", "64"]
     with pytest.raises(MethodError, match="windw"):
-        MethodOptions(context, method=["yarn,self-extend"], factor=["8"]).resolve(model, 512)
+        resolve_choice(replace(choice, parameters={"windw": 64}), model, 512)
 
 
 def test_a_parameter_may_stand_before_the_model() -> None:

@@ -16,7 +16,7 @@ from rope_ext_hf import hub
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.errors import FileError, MethodError
-from rope_ext_hf.eval import need_question
+from rope_ext_hf.eval import needs
 from rope_ext_hf.hub import model_folder, source_digest
 
 
@@ -41,7 +41,7 @@ def leave(folder: Path, digest: str, **values: object) -> Path:
 @pytest.mark.slow
 def test_the_bundled_model_from_the_question_to_the_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/choosing.md: as loaded it loses 2 bits per byte at twice the length."""
-    monkeypatch.setattr(need_question, "_PROMPTS", (8, 8))
+    monkeypatch.setattr(needs, "_PROMPTS", (8, 8))
     monkeypatch.chdir(tmp_path)
     for name in "abc":
         lines = (f"value_{name}{i} = compute_{name}({i}, {i * 37 % 101})" for i in range(40))

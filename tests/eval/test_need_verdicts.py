@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rope_ext_hf.eval import Need
+from rope_ext_hf.eval import NeedReport
 from rope_ext_hf.eval.need_verdicts import ALL_TASKS
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.verdicts import Outcome
@@ -30,10 +30,10 @@ def make(
     scores: dict[str, dict[int, Estimate]] | None = None,
     target: int | None = 1024,
     **more: object,
-) -> Need:
+) -> NeedReport:
     """A model for 256 tokens that reads 512, with other numbers at 1,024; guessing costs 3 nats per token."""
     known = {"needle": GOOD} if scores is None else scores
-    found = Need(256, target, 1.2, {512: FLAT, 1024: last}, GAINS, BELOW_GUESSING, known)
+    found = NeedReport(256, target, 1.2, {512: FLAT, 1024: last}, GAINS, BELOW_GUESSING, known)
     return replace(found, **more)  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ NO_NEED = "It needs nothing for 1,024 tokens: as it is, it reads them; the loss 
         (make(scores={"needle": {n: answered(2, 2) for n in GOOD}}), Outcome.NO_MEASURE, None, "from the loss alone"),
     ],
 )
-def test_what_follows(found: Need, outcome: Outcome, reads_to: int | None, sentence: str) -> None:
+def test_what_follows(found: NeedReport, outcome: Outcome, reads_to: int | None, sentence: str) -> None:
     assert (found.outcome, found.reads_to) == (outcome, reads_to)
     assert sentence in found.conclusion
     assert sentence in str(found)

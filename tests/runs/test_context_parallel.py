@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.eval.perplexity_question import plan_perplexity
+from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.methods.remapping import ReRoPE
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.documents import Tokens
@@ -107,7 +108,8 @@ def test_a_model_whose_state_goes_from_token_to_token_is_refused() -> None:
 
 def plan(model: Any, *methods: Any, **settings: Any) -> RunPlan[Any]:
     text = [Tokens("d", tokens(128)[0], tuple(range(1, 129)))]
-    return plan_perplexity(model, text, lengths=[64], bos=False, settings={"methods": methods, **settings})
+    made: RunPlan[Any] = Perplexity(data=text, lengths=[64], bos=False).plan(model)
+    return replace(made, methods=methods, **settings)
 
 
 @pytest.mark.parametrize(

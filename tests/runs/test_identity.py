@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.retrieval_question import plan_passkey
+from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.patches.slots import present_specs
@@ -29,7 +29,7 @@ from rope_ext_hf.runs.identity import find_basis, model_key
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.report import write_files
-from rope_ext_hf.runs.runner import Progress, measure
+from rope_ext_hf.runs.runner import Progress, carry_out
 from tests.support.models import build
 
 RECORDED = Path(__file__).with_name("recorded") / "run-0.1.0"
@@ -108,14 +108,14 @@ def test_a_patch_on_another_basis_is_not_taken_for_the_present_one(tmp_path: Pat
         dynamic = present_specs(patched)[-1].method
     model = rope.patch(build("llama"), dynamic, context_length=32)
     plan = RunPlan(text, "d", methods=(dynamic,))
-    as_it_is = measure(model, plan, out=tmp_path)
-    swept = measure(build("llama"), plan, out=tmp_path)
-    stated = measure(build("llama"), replace(plan, context_length=32), out=tmp_path)
+    as_it_is = carry_out(model, plan, out=tmp_path)
+    swept = carry_out(build("llama"), plan, out=tmp_path)
+    stated = carry_out(build("llama"), replace(plan, context_length=32), out=tmp_path)
     losses = [[result.loss for result in run.results] for run in (as_it_is, swept, stated)]
     assert losses[0] == losses[2] != losses[1]
     assert as_it_is.folder != swept.folder
     with pytest.raises(rope.MethodError, match="give the model without its patch"):
-        measure(model, replace(plan, methods=(None, dynamic)), out=tmp_path)
+        carry_out(model, replace(plan, methods=(None, dynamic)), out=tmp_path)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_a_changed_config_is_measured_anew(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "m")
     options: dict[str, Any] = {"lengths": [64, 128], "bos": False, "out": tmp_path / "out"}
 
-    def measure(folder: str = "m", **changed: Any) -> list[Any]:
+    def measured(folder: str = "m", **changed: Any) -> list[Any]:
         path = tmp_path / folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         for key, value in changed.items():
@@ -136,14 +136,14 @@ def test_a_changed_config_is_measured_anew(tmp_path: Path) -> None:
         assert results == perplexity(model, documents(), lengths=[64, 128], bos=False)
         return [bool(read), *(result.loss for result in results)]
 
-    first = measure()
-    again = measure()
+    first = measured()
+    again = measured()
     assert (first[0], again[0]) == (True, False)
     assert first[1:] == again[1:]
     shutil.copytree(tmp_path / "m", tmp_path / "elsewhere" / "m")
-    assert measure("elsewhere/m") == again
-    theta = measure(rope_theta=40_000.0)
-    norm = measure(rms_norm_eps=1e-2)
+    assert measured("elsewhere/m") == again
+    theta = measured(rope_theta=40_000.0)
+    norm = measured(rms_norm_eps=1e-2)
     assert (theta[0], norm[0]) == (True, True)
     assert len({first[1], theta[1], norm[1]}) == 3
     assert len(list((tmp_path / "out").iterdir())) == 3
@@ -168,9 +168,9 @@ def test_the_tokenizer_of_a_prompt_counts() -> None:
 
     def fingerprint(extra: int, **changed: Any) -> str:
         hay = [Document("hay", "some text " * 50)]
-        return plan_passkey(
-            model, tokenizer=ByT5Tokenizer(extra_ids=0, **changed), haystack=hay, **options
-        ).measurement.fingerprint()
+        tokenizer = ByT5Tokenizer(extra_ids=0, **changed)
+        plan = Passkey(haystack=hay, **options).plan(model, tokenizer=tokenizer)
+        return str(plan.measurement.fingerprint())
 
     class Shifted(ByT5Tokenizer):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def test_the_tokenizer_of_a_prompt_counts() -> None:
             return found
 
     hay = [Document("hay", "some text " * 50)]
-    shifted = plan_passkey(model, tokenizer=Shifted(extra_ids=0), haystack=hay, **options).measurement.fingerprint()
+    shifted = Passkey(haystack=hay, **options).plan(model, tokenizer=Shifted(extra_ids=0)).measurement.fingerprint()
     assert fingerprint(0) == fingerprint(0) != shifted
 
 
@@ -247,7 +247,7 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
             started.append(done)
 
     plan = RunPlan(text, "documents", methods=(None,))
-    new = measure(build("llama"), plan, out=tmp_path / "out", progress=Watched())
+    new = carry_out(build("llama"), plan, out=tmp_path / "out", progress=Watched())
     assert new.folder != folder
     assert started == [0]
     assert [r.loss for r in new.results] == pytest.approx([r.loss for r in before.results[:2]], abs=1e-5)

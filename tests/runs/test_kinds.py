@@ -34,7 +34,7 @@ from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Results, Run, RunKind, RunPlan, register_run_kind, run_kind
 from rope_ext_hf.runs.labels import label
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 from tests.support.models import build
 
 # --- the definition -----------------------------------------------------------------------------------------------
@@ -144,10 +144,10 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> RunPlan[GuessMeasurement]:
 
 
 def test_it_is_measured_reported_and_read_back(plan: RunPlan[GuessMeasurement], tmp_path: Path) -> None:
-    run = measure(build("llama"), plan, out=tmp_path)
+    run = carry_out(build("llama"), plan, out=tmp_path)
     assert run.folder.name.startswith("model-guesses-")
     assert read_run(run.folder) == run
-    assert measure(build("llama"), plan).results == run.results  # without files
+    assert carry_out(build("llama"), plan).results == run.results  # without files
     model = build("llama").eval()
     right = 0
     for text in plan.measurement.texts:
@@ -169,18 +169,18 @@ def test_it_is_measured_reported_and_read_back(plan: RunPlan[GuessMeasurement], 
 
 
 def test_it_is_continued(plan: RunPlan[GuessMeasurement], tmp_path: Path) -> None:
-    folder = measure(build("llama"), plan, out=tmp_path).folder
+    folder = carry_out(build("llama"), plan, out=tmp_path).folder
     journal = folder / "records.0.jsonl"
     lines = journal.read_text(encoding="utf-8").splitlines(keepends=True)
     journal.write_text("".join(lines[:5]), encoding="utf-8")
     assert len(read_run(folder).results) < 4
-    assert measure(build("llama"), plan, out=tmp_path) == read_run(folder)
+    assert carry_out(build("llama"), plan, out=tmp_path) == read_run(folder)
     again = journal.read_text(encoding="utf-8").splitlines()
     assert [json.loads(a)["value"] for a in again] == [json.loads(b)["value"] for b in lines]
 
 
 def test_the_command_line_reports_it(plan: RunPlan[GuessMeasurement], tmp_path: Path) -> None:
-    folder = measure(build("llama"), plan, out=tmp_path).folder
+    folder = carry_out(build("llama"), plan, out=tmp_path).folder
     printed = CliRunner().invoke(app, ["report", str(folder)])
     assert printed.exit_code == 0
     assert "share" in printed.output
@@ -279,4 +279,4 @@ def test_progress_is_a_bar_of_tqdm(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_a_run_without_files_has_no_folder(plan: RunPlan[GuessMeasurement]) -> None:
     with pytest.raises(ValueError, match="measured without files"):
-        _ = measure(build("llama"), plan).folder
+        _ = carry_out(build("llama"), plan).folder

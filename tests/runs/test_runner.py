@@ -22,11 +22,13 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_question import expand, fit_methods, plan_perplexity
 from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result, difference
 from rope_ext_hf.eval.perplexity_runs import loss_increase
-from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.eval.questions import Sweep
+from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.patches.choosing import over_rotary
 from rope_ext_hf.reading import preflight
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
@@ -35,7 +37,7 @@ from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, RunPlan
 from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.report import write_files
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from tests.support.models import build
 from tests.support.tiers import ALL
@@ -60,8 +62,8 @@ def run(out: Path, **changed: Any) -> Run[Result]:
 
 def plan_sweep(model: Any, methods: list[str], factors: list[float], **settings: Any) -> RunPlan[Any]:
     """What `sweep` measures, with further settings of the plan."""
-    lengths, chosen = fit_methods(model, LENGTHS, methods, factors)
-    return plan_perplexity(model, corpus(), lengths=lengths, settings={"methods": chosen} | settings, bos=False)
+    question = Sweep(data=corpus(), lengths=LENGTHS, bos=False)
+    return question.plan(model, MethodChoice(method=methods, factor=factors), **settings)
 
 
 def lines(run: Run[Result]) -> list[dict[str, Any]]:
@@ -208,7 +210,7 @@ def test_processes_share_the_documents_to_the_same_last_digit(tmp_path: Path) ->
     model = build("llama")
     plan = plan_sweep(model, METHODS, [2.0, 4.0])
     for rank in (1, 0):
-        shared = measure(model, plan, out=tmp_path / "shared", workers=Workers(rank, 2))
+        shared = carry_out(model, plan, out=tmp_path / "shared", workers=Workers(rank, 2))
     assert shared.results == alone.results
     assert sorted(p.name for p in shared.folder.glob("records.*")) == ["records.0.jsonl", "records.1.jsonl"]
 
@@ -296,7 +298,7 @@ class TestOutOfMemory:
         return model
 
     def run(self, model: Any, out: Path, **changed: Any) -> Run[Result]:
-        return measure(model, plan_sweep(model, ["yarn"], [4.0], **changed), out=out)
+        return carry_out(model, plan_sweep(model, ["yarn"], [4.0], **changed), out=out)
 
     @pytest.mark.slow
     def test_it_goes_on_with_half_as_many_tokens_and_pins_what_fits(self, tmp_path: Path) -> None:
@@ -323,27 +325,30 @@ class TestOutOfMemory:
             self.run(self.scarce(build("llama"), 12), tmp_path)
 
 
-def test_expand() -> None:
+def test_a_choice_of_methods() -> None:
     rotary = Rotary(64, 10000.0, 256)
-    found = expand(["yarn", "dynamic-ntk", "dynamic", Yarn(factor=2.0)], [2.0, 4.0], rotary)
+
+    def expand(methods: list[Any], factors: list[float]) -> list[RopeMethod]:
+        choice = MethodChoice(method=methods, factor=factors)
+        return list(dict.fromkeys(method for method, _ in over_rotary(choice, rotary, 1024)))
+
+    found = expand(["yarn", "dynamic-ntk", "dynamic", Yarn(factor=2.0)], [2.0, 4.0])
     assert [label(m.to_dict()) for m in found] == [
         *("yarn x2", "yarn x4", "dynamic-ntk paper", "dynamic-ntk hf x2", "dynamic-ntk hf x4")
     ]
     with pytest.raises(rope.MethodError, match="Did you mean 'yarn'"):
-        expand(["yran"], [2.0], rotary)
+        expand(["yran"], [2.0])
     with pytest.raises(rope.MethodError, match="longrope needs"):
-        expand(["longrope"], [2.0], rotary)
+        expand(["longrope"], [2.0])
 
 
 def test_without_a_factor_each_length_gets_the_one_it_needs() -> None:
     """The model is for 64 tokens."""
-    lengths, methods = fit_methods(build("llama"), [128, 256], METHODS)
-    assert lengths == [64, 128, 256]
-    assert [m.label() if m else None for m in methods] == [
-        *(None, "ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn")
-    ]
-    _, given = fit_methods(build("llama"), [64, 256], ["yarn"], [8.0])
-    assert [m.label() if m else None for m in given] == [None, "yarn x8"]
+    question, methods = Sweep(lengths=[128, 256]).fit(build("llama"), MethodChoice(method=METHODS))
+    assert question.lengths == (64, 128, 256)
+    assert [m.label() for m in methods] == ["ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn"]
+    _, given = Sweep(lengths=[64, 256]).fit(build("llama"), MethodChoice(method="yarn", factor=8))
+    assert [m.label() for m in given] == ["yarn x8"]
 
 
 def losses(*nats: float) -> list[DocumentLoss]:

@@ -17,13 +17,14 @@ import torch
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.perplexity_question import plan_perplexity
+from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import NTK, Yarn
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.runs import workers as module
 from rope_ext_hf.runs.context_parallel import spread_over
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.runner import Progress, measure
+from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.workers import Workers
 from tests.support.forks import run_forked
 from tests.support.models import build
@@ -52,15 +53,14 @@ def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
         model = build("llama", seed=given.get("seed", 0)).to(given.get("dtype", torch.float32))
         draws = torch.Generator().manual_seed(given.get("text", 0))
         texts = [Tokens(f"d{i}", torch.randint(3, 90, (200,), generator=draws), tuple(range(1, 201))) for i in range(3)]
-        settings = {"methods": (None, given.get("method", Yarn(factor=2.0))), "chunk": given.get("chunk", 64)}
-        plan = plan_perplexity(
-            model,
-            texts[: given.get("documents", 3)],
+        question = Perplexity(
+            data=texts[: given.get("documents", 3)],
             lengths=given.get("lengths", [64, 128]),
             protocol=given.get("protocol", "matched"),
             bos=False,
-            settings=settings,
         )
+        methods = MethodChoice(method=given.get("method", Yarn(factor=2.0)))
+        plan = question.plan(model, methods, chunk=given.get("chunk", 64))
         if given.get("parallel"):
             plan, workers, _ = spread_over(model, plan, workers)
 
@@ -76,7 +76,7 @@ def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
                 if self.passes == 3 and given.get("ends") == "failed":
                     raise RuntimeError("the device is lost")
 
-        measure(model, plan, out=given.get("out", out), workers=workers, progress=Ending())
+        carry_out(model, plan, out=given.get("out", out), workers=workers, progress=Ending())
     print("measured")
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.perplexity_question import plan_perplexity
+from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_model
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder
@@ -115,7 +115,7 @@ def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine],
     )
     assert losses is not None
     scorer = TokenScorer(load_model("reference", dtype="float32"))
-    plan = plan_perplexity(scorer.model, "stdlib", lengths=[64, 512], max_spans=2)
+    plan = Perplexity(lengths=[64, 512], max_spans=2).plan(scorer.model)
     [ids] = [ids for ids, length in _first_spans(plan.measurement.plan) if length == 64]
     assert float(losses[1]) == pytest.approx(float(scorer.losses(ids, 1).mean()), abs=1e-4)
     assert abs(float(losses[1]) - float(losses[2])) > 1e-3

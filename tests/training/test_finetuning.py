@@ -29,7 +29,8 @@ from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.training import finetune
-from rope_ext_hf.training.finetuning import Finetuning, _Run
+from rope_ext_hf.training.finetuning import _Run
+from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
 from tests.support.models import TRAINED, build, logits, tokens
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.bounds import Length, parse_length
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.need_verdicts import ALL_TASKS, Need, share_text, tells
-from rope_ext_hf.eval.perplexity_question import plan_perplexity
+from rope_ext_hf.eval.measuring import passkey, tasks
+from rope_ext_hf.eval.need_verdicts import ALL_TASKS, NeedReport, share_text, tells
 from rope_ext_hf.eval.perplexity_results import Result, difference
-from rope_ext_hf.eval.retrieval_question import passkey
-from rope_ext_hf.eval.task_question import tasks
+from rope_ext_hf.eval.questions import Need, Perplexity
 from rope_ext_hf.hub import load_tokenizer, model_by_name
 from rope_ext_hf.patches.describing import Description, describe
 from rope_ext_hf.patches.layer_types import sliding_layers
@@ -29,7 +28,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Tokens
 from rope_ext_hf.reading.spans import EvalPlan, tokenize
 from rope_ext_hf.runs.journal import holds_folder
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def need(
     out: str | Path | None = None,
     chunk: int | None = None,
     report: Callable[[str], None] | None = None,
-) -> Need:
+) -> NeedReport:
     """Find out whether a model needs extending, by a short fixed plan.
 
     Read are: the same tokens at 1, 1.5, 2 and 4 times the context length; statements hidden in that text (needle,
@@ -77,9 +76,7 @@ def need(
         CorpusError: documents that are not longer than the context length.
         UnsupportedModelError: a model without rotary embeddings.
     """
-    target_length = parse_length(target_length)
-    if target_length is not None and target_length < 1:
-        raise MethodError(f"target_length must be at least 1 token, got {target_length}")
+    target_length = Need(target_length=target_length).target_length
     model = model_by_name(model)
     say, described = report or (lambda line: None), describe(model)
     short = described.extended_length or described.context_length
@@ -93,17 +90,15 @@ def need(
     say("reading the same tokens at every length")
     long = [document for document in documents if len(document.ids) >= lengths[-1]]
     most = lengths[-1] * -(-count // len(long))  # tokens of each: where one document weighs most, intervals are wide
-    plan = plan_perplexity(
-        model,
-        [replace(each, ids=each.ids[:most], ends=each.ends[:most]) for each in long],
-        data=given.source,
-        settings={"chunk": chunk},
-        tokenizer=tokenizer,
+    question = Perplexity(
+        data=[replace(each, ids=each.ids[:most], ends=each.ends[:most]) for each in long],
+        data_name=given.source,
         lengths=[short // 4, *lengths],
         targets=max(1, short // 8),
         max_spans=count,
     )
-    by_length = {result.length: result for result in measure(model, plan, out=out).results}
+    plan = question.plan(model, tokenizer=tokenizer, chunk=chunk)
+    by_length = {result.length: result for result in carry_out(model, plan, out=out).results}
     first = by_length[short]
     before = accumulate((len(document.ids) for document in documents), initial=0)
     hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
@@ -129,7 +124,7 @@ def need(
     if len(telling := [each for each in shares.values() if len(each) == len(lengths)]) > 1:
         shares[ALL_TASKS] = {length: [score for each in telling for score in each[length]] for length in lengths}
     window, sliding = sliding_layers(config := model.config.get_text_config())
-    return Need(
+    return NeedReport(
         context_length=short,
         target_length=target_length,
         loss=first.loss,

@@ -22,12 +22,13 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import tasks
-from rope_ext_hf.eval.task_question import plan_tasks
+from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.runner import measure
+from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from rope_ext_hf.suites import base
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, suite
@@ -101,10 +102,10 @@ def test_a_run_from_python_has_every_file_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_have_the_results_of_one(tmp_path: Path) -> None:
     model = load_model("reference", dtype="float32")
-    plan = plan_tasks(model, **JSON_KV, settings={"methods": (None, Yarn(factor=4.0))})
-    alone = measure(model, plan)
+    plan = Tasks(**JSON_KV).plan(model, MethodChoice(method=Yarn(factor=4.0)))
+    alone = carry_out(model, plan)
     for rank in (1, 0):
-        shared = measure(model, plan, out=tmp_path, workers=Workers(rank, 2))
+        shared = carry_out(model, plan, out=tmp_path, workers=Workers(rank, 2))
     assert shared.results == alone.results
     assert all((shared.folder / f"records.{rank}.jsonl").stat().st_size for rank in (0, 1))
 
@@ -205,7 +206,7 @@ def test_a_length_dependent_method_is_held_at_prompt_and_budget() -> None:
 )
 def test_what_is_impossible_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(rope.MethodError, match=message):
-        plan_tasks(build("llama", vocab_size=384), tokenizer=load_tokenizer("reference"), **JSON_KV | changed)
+        Tasks(**JSON_KV | changed).plan(build("llama", vocab_size=384), tokenizer=load_tokenizer("reference"))
 
 
 def test_a_length_that_is_too_short_is_answered_with_one_that_is_not() -> None:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.retrieval_question import make_trials, passkey, plan_passkey, shared_trials
+from rope_ext_hf.eval import Passkey, passkey
+from rope_ext_hf.eval.retrieval_plans import make_trials, shared_trials
 from rope_ext_hf.eval.retrieval_runs import Retrieval, by_method_and_depth
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.pictures.result_plots import heat_map
@@ -132,10 +133,8 @@ def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompt
     read: list[int] = []
     read_apart: list[int] = []
     with rope.patched(model, method) if method else nullcontext():
-        plan = plan_passkey(
-            model, lengths=[150, 250], depths=[0, 0.5, 1], trials=2, keys=3, task="key-value", tokenizer=tokenizer,
-            haystack=HAY,
-        ).measurement  # fmt: skip
+        question = Passkey(lengths=[150, 250], depths=[0, 0.5, 1], trials=2, keys=3, task="key-value", haystack=HAY)
+        plan = question.plan(model, tokenizer=tokenizer).measurement
         scorer = TokenScorer(model, chunk=32)
         for item in range(2):
             cells = plan.cells(item)
@@ -232,7 +231,8 @@ def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Calla
     }  # fmt: skip
     with rope.patched(model, method, **params) if method else nullcontext():
         results = passkey(model, chunk=32, **settings)
-        trials = plan_passkey(model, **settings).measurement.trials
+        tokenizer = settings.pop("tokenizer")
+        trials = Passkey(**settings).plan(model, tokenizer=tokenizer).measurement.trials
         assert asked(results) == [(120, 0.3), (120, 1), (200, 0.3), (200, 1)]
         for result in results:
             expected = []
@@ -363,7 +363,6 @@ def test_the_answers_count_in_estimates_of_time() -> None:
     """After each prompt, every answer is read; of short prompts they are most of the work."""
     options: dict[str, Any] = {"depths": [0.5], "trials": 1, "distractors": 3, "task": "key-value"}
     hay = [Document("hay", "some text " * 50)]
-    plan = plan_passkey(
-        build("llama", vocab_size=259), lengths=[128], tokenizer=ByT5Tokenizer(extra_ids=0), haystack=hay, **options
-    )
+    question = Passkey(lengths=[128], haystack=hay, **options)
+    plan = question.plan(build("llama", vocab_size=259), tokenizer=ByT5Tokenizer(extra_ids=0))
     assert plan.measurement.after_each_pass == 4 * 16

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval import Need, need, need_question
+from rope_ext_hf.eval import NeedReport, need, needs
 from rope_ext_hf.eval.need_verdicts import ALL_TASKS
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.layer_types import sliding_layers
@@ -43,7 +43,7 @@ def small(**settings: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def measure(model: Any, text: list[Document], **options: Any) -> Need:
+def measure(model: Any, text: list[Document], **options: Any) -> NeedReport:
     return need(model, text, **({"tokenizer": load_tokenizer("reference")} | options))
 
 
@@ -62,7 +62,7 @@ def words() -> Any:
 
 @pytest.mark.slow
 def test_a_random_model_is_not_cleared(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(need_question, "_PROMPTS", (4, 4))
+    monkeypatch.setattr(needs, "_PROMPTS", (4, 4))
     found = measure(small(), text, target_length=512)
     assert found.rises[512].high is not None
     assert abs(found.rises[512].value) < 0.02  # as flat as a loss can be
@@ -81,7 +81,7 @@ def test_a_random_model_is_not_cleared(text: list[Document], monkeypatch: pytest
 def test_a_model_whose_every_layer_sees_32_tokens_is_not_cleared(
     text: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(need_question, "_PROMPTS", (4, 4))
+    monkeypatch.setattr(needs, "_PROMPTS", (4, 4))
     with pytest.warns(UserWarning, match="2 of 2 layers attend to the last 32 tokens only"):
         found = measure(small(sliding_window=32), text, target_length=512)
     assert found.outcome is Outcome.WORSE
@@ -125,7 +125,7 @@ class Oracle:
 @pytest.mark.slow
 def test_an_oracle_counts_in_every_task_and_is_cleared(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TokenScorer", Oracle)
-    monkeypatch.setattr(need_question, "_PROMPTS", (16, 16))
+    monkeypatch.setattr(needs, "_PROMPTS", (16, 16))
     model = small(max_position_embeddings=2048, vocab_size=500)
     found = measure(model, text, target_length=3072, tokenizer=words())
     assert found.known == ["needle", "key-value", "variable tracking", ALL_TASKS]
@@ -139,7 +139,7 @@ def test_an_oracle_counts_in_every_task_and_is_cleared(text: list[Document], mon
 @pytest.mark.slow
 def test_too_few_documents_decide_nothing(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "TokenScorer", Oracle)
-    monkeypatch.setattr(need_question, "_TASKS", ("key-value",))
+    monkeypatch.setattr(needs, "_TASKS", ("key-value",))
     found = measure(small(), text[:1], target_length=512)
     assert found.outcome is Outcome.CANNOT_TELL
     assert "1 document gives no interval" in found.conclusion
@@ -154,7 +154,7 @@ def test_too_few_documents_decide_nothing(text: list[Document], monkeypatch: pyt
 def test_the_architecture_is_counted_by_its_definition() -> None:
     """Bundled model: theta 10,000, 64 rotated dims, 256 tokens, no windows, no norm of queries and keys."""
     model = load_model("reference")
-    sentences = need_question._architecture(model, rope.describe(model))
+    sentences = needs._architecture(model, rope.describe(model))
     inv_freq = [10_000 ** (-2 * i / 64) for i in range(32)]
     complete = sum(2 * math.pi / value <= 256 for value in inv_freq)
     apart = next(m for m in range(1, 10_000) if sum(math.cos(m * value) for value in inv_freq) < 0) - 1
@@ -163,17 +163,17 @@ def test_the_architecture_is_counted_by_its_definition() -> None:
     assert f"up to a distance of {apart:,} tokens" in sentences[2]
     assert len(sentences) == 3
     qwen = build("qwen3")
-    assert any("QK norm" in each for each in need_question._architecture(qwen, rope.describe(qwen)))
+    assert any("QK norm" in each for each in needs._architecture(qwen, rope.describe(qwen)))
     windows = build("gemma3")
-    assert "see the last" in need_question._architecture(windows, rope.describe(windows))[0]
+    assert "see the last" in needs._architecture(windows, rope.describe(windows))[0]
 
 
 @pytest.mark.slow
 def test_the_runs_are_kept_under_the_name_of_the_text(
     text: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(need_question, "_PROMPTS", (4, 4))
-    monkeypatch.setattr(need_question, "_TASKS", ())
+    monkeypatch.setattr(needs, "_PROMPTS", (4, 4))
+    monkeypatch.setattr(needs, "_TASKS", ())
     (tmp_path / "book.txt").write_text(text[0].text)
     found = measure(small(), text, target_length=384, out=tmp_path / "runs")
     [folder] = (tmp_path / "runs").glob("*-perplexity-*")
@@ -194,10 +194,10 @@ def test_a_patched_model_is_measured_with_its_patch(text: list[Document]) -> Non
 
 def test_the_plan(text: list[Document]) -> None:
     documents = tokenize(text, load_tokenizer("reference"))
-    assert need_question._lengths(256, None, documents) == ([256, 384, 512, 1024], [])
-    assert need_question._lengths(256, 512, documents)[0] == [256, 384, 512]
-    assert need_question._lengths(256, 2048, documents)[0] == [256, 384, 512, 1024, 2048]
-    assert need_question._lengths(256, 100, documents)[0] == [256, 384, 512, 1024]
+    assert needs._lengths(256, None, documents) == ([256, 384, 512, 1024], [])
+    assert needs._lengths(256, 512, documents)[0] == [256, 384, 512]
+    assert needs._lengths(256, 2048, documents)[0] == [256, 384, 512, 1024, 2048]
+    assert needs._lengths(256, 100, documents)[0] == [256, 384, 512, 1024]
 
 
 def test_every_document_weighs_about_the_same(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +211,8 @@ def test_every_document_weighs_about_the_same(text: list[Document], monkeypatch:
             return torch.ones(len(ids) - first)
 
     monkeypatch.setattr(runner, "TokenScorer", Counting)
-    monkeypatch.setattr(need_question, "_TASKS", ())
-    monkeypatch.setattr(need_question, "_PROMPTS", (16, 16))
+    monkeypatch.setattr(needs, "_TASKS", ())
+    monkeypatch.setattr(needs, "_PROMPTS", (16, 16))
     long = Document("long", "u" * 100_000)
     found = measure(small(), [long, *(Document(str(i), "abc" * 1000) for i in range(3))], target_length=512)
     assert found.rises[512].items == 4

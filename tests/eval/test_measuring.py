@@ -286,10 +286,10 @@ def test_refusals() -> None:
         perplexity(model, [Document("a", "x\ud800")], lengths=[64], tokenizer=tokenizer)
     for lengths in (["1"], [4.0], [True], [None]):
         with pytest.raises(rope.MethodError, match="lengths must be"):
-            perplexity(model, [tokens("a", 64, 1)], lengths=lengths, bos=False)  # type: ignore[arg-type]
+            perplexity(model, [tokens("a", 64, 1)], lengths=lengths, bos=False)
     for chunk in (-5, 0, 1.5, "64"):
         with pytest.raises(rope.MethodError, match="chunk must be"):
-            perplexity(model, [tokens("a", 64, 1)], lengths=[64], bos=False, chunk=chunk)  # type: ignore[arg-type]
+            perplexity(model, [tokens("a", 64, 1)], lengths=[64], bos=False, chunk=chunk)
     with pytest.raises(rope.MethodError, match=r"unknown protocol 'slidng'. Did you mean 'sliding'"):
         perplexity(model, [tokens("a", 64, 1)], lengths=[64], protocol="slidng", bos=False)
     with pytest.raises(rope.MethodError, match="stride must be a whole number of at least 1"):

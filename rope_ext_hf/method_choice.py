@@ -1,0 +1,170 @@
+"""Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
+
+choice = MethodChoice(method=["yarn", "ntk"], factor="4,8")
+
+`rope_ext_hf.patches.choosing` makes methods of it. Nothing here imports torch, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rope_ext_hf.bounds import MOST_TOKENS, listed, parse_length
+from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.questions import Question, asked
+
+
+def _parts(given: Any) -> list[Any]:
+    """One value or several, comma lists among them, in parts; blanks around them and empty ones left out."""
+    parts = [part for each in listed(given) for part in (each.split(",") if isinstance(each, str) else [each])]
+    return [text for part in parts if (text := part.strip() if isinstance(part, str) else part) != ""]
+
+
+def _methods(given: Any) -> tuple[Any, ...]:
+    if not (methods := _parts(given)) and listed(given):  # of a script whose variable is empty, say
+        raise MethodError("--method names no method; leave it out to have the model as loaded")
+    return tuple(methods)
+
+
+def _factors(given: Any) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, _parts(given)))
+    except (TypeError, ValueError) as error:
+        raise MethodError(f"--factor takes numbers, e.g. 2,4,8; got {short(str(given))!r}") from error
+    for number in numbers:
+        if not abs(number) <= MOST_TOKENS:
+            raise MethodError(f"--factor must be a finite number of a possible size, e.g. 2,4,8; got {number}")
+    return numbers
+
+
+def _layers(given: Any) -> tuple[str | int, ...]:
+    return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in _parts(given))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodChoice(Question):
+    """The methods asked for. Their further parameters keep their own names (--beta-fast 16).
+
+    Attributes:
+        method: names and method objects.
+        factor: extended length over context length; several are compared.
+        target_length: the extended length in tokens, an alternative to factor.
+        over, context_length: as `rope_ext_hf.patch` takes them.
+        parameters: further parameters of the methods, by their names.
+    """
+
+    PANEL: ClassVar[str | None] = (
+        "Methods (see rope-ext methods; their parameters are options too, e.g. --beta-fast 16)"
+    )
+
+    method: tuple[Any, ...] | Any = asked(
+        (),
+        names=("--method", "-m"),
+        parse=_methods,
+        repeated=True,
+        metavar="NAMES",
+        help="Names, separated by commas; describe, patch and lm-eval take one.",
+    )
+    factor: tuple[float, ...] | Any = asked(
+        (),
+        parse=_factors,
+        repeated=True,
+        metavar="NUMBERS",
+        help="Extended length / context length, e.g. 8; 4,8 compares two.",
+    )
+    target_length: int | Any | None = asked(
+        None,
+        parse=parse_length,
+        metavar="TOKENS",
+        help="The extended length in tokens, e.g. 32k. An alternative to --factor.",
+    )
+    over: str = asked(
+        "own",
+        metavar="WHAT",
+        help="What is extended. own: the model as loaded, with the scaling it was trained under. original: the model "
+        "without that scaling. patched: the model with its present patch, if it was trained under that.",
+    )
+    context_length: int | Any | None = asked(
+        None,
+        parse=parse_length,
+        metavar="TOKENS",
+        help="The length that the model as loaded is for, instead of what its config states.",
+    )
+    parameters: dict[str, Any] | Any = asked(None, parse=lambda given: dict(given or {}), option=False)
+
+    @property
+    def underneath(self) -> dict[str, Any]:
+        """What is extended, as `rope_ext_hf.patch` takes it."""
+        return {"over": self.over, "context_length": self.context_length}
+
+    def check(self, *, factor_alone: bool = False) -> None:
+        """Refuse parameters that no method was given for.
+
+        Args:
+            factor_alone: whether a factor may stand without a method, for a command that has methods of its own.
+
+        Raises:
+            MethodError: a factor, a length or another parameter without a method.
+        """
+        options = ["--target-length"] if self.target_length else []
+        options += ["--factor"] if self.factor and not factor_alone else []
+        options += [f"--{name.replace('_', '-')}" for name in self.parameters]
+        if not factor_alone:
+            options += ["--over"] if self.over != "own" else []
+            options += ["--context-length"] if self.context_length else []
+        if options and not self.method:
+            raise MethodError(f"{', '.join(options)} given without a method; add --method")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchChoice(MethodChoice):
+    """One method with one factor."""
+
+    def check_single(self, *, required: bool = False) -> None:
+        """Refuse several methods or factors, and options that no method was given for.
+
+        Raises:
+            MethodError: one of these, or no method where one is required.
+        """
+        self.check()
+        if required and not self.method:
+            raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
+        if len(self.method) > 1 or len(self.factor) > 1:
+            given = ", ".join([*map(str, self.method), *(f"{factor:g}" for factor in self.factor)])
+            raise MethodError(
+                f"this command takes one method and one factor, got {given}; ppl and sweep compare several"
+            )
+
+    @property
+    def arguments_of_patch(self) -> dict[str, Any]:
+        """The method with everything that was asked for, as `rope_ext_hf.patch` takes it; without one None."""
+        return {
+            "method": self.method[0] if self.method else None,
+            "factor": self.factor[0] if self.factor else None,
+            "target_length": self.target_length,
+            **self.underneath,
+            **self.parameters,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice(PatchChoice):
+    """One method with one factor, for the layers that attend to everything or for others."""
+
+    layers: tuple[str | int, ...] | Any = asked(
+        (),
+        parse=_layers,
+        metavar="LIST",
+        help="Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that attend to "
+        "everything. Layers that share a rotary embedding change together.",
+    )
+
+    def check_single(self, *, required: bool = False) -> None:
+        if self.layers and not self.method:
+            raise MethodError("--layers given without a method; add --method")
+        super().check_single(required=required)
+
+    @property
+    def arguments_of_patch(self) -> dict[str, Any]:
+        return super().arguments_of_patch | ({"layers": list(self.layers)} if self.layers else {})

@@ -1,0 +1,209 @@
+"""Questions as values: what is asked of a model, or done to it, as a frozen dataclass.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Passkey(Question):
+        lengths: tuple[int, ...] = asked(parse=parse_lengths, help="Of prompts, in tokens.")
+        trials: int = asked(10, least=1, most=10_000, help="Prompts per length and depth.")
+
+Its fields are the arguments in Python, the options of the command (`rope_ext_hf.cli.options` makes them) and
+a part of the settings of a run. Each is written once, with its help and its limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from rope_ext_hf.bounds import listed
+from rope_ext_hf.errors import MethodError, short
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How one field of a question is asked for.
+
+    Attributes:
+        help: what it is, in the help of the command.
+        metavar: what its value is called there.
+        names: of the option, such as `--budget`; default: the field's name.
+        parse: makes its value of what is given, a text or a value; default: the value as it is.
+        show: makes the text of an option of its value.
+        typed: the default of the option, where another one than in Python.
+        least, most: a number, or each of several, is within these.
+        among: the texts that are allowed.
+        repeated: whether the option may be given several times.
+        option: whether the command has it.
+    """
+
+    help: str
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    show: Callable[[Any], str] | None = None
+    typed: Any = ...
+    least: float = -math.inf
+    most: float = math.inf
+    among: tuple[str, ...] = ()
+    repeated: bool = False
+    option: bool = True
+
+    def check(self, name: str, kind: str, value: Any) -> None:
+        """Refuse a value of another kind, or outside the limits.
+
+        Raises:
+            MethodError: it is.
+        """
+        if self.among and value not in self.among:
+            raise MethodError(f"{name} must be {' or '.join(map(repr, self.among))}, got {short(repr(value))}")
+        number = type(value) is int or (kind == "float" and type(value) is float)
+        right = number if kind in ("int", "float") else kind != "bool" or isinstance(value, bool)
+        if right and (not number or self.least <= value <= self.most):
+            return
+        limits = ""
+        if self.least > -math.inf:
+            limits = f" from {self.least:,} to {self.most:,}"
+            limits = f" of at least {self.least:,}" if self.most == math.inf else limits
+        raise MethodError(f"{name} must be {_KINDS[kind]}{limits}, got {short(repr(value))}")
+
+
+def asked(default: Any = MISSING, *, help: str = "", **more: Any) -> Any:  # noqa: A002 - as argparse and typer have it
+    """A field of a question, by its default and the attributes of `Asked`; without a default it must be given."""
+    return field(default=default, metadata={"asked": Asked(help, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a model, or done to it.
+
+    Attributes:
+        PANEL: the title under which the help of a command lists the fields; None: among the other options.
+
+    Raises:
+        MethodError: a value of another kind or outside its limits; the message names the field.
+    """
+
+    PANEL: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        for each, how in self.how_asked():
+            value = getattr(self, each.name)
+            if value is None and not how.parse:
+                continue
+            if how.parse is not None:
+                value = how.parse(value)
+                object.__setattr__(self, each.name, value)
+            kind = kind_of(each)
+            for one in value if kind.startswith("tuple") and value is not None else [value] * (value is not None):
+                how.check(each.name, kind.removeprefix("tuple[").removesuffix(", ...]"), one)
+
+    @classmethod
+    def how_asked(cls) -> list[tuple[dataclasses.Field[Any], Asked]]:
+        """Its fields, and how each is asked for."""
+        return [(each, each.metadata["asked"]) for each in dataclasses.fields(cls)]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values of its fields."""
+        return {each.name: getattr(self, each.name) for each, _ in self.how_asked()}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that a command must be given to ask the same, by their names in Python; see `command_line`."""
+        given = {}
+        for each, how in self.how_asked():
+            value, default = getattr(self, each.name), each.default if how.typed is ... else how.typed
+            if how.option and value != default:
+                name = how.names[0].lstrip("-").replace("-", "_") if how.names else each.name
+                given[name] = value if how.show is None else how.show(value)
+        return given
+
+
+def kind_of(field: dataclasses.Field[Any]) -> str:
+    """The type of a field's value, of which `| None` and `| Any`, for what is parsed, are left out."""
+    return str(field.type).split(" | ")[0]
+
+
+def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function whose `**fields` are those of a question: `help` and editors show them by name; a decorator."""
+
+    def shown(function: Callable[P, T]) -> Callable[P, T]:
+        own = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
+        of_question = [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if each.default is MISSING else each.default,
+                annotation=each.type,
+            )
+            for each, _ in question.how_asked()
+            if each.name not in {parameter.name for parameter in own}
+        ]
+        parameters = sorted([*own, *of_question], key=lambda each: each.kind)
+        result = inspect.signature(function).return_annotation
+        function.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
+    """What parses one value, a comma list or several values, each by `kind`; None stays None.
+
+    Raises (what it returns):
+        MethodError: a part that `kind` refuses.
+    """
+
+    def parse(given: Any) -> tuple[Any, ...] | None:
+        if given is None:
+            return None
+        parts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else listed(given)
+        try:
+            return tuple(map(kind, parts))
+        except ValueError as error:
+            raise MethodError(f"expected {kind.__name__} values between commas, got {short(repr(given))}") from error
+
+    return parse
+
+
+def command_line(command: str, *arguments: object, **options: object) -> str:
+    """A command of `rope-ext` as it is typed in a shell.
+
+    Args:
+        command: its name.
+        *arguments: its arguments.
+        **options: by their names in Python; what is None, False or empty is left out.
+    """
+    return shell_line(command_words(command, *arguments, **options))
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """The words of a command as they are typed in a shell."""
+    return f"rope-ext {shlex.join(words)}"
+
+
+def command_words(command: str, *arguments: object, **options: object) -> list[str]:
+    """The words of a command, without the program's; see `command_line`."""
+    words = [command, *map(str, arguments)]
+    for name, value in options.items():
+        if value is None or value is False or value == ():
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(option_text(value))
+    return words
+
+
+def option_text(value: Any) -> str:
+    """The value of an option as it is typed."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(option_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
