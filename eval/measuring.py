@@ -28,14 +28,14 @@ from rope_ext_hf.runs.runner import Progress, TqdmProgress, carry_out
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Methods = str | RopeMethod | Sequence[str | RopeMethod]
+_Methods = str | RopeMethod | Sequence[str | RopeMethod]
 
 
 def measure(
     model: PreTrainedModel | str | Path,
     question: LengthsQuestion,
     *,
-    methods: Methods | MethodChoice | None = None,
+    methods: _Methods | MethodChoice | None = None,
     factors: float | Sequence[float] | None = None,
     over: str = "own",
     context_length: int | None = None,
@@ -179,7 +179,7 @@ def sweep(
     model: PreTrainedModel | str | Path,
     corpus: Corpus,
     *,
-    methods: Methods = DEFAULT_METHODS,
+    methods: _Methods = DEFAULT_METHODS,
     out: str | Path = "rope-ext-results",
     data: str | None = None,
     progress: Callable[[str, int], object] | bool | None = None,

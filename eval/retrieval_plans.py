@@ -8,14 +8,13 @@ questions, are data: `suites.statements.TASKS`.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean
+from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean, warn_caller
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, RetrievalSetting, Trial
 from rope_ext_hf.reading.corpora import load
@@ -133,8 +132,6 @@ def plan_passkey(
     """Make the prompts and check them; see `Passkey.plan`."""
     task = question.task or "passkey"
     chosen, lengths, haystack = _known(task), list(question.lengths), question.haystack
-    if min(lengths) < 1:
-        raise MethodError(f"lengths must be whole numbers of at least 1, got {min(lengths)}")
     if tokenizer is None:
         tokenizer = own_tokenizer(model, needed=True)
         assert tokenizer is not None
@@ -164,7 +161,7 @@ def plan_passkey(
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
     if (warning := sliding_window_warning(model, max(lengths))) is not None:
-        warnings.warn(warning, stacklevel=5)
+        warn_caller(warning)
     setting = RetrievalSetting(task, question.keys, question.distractors, question.seed)
     measurement = RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
     given = "" if haystack is None else f" in {documents.source}"

@@ -6,7 +6,6 @@ ranked among others by likelihood. The suites are files: see `rope_ext_hf.suites
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from statistics import fmean
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.errors import MethodError, did_you_mean, short, warn_caller
 from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.eval.task_runs import TaskMeasurement, TaskPrompt, TaskSetting
 from rope_ext_hf.reading.corpora import load
@@ -57,9 +56,8 @@ def plan_tasks(
         raise MethodError(f"no task was chosen; those of suite {suite!r} are {', '.join(chosen.tasks)}")
     if score not in ("generate", "rank"):
         raise MethodError(f"score must be 'generate' or 'rank', got {short(repr(score))}")
-    for name, value, least in (("samples", samples, 1 + (score == "rank")), ("lengths", min(lengths), 1)):
-        if value < least:
-            raise MethodError(f"{name} must be a whole number of at least {least}, got {value}")
+    if score == "rank" and samples < 2:
+        raise MethodError(f"samples must be a whole number of at least 2 where answers are ranked, got {samples}")
     chosen_seed = chosen.seed if question.seed is None else question.seed
     if tokenizer is None:
         tokenizer = own_tokenizer(model, needed=True)
@@ -91,7 +89,7 @@ def plan_tasks(
     )
     longest = max(prompt.tokens for some in prompts.values() for prompt in some)
     if (warning := sliding_window_warning(model, longest)) is not None:
-        warnings.warn(warning, stacklevel=5)
+        warn_caller(warning)
     chance = fmean(1 / len(p.candidates) if p.candidates else 0.0 for some in prompts.values() for p in some)
     setting = TaskSetting(suite, ",".join(names), score, chosen_seed, encode.chat, extra_tokens, chance)
     measurement = TaskMeasurement(setting, prompts, chosen.score, encode.decode, _stop_tokens(model, tokenizer))

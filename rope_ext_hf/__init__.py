@@ -63,5 +63,4 @@ if TYPE_CHECKING:
     from rope_ext_hf.serving.configs import serving_config as serving_config
     from rope_ext_hf.serving.fingerprints import fingerprint as fingerprint
 
-__all__, __getattr__, __dir__ = lazy_names(__name__)
-__all__ += ["__version__"]
+__all__, __getattr__, __dir__ = lazy_names(__name__, "__version__")

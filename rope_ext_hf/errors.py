@@ -17,6 +17,8 @@ The command line prints the message on one line and exits with status 2.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -110,3 +112,11 @@ def multiple_text(length: int, context_length: int) -> str:
     """A length as a multiple of another: "8x", "1.5x", "under 0.01x"."""
     ratio = length / context_length
     return "under 0.01x" if ratio < 0.01 else f"{ratio:.3g}x" if ratio < 1000 else f"{ratio:,.0f}x"
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line of code outside this package that called it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(f"{__package__}."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level + 1)

@@ -10,11 +10,12 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str, *others: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of a package, from the imports under its `if TYPE_CHECKING`.
 
     Args:
         package: its name; its `__init__.py` is read.
+        *others: names that are there already.
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
@@ -37,5 +38,5 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[
         setattr(sys.modules[package], name, value)
         return value
 
-    names = sorted(modules)
+    names = sorted({*modules, *others})
     return names, get, lambda: names

@@ -17,12 +17,13 @@ from rope_ext_hf.questions import Question, asked
 
 def _parts(given: Any) -> list[Any]:
     """One value or several, comma lists among them, in parts; blanks around them and empty ones left out."""
-    parts = [part for each in listed(given) for part in (each.split(",") if isinstance(each, str) else [each])]
+    given = [] if given is None else listed(given)
+    parts = [part for each in given for part in (each.split(",") if isinstance(each, str) else [each])]
     return [text for part in parts if (text := part.strip() if isinstance(part, str) else part) != ""]
 
 
 def _methods(given: Any) -> tuple[Any, ...]:
-    if not (methods := _parts(given)) and listed(given):  # of a script whose variable is empty, say
+    if not (methods := _parts(given)) and given not in (None, (), []):  # of a script whose variable is empty, say
         raise MethodError("--method names no method; leave it out to have the model as loaded")
     return tuple(methods)
 
@@ -44,15 +45,7 @@ def _layers(given: Any) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Question):
-    """The methods asked for. Their further parameters keep their own names (--beta-fast 16).
-
-    Attributes:
-        method: names and method objects.
-        factor: extended length over context length; several are compared.
-        target_length: the extended length in tokens, an alternative to factor.
-        over, context_length: as `rope_ext_hf.patch` takes them.
-        parameters: further parameters of the methods, by their names.
-    """
+    """The methods asked for. Their further parameters keep their own names (--beta-fast 16)."""
 
     PANEL: ClassVar[str | None] = (
         "Methods (see rope-ext methods; their parameters are options too, e.g. --beta-fast 16)"
@@ -60,38 +53,38 @@ class MethodChoice(Question):
 
     method: tuple[Any, ...] | Any = asked(
         (),
+        "Names, separated by commas; describe, patch and lm-eval take one.",
         names=("--method", "-m"),
         parse=_methods,
         repeated=True,
         metavar="NAMES",
-        help="Names, separated by commas; describe, patch and lm-eval take one.",
     )
     factor: tuple[float, ...] | Any = asked(
         (),
+        "Extended length / context length, e.g. 8; 4,8 compares two.",
         parse=_factors,
         repeated=True,
         metavar="NUMBERS",
-        help="Extended length / context length, e.g. 8; 4,8 compares two.",
     )
     target_length: int | Any | None = asked(
         None,
+        "The extended length in tokens, e.g. 32k. An alternative to --factor.",
         parse=parse_length,
         metavar="TOKENS",
-        help="The extended length in tokens, e.g. 32k. An alternative to --factor.",
     )
     over: str = asked(
         "own",
-        metavar="WHAT",
-        help="What is extended. own: the model as loaded, with the scaling it was trained under. original: the model "
+        "What is extended. own: the model as loaded, with the scaling it was trained under. original: the model "
         "without that scaling. patched: the model with its present patch, if it was trained under that.",
+        metavar="WHAT",
     )
     context_length: int | Any | None = asked(
         None,
+        "The length that the model as loaded is for, instead of what its config states.",
         parse=parse_length,
         metavar="TOKENS",
-        help="The length that the model as loaded is for, instead of what its config states.",
     )
-    parameters: dict[str, Any] | Any = asked(None, parse=lambda given: dict(given or {}), option=False)
+    parameters: dict[str, Any] | Any = asked(None, "", parse=lambda given: dict(given or {}), option=False)
 
     @property
     def underneath(self) -> dict[str, Any]:
@@ -154,10 +147,10 @@ class LayerChoice(PatchChoice):
 
     layers: tuple[str | int, ...] | Any = asked(
         (),
+        "Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that attend to "
+        "everything. Layers that share a rotary embedding change together.",
         parse=_layers,
         metavar="LIST",
-        help="Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that attend to "
-        "everything. Layers that share a rotary embedding change together.",
     )
 
     def check_single(self, *, required: bool = False) -> None:

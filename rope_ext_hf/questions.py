@@ -2,8 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Passkey(Question):
-        lengths: tuple[int, ...] = asked(parse=parse_lengths, help="Of prompts, in tokens.")
-        trials: int = asked(10, least=1, most=10_000, help="Prompts per length and depth.")
+        trials: int = asked(10, "Prompts per length and depth.", least=1, most=10_000)
 
 Its fields are the arguments in Python, the options of the command (`rope_ext_hf.cli.options` makes them) and
 a part of the settings of a run. Each is written once, with its help and its limits.
@@ -16,7 +15,7 @@ import inspect
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from rope_ext_hf.bounds import listed
@@ -75,9 +74,9 @@ class Asked:
         raise MethodError(f"{name} must be {_KINDS[kind]}{limits}, got {short(repr(value))}")
 
 
-def asked(default: Any = MISSING, *, help: str = "", **more: Any) -> Any:  # noqa: A002 - as argparse and typer have it
-    """A field of a question, by its default and the attributes of `Asked`; without a default it must be given."""
-    return field(default=default, metadata={"asked": Asked(help, **more)})
+def asked(default: Any, help: str, **how: Any) -> Any:  # noqa: A002 - as argparse and typer have it
+    """A field of a question, by its default (`MISSING`: it must be given) and the attributes of `Asked`."""
+    return field(default=default, metadata={"asked": Asked(help, **how)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +92,12 @@ class Question:
 
     PANEL: ClassVar[str | None] = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the docstring list the fields, with their help."""
+        super().__init_subclass__(**options)
+        own = [(name, value.metadata["asked"].help) for name, value in vars(cls).items() if isinstance(value, Field)]
+        cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nFields:", *(f"    {name}: {text}" for name, text in own)])
+
     def __post_init__(self) -> None:
         for each, how in self.how_asked():
             value = getattr(self, each.name)
@@ -106,7 +111,7 @@ class Question:
                 how.check(each.name, kind.removeprefix("tuple[").removesuffix(", ...]"), one)
 
     @classmethod
-    def how_asked(cls) -> list[tuple[dataclasses.Field[Any], Asked]]:
+    def how_asked(cls) -> list[tuple[Field[Any], Asked]]:
         """Its fields, and how each is asked for."""
         return [(each, each.metadata["asked"]) for each in dataclasses.fields(cls)]
 
@@ -127,7 +132,7 @@ class Question:
         return given
 
 
-def kind_of(field: dataclasses.Field[Any]) -> str:
+def kind_of(field: Field[Any]) -> str:
     """The type of a field's value, of which `| None` and `| Any`, for what is parsed, are left out."""
     return str(field.type).split(" | ")[0]
 
@@ -153,6 +158,11 @@ def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, 
         return function
 
     return shown
+
+
+def anything(given: Any) -> Any:
+    """What parses a text or corpus in any form: as it is given."""
+    return given
 
 
 def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:

@@ -61,7 +61,7 @@ _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 """Options of `rope-ext` itself that are accepted behind the command too."""
 
 
-class Command(TyperCommand):
+class _Command(TyperCommand):
     """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -234,7 +234,7 @@ def _options(
 
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
-        app.command(_function.__name__.replace("_", "-"), cls=Command, rich_help_panel=_panel)(
+        app.command(_function.__name__.replace("_", "-"), cls=_Command, rich_help_panel=_panel)(
             expand_options(_function)
         )
 

@@ -54,7 +54,8 @@ def need(
     with foreign_errors(f"the model {model!r} could not be measured"):
         found = find_need(
             load.model(model),
-            **question.arguments,
+            question.data,
+            target_length=question.target_length,
             tokenizer=load.tokenizer(model),
             out=out,
             chunk=load.tokens_per_pass,

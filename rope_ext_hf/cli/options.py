@@ -16,6 +16,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -53,8 +54,8 @@ class SourceOptions(Question):
 
     PANEL = "Model"
 
-    revision: str | None = asked(None, metavar="NAME", help="Branch, tag or commit on the Hub.")
-    trust_remote_code: bool = asked(False, help="Run the Python code that comes with the model.")
+    revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME")
+    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model.")
 
     @property
     def version(self) -> dict[str, Any]:
@@ -78,9 +79,9 @@ class SourceOptions(Question):
 class LoadOptions(SourceOptions):
     """How weights are loaded, and where the model runs."""
 
-    dtype: str = asked("auto", metavar="DTYPE", help="auto (as saved), float32, bfloat16 or float16.")
-    device: str = asked("auto", metavar="DEVICE", help="auto, cpu, cuda, cuda:1, mps, ...")
-    device_map: str | None = asked(None, metavar="MAP", help="auto: spread a large model over all devices.")
+    dtype: str = asked("auto", "auto (as saved), float32, bfloat16 or float16.", metavar="DTYPE")
+    device: str = asked("auto", "auto, cpu, cuda, cuda:1, mps, ...", metavar="DEVICE")
+    device_map: str | None = asked(None, "auto: spread a large model over all devices.", metavar="MAP")
 
     def model(self, model: str) -> PreTrainedModel:
         """The model with its weights, ready to be measured."""
@@ -94,12 +95,9 @@ class EvalOptions(LoadOptions):
     """How a model is loaded and how it reads."""
 
     tokens_per_pass: int | None = asked(
-        None,
-        least=16,
-        metavar="N",
-        help="Tokens that go through the model at a time. Default: as many as memory allows.",
+        None, "Tokens that go through the model at a time. Default: as many as memory allows.", least=16, metavar="N"
     )
-    offload_cache: bool = asked(False, help="Keep keys and values in main memory instead of on the GPU.")
+    offload_cache: bool = asked(False, "Keep keys and values in main memory instead of on the GPU.")
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -178,7 +176,14 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
         given = {name: values[name] for name in names if values.get(name) is not None}
         if issubclass(group, MethodChoice):
             given["parameters"] = parse_parameters(values["context"].args)
-        return group(**given)
+        try:
+            return group(**given)
+        except MethodError as error:  # its fields stand as options
+            fields = "|".join(
+                sorted((each.name for each, how in group.how_asked() if how.option), key=len, reverse=True)
+            )
+            words = rf"^({fields})(?= (must|takes|is))|(?<=; give )({fields})(?=,)|(?<= what )({fields})(?= names)"
+            raise MethodError(re.sub(words, lambda m: f"--{m[0].replace('_', '-')}", str(error))) from error
     types = get_type_hints(group)
     arguments: dict[str, Any] = {}
     for name in inspect.signature(group).parameters:

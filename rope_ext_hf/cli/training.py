@@ -13,10 +13,12 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 
-RunFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")]
+_RunFolder = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")
+]
 
 
-def finetune(model: Model, question: Finetuning, source: LoadOptions, out: RunFolder, as_json: Json = False) -> None:
+def finetune(model: Model, question: Finetuning, source: LoadOptions, out: _RunFolder, as_json: Json = False) -> None:
     """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
 
     Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
@@ -27,7 +29,7 @@ def finetune(model: Model, question: Finetuning, source: LoadOptions, out: RunFo
     _carry_out("finetune", question, source, out, as_json)
 
 
-def search(model: Model, question: Searching, source: LoadOptions, out: RunFolder, as_json: Json = False) -> None:
+def search(model: Model, question: Searching, source: LoadOptions, out: _RunFolder, as_json: Json = False) -> None:
     """Search the method and the divisors with which a model reads your text best at a longer length.
 
     The loss at the context length is bounded, and the numbers at the end are of text that the search did not read. The
@@ -48,7 +50,8 @@ def _carry_out(name: str, question: OfModel, source: LoadOptions, out: Path, as_
 
     report: Any
     try:
-        arguments = question.arguments | question.arguments.pop("parameters", {})
+        arguments = question.arguments
+        arguments |= arguments.pop("parameters", {})
         report = getattr(training, name)(out=out, report=lambda line: print_note(name, line), **arguments)
     except ImportError as error:
         raise MethodError(str(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, short
+from rope_ext_hf.errors import CorpusError, MethodError, short, warn_caller
 from rope_ext_hf.hub import leading_token, load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import MAX_TOKEN_ID, Corpus, Document, Tokens
@@ -289,7 +288,7 @@ def prepare(
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
     if (warning := sliding_window_warning(model, max(plan.passes))) is not None:
-        warnings.warn(warning, stacklevel=4)
+        warn_caller(warning)
     return plan
 
 

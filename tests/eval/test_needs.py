@@ -220,7 +220,7 @@ def test_every_document_weighs_about_the_same(text: list[Document], monkeypatch:
 
 
 def test_impossible_questions_are_refused(text: list[Document]) -> None:
-    with pytest.raises(MethodError, match="at least 1 token"):
+    with pytest.raises(MethodError, match="target_length must be a whole number of at least 1"):
         measure(small(), text, target_length=0)
     with pytest.raises(CorpusError, match="give a text with 3 longer documents"):
         measure(small(), [Document("short", "too short " * 20)])

@@ -304,10 +304,10 @@ def test_refusals() -> None:
         passkey(model, **given, haystack="no-such-file.txt")
     with pytest.raises(MethodError, match="Did you mean 'needle'"):
         passkey(model, **given | {"task": "needel"})
-    with pytest.raises(MethodError, match="numbers from 0 to 1"):
+    with pytest.raises(MethodError, match="number from 0 to 1"):
         passkey(model, **given, depths=[1.5])
     for wrong in ({"trials": 0}, {"keys": 0}):
-        with pytest.raises(MethodError, match="at least 1"):
+        with pytest.raises(MethodError, match="whole number from 1"):
             passkey(model, **given | wrong)
     with pytest.raises(MethodError, match="no names that tell 2 keys apart"):
         passkey(model, **given | {"task": "passkey", "keys": 2})

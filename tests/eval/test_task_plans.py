@@ -197,7 +197,7 @@ def test_a_length_dependent_method_is_held_at_prompt_and_budget() -> None:
         ({"tasks": []}, "no task was chosen"),
         ({"score": "f1"}, "score must be 'generate' or 'rank'"),
         ({"chat_template": "yes"}, "chat_template must be 'auto' or 'never'"),
-        ({"samples": 1}, "samples must be a whole number from 2"),
+        ({"samples": 1}, "samples must be a whole number of at least 2"),
         ({"lengths": []}, "lengths must be"),
         ({"lengths": [300]}, "length 300 is too short for task 'kv'"),
         ({"extra_tokens": 900}, "too short for task 'kv'"),

@@ -126,7 +126,7 @@ def test_what_differs_is_named_by_all_before_anything_is_read(
 ) -> None:
     shared = {"parallel": parallel}
     for said in launch(tmp_path, shared, shared | changed, status=(2, 2)):
-        assert "rope-ext: the processes of this run differ in " in said
+        assert "the processes of this run differ in " in said
         assert named in said
     assert list(tmp_path.iterdir()) == []
 
