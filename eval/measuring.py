@@ -23,7 +23,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
 from rope_ext_hf.runs.kinds import Results, Run, RunPlan
-from rope_ext_hf.runs.runner import Progress, TqdmProgress, carry_out
+from rope_ext_hf.runs.runner import Progress, carry_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ def measure(
     chunk: int | None = None,
     offload_cache: bool = False,
     out: str | Path | None = None,
-    progress: Callable[[str, int], object] | bool | None = None,
+    progress: Progress | Callable[[str, int], object] | bool | None = None,
 ) -> Run[Any]:
     """Ask a model a question, and the model with each method.
 
@@ -60,7 +60,8 @@ def measure(
         offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.
         out: write a run's folder into this folder, as `rope-ext ppl` does, and continue the run where it is there
             already; default: no files.
-        progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm.
+        progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm; or what is
+            told more, see `rope_ext_hf.runs.runner.Progress`.
 
     Returns:
         The run: `.results`, `.conclusion`, `.table()`, `.plot()`.
@@ -87,13 +88,11 @@ def measure(
             return carry_out(evaluator, of_keys, out=out), of_keys
 
         plan = with_keys(plan, question, find)
-    return carry_out(
-        model, plan, out=out, progress=TqdmProgress(plan) if progress is True else Progress(progress or None)
-    )
+    return carry_out(model, plan, out=out, progress=Progress.of(progress))
 
 
-def _tokens_alone(progress: Callable[[int], object] | bool | None) -> Callable[[str, int], object] | bool | None:
-    """A progress that is called with the tokens read, as one that is called with the method's label too."""
+def _tokens_alone(progress: Any) -> Any:
+    """A function that is called with the tokens read, as one that is called with the method's label too."""
     return (lambda _, tokens: progress(tokens)) if callable(progress) else progress
 
 

@@ -28,7 +28,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Tokens
 from rope_ext_hf.reading.spans import EvalPlan, tokenize
 from rope_ext_hf.runs.journal import holds_folder
-from rope_ext_hf.runs.runner import carry_out
+from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def need(
     out: str | Path | None = None,
     chunk: int | None = None,
     report: Callable[[str], None] | None = None,
+    progress: Progress | bool | None = None,
 ) -> NeedReport:
     """Find out whether a model needs extending, by a short fixed plan.
 
@@ -69,7 +70,8 @@ def need(
         tokenizer: default: the one beside the model's weights.
         out: a folder for the runs; an interrupted one is continued there. Default: no files.
         chunk: tokens per pass of the decoder, as in `perplexity`.
-        report: called with a line of progress.
+        report: called with a line before each part.
+        progress: as `measure` takes it, for each part; True: a bar of tqdm.
 
     Raises:
         MethodError: a target length that is not above 0.
@@ -98,11 +100,13 @@ def need(
         max_spans=count,
     )
     plan = question.plan(model, tokenizer=tokenizer, chunk=chunk)
-    by_length = {result.length: result for result in carry_out(model, plan, out=out).results}
+    by_length = {
+        result.length: result for result in carry_out(model, plan, out=out, progress=Progress.of(progress)).results
+    }
     first = by_length[short]
     before = accumulate((len(document.ids) for document in documents), initial=0)
     hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
-    options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out, "progress": progress}
     asked: dict[str, Callable[[Sequence[int]], dict[int, list[float]]]] = {
         **{task: partial(_retrieval, model, task, haystack=hay, trials=count, **options) for task in _TASKS},
         "variable tracking": partial(_tracking, model, samples=count, **options),

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from rope_ext_hf.errors import CheckpointError, FileError, bounded, printable
+from rope_ext_hf.errors import CheckpointError, FileError, bounded, duration, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -193,3 +194,55 @@ def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Itera
     columns = (TextColumn("{task.description:<18}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as bar:
         yield _ProgressBar(bar, bar.add_task(name, total=None))
+
+
+_LONG = 5.0  # seconds; beside them, what only a first pass does (loading kernels, allocating) is little
+_ENOUGH = 2.0  # seconds of further passes
+_CORRECTED = 30.0  # seconds by which an estimate is off at least before it is corrected, and a quarter of what is left
+
+
+class TimeLeft:
+    """Say how much time is left, and again whenever that turns out wrong.
+
+    A pass of a few seconds is enough; shorter ones are taken together, without the first of them.
+
+    Args:
+        total: all work, in any unit.
+        say: called with a line.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, total: float, say: Callable[[str], object], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.total, self.say, self.clock = total, say, clock
+        self.passes = 0
+        self.done = self.timed = self.began = 0.0
+        self.ends: float | None = None  # when, by what was said last
+
+    def begin(self) -> None:
+        """The first pass begins."""
+        self.began = self.clock()
+
+    def passed(self, work: float) -> None:
+        """A pass with so much work has ended."""
+        now = self.clock()
+        seconds = now - self.began
+        self.passes += 1
+        self.done += work
+        self.timed += work
+        if self.ends is None and seconds < (_LONG if self.passes == 1 else _ENOUGH):
+            if self.passes == 1:
+                self.timed = 0.0
+                self.begin()
+            return
+        left = seconds * (self.total - self.done) / self.timed
+        counted = f"{self.passes} passes" if self.passes > 1 else "pass"
+        if self.ends is None:
+            if left >= 1:
+                self.say(f"about {duration(left)} more, by the first {counted}")
+        elif abs(now + left - self.ends) > max(_CORRECTED, left / 4):
+            self.say(f"about {duration(left)} more, by the {counted} so far")
+        else:
+            return
+        self.ends = now + left

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import (
+    TimeLeft,
     make_folder,
     print_error,
     print_note,
@@ -20,17 +23,18 @@ from rope_ext_hf.cli.console import (
     quiet_transformers,
 )
 from rope_ext_hf.cli.options import ARGUMENTS, EvalOptions, Json, Model, Out
-from rope_ext_hf.cli.run_options import ProcessOptions, ReaderOptions
 from rope_ext_hf.errors import MethodError, duration, short
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.questions import Question, asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
+    from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
 
@@ -47,6 +51,80 @@ class RunOptions:
     load: EvalOptions
     out: Out = _RESULTS
     as_json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions(Question):
+    """The processes that share a measurement."""
+
+    PANEL = "Processes and engines"
+
+    processes: int | None = asked(None, "Stop unless N processes were launched, by torchrun.", least=1, metavar="N")
+
+    def launched(self, load: EvalOptions) -> tuple[Workers, EvalOptions]:
+        """The processes, and how this one loads the model: on a device of its own."""
+        import torch
+
+        from rope_ext_hf.runs.workers import Workers
+
+        workers = Workers.from_launcher(self.processes)
+        if workers.count > 1 and load.device == "auto":
+            own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+            load = replace(load, device=own)
+        return workers, load
+
+    def reading(
+        self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
+    ) -> tuple[RunPlan[Any], Workers]:
+        """The plan with what reads its text, and its processes; prints what is left out.
+
+        Args:
+            model: its name.
+            empty: the model on the meta device.
+        """
+        return plan, workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderOptions(ProcessOptions):
+    """The processes, and the engine that reads in place of transformers."""
+
+    engine: str | None = asked(
+        None,
+        "vllm: losses from vLLM in place of transformers, once both agree on the first span of each length.",
+        metavar="NAME",
+    )
+    parallel: str | None = asked(
+        None,
+        "context: all processes read every span together, each a part of it. Default: spans are dealt out.",
+        metavar="HOW",
+    )
+
+    def reading(
+        self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
+    ) -> tuple[RunPlan[Any], Workers]:
+        from rope_ext_hf.hub import is_adapter
+        from rope_ext_hf.runs.context_parallel import spread_over
+        from rope_ext_hf.servers.vllm_scorer import scored_by_engine
+
+        left_out = None
+        if self.parallel is not None:
+            if self.parallel != "context" or self.engine is not None or load.device_map is not None:
+                raise MethodError(
+                    f"--parallel takes context, without --engine and --device-map; got {short(self.parallel)!r}"
+                )
+            plan, workers, left_out = spread_over(empty, plan, workers)
+        elif self.engine is not None:
+            if is_adapter(model, revision=load.revision):
+                raise MethodError(
+                    f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
+                    "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
+                )
+            alone = workers.count == 1 and load.device_map is None
+            plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, **load.version)
+        if left_out is not None and workers.rank == 0:
+            print_note("without", left_out)
+        return plan, workers
 
 
 def demo(
@@ -102,7 +180,7 @@ def ppl(context: typer.Context, given: RunOptions, question: Perplexity, reader:
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    answer(given, question, reader, context.meta[ARGUMENTS])
+    prepare(given, question, reader, context.meta[ARGUMENTS]).measure()
 
 
 def sweep(context: typer.Context, given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
@@ -114,7 +192,7 @@ def sweep(context: typer.Context, given: RunOptions, question: Sweep, reader: Re
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    answer(given, question, reader, context.meta[ARGUMENTS])
+    prepare(given, question, reader, context.meta[ARGUMENTS]).measure()
 
 
 def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared: ProcessOptions) -> None:
@@ -124,7 +202,7 @@ def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared
     """
     if question.task is None and given.model == "reference":
         question = replace(question, task="key-value")
-    answer(given, question, shared, context.meta[ARGUMENTS])
+    prepare(given, question, shared, context.meta[ARGUMENTS]).measure()
 
 
 def tasks(context: typer.Context, given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
@@ -132,7 +210,7 @@ def tasks(context: typer.Context, given: RunOptions, question: Tasks, shared: Pr
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    answer(given, question, shared, context.meta[ARGUMENTS])
+    prepare(given, question, shared, context.meta[ARGUMENTS]).measure()
 
 
 def report(
@@ -175,17 +253,44 @@ def report(
     print_text(f"{comparison.conclusion}\nreport   {page}")
 
 
-def answer(given: RunOptions, question: LengthsQuestion, shared: ProcessOptions, words: Sequence[str]) -> Run[Any]:
-    """Plan from the model on the meta device, measure, and print from the first process.
+@dataclass(frozen=True)
+class Prepared:
+    """A measurement that is planned and fits into memory.
 
-    Args:
+    Attributes:
+        given: the model, the methods, and where results are kept.
+        load: how the model is loaded.
+        plan: what is measured.
+        workers: the processes that share it.
         words: the command, which the run's folder keeps.
     """
+
+    given: RunOptions
+    load: EvalOptions
+    plan: RunPlan[Any]
+    workers: Workers
+    words: Sequence[str]
+
+    def measure(self) -> Run[Any]:
+        """Measure, and print from the first process."""
+        from rope_ext_hf.hub import foreign_errors
+
+        name = self.given.model
+        with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
+            run = _measure(self.words, self.load.model(name), self.plan, self.given.out, self.workers)
+        if self.workers.rank == 0:
+            _print_run(run, self.given.as_json)
+        _stop_if_not_finite(run)
+        return run
+
+
+def prepare(given: RunOptions, question: LengthsQuestion, shared: ProcessOptions, words: Sequence[str]) -> Prepared:
+    """Plan a measurement from the model on the meta device, and print what it needs."""
     from rope_ext_hf.hub import foreign_errors
 
     workers, load = shared.launched(given.load)
     quiet_transformers()
-    with workers.in_step(), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
+    with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
         empty = load.empty_model(given.model)
         plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
         make_folder(given.out)
@@ -193,11 +298,7 @@ def answer(given: RunOptions, question: LengthsQuestion, shared: ProcessOptions,
             plan = _with_keys(plan, question, load, given.out, workers, words)
         plan, workers = shared.reading(plan, given.model, empty, load, workers)
         _preflight(empty, load, plan, workers, getattr(question, "max_spans", None))
-        run = _measure(words, load.model(given.model), plan, given.out, workers)
-    if workers.rank == 0:
-        _print_run(run, given.as_json)
-    _stop_if_not_finite(run)
-    return run
+    return Prepared(given, load, plan, workers, words)
 
 
 def _with_keys(
@@ -263,7 +364,9 @@ def _preflight(
         are = "document is" if too_short == 1 else "documents are"
         without = f"; {too_short} {are} too short and left out" if too_short else ""
         bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
-        print_note("reads", f"{sum(passes):,} tokens{times}, very roughly {duration(seconds)}{without}{bounded}")
+        print_note(
+            "reads", f"{sum(passes):,} tokens{times}, at least {duration(seconds)} by its operations{without}{bounded}"
+        )
 
 
 def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:
@@ -279,40 +382,54 @@ def _measure(
     words: Sequence[str], model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
 ) -> Run[Any]:
     """Carry out a plan in a run's folder, which keeps the words of the command, and show progress."""
-    from rope_ext_hf.cli.time_left import TimeLeft
-    from rope_ext_hf.runs.commands import add_command
-    from rope_ext_hf.runs.runner import Progress, carry_out
+    from rope_ext_hf.runs.runner import carry_out
     from rope_ext_hf.runs.workers import Workers
 
     workers = workers or Workers()
+    return carry_out(model, plan, out=out, workers=workers, progress=shown_progress(words, workers))
+
+
+def shown_progress(words: Sequence[str], workers: Workers) -> Progress:
+    """The progress of runs on standard error, of the first process: a bar, and the time that is left.
+
+    Args:
+        words: the command, which the folder of each run keeps.
+        workers: the processes that share a run.
+    """
+    from rope_ext_hf.runs.commands import add_command
+    from rope_ext_hf.runs.runner import Progress
+
     first = workers.rank == 0
-    passes = plan.measurement.passes
-    share = len(plan.methods) / (1 if workers.together else workers.count)
-    total = share * _work(model, plan.measurement, passes)
-    left = TimeLeft(lambda tokens: _work(model, plan.measurement, [tokens]), total, partial(print_note, "time"))
-    with progress_bar("as loaded", show=first) as bar:
 
-        class Shown(Progress):
-            """On standard error, of the first process."""
+    class Shown(Progress):
+        def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+            self.closing = ExitStack()
+            self.bar = self.closing.enter_context(progress_bar("as loaded", show=first))
+            self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if workers.together else workers.count)
+            self.work = partial(_work, model, plan.measurement)
+            self.left = TimeLeft(self.share * self.work(plan.measurement.passes), partial(print_note, "time"))
 
-            def started(self, folder: Path, done: int, units: int) -> None:
-                left.total *= 1 - done / max(1, units)  # fewer items than processes
-                if first:
-                    add_command(folder, words)
-                    bar.set_total(round(share * sum(passes)))
-                    print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
+        def started(self, folder: Path, done: int, units: int) -> None:
+            self.left.total *= 1 - done / max(1, units)  # fewer items than processes
+            if first:
+                add_command(folder, words)
+                self.bar.set_total(round(self.share * sum(self.plan.measurement.passes)))
+                print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 
-            def reading(self, how: str) -> None:
-                if first:
-                    print_note("read", how)
-                    left.begin()
+        def reading(self, how: str) -> None:
+            if first:
+                print_note("read", how)
+                self.left.begin()
 
-            def passed(self, method: str, tokens: int) -> None:
-                bar.advance(method, tokens)
-                if first and "engine" not in plan.reader:  # which starts in the first pass of each method
-                    left.passed(tokens)
+        def passed(self, method: str, tokens: int) -> None:
+            self.bar.advance(method, tokens)
+            if first and "engine" not in self.plan.reader:  # which starts in the first pass of each method
+                self.left.passed(self.work([tokens]))
 
-        return carry_out(model, plan, out=out, workers=workers, progress=Shown())
+        def close(self) -> None:
+            self.closing.close()
+
+    return Shown()
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
-from rope_ext_hf.cli.evaluation import RunOptions, answer
+from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.cli.options import (
@@ -23,7 +23,6 @@ from rope_ext_hf.cli.options import (
     SourceOptions,
     parse_numbers,
 )
-from rope_ext_hf.cli.run_options import ReaderOptions
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
@@ -62,6 +61,9 @@ def extend(
     written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
+        if plan.perplexity is not None:
+            given = RunOptions(model, plan.patch, load)
+            prepared = prepare(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"])
         if not yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
@@ -70,8 +72,7 @@ def extend(
                 raise typer.Exit(1)
         if plan.perplexity is not None:
             print_text(f"\n$ {plan.commands['ppl']}")
-            given = RunOptions(model, plan.patch, load)
-            verdict = judge(plan, answer(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"]))
+            verdict = judge(plan, prepared.measure())
             print_text(f"verdict   {verdict}")
             if verdict.refusal and not question.anyway:
                 raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")

@@ -61,6 +61,16 @@ class Progress:
     def __init__(self, call: Callable[[str, int], object] | None = None) -> None:
         self._call = call
 
+    @classmethod
+    def of(cls, given: Progress | Callable[[str, int], object] | bool | None) -> Progress:
+        """One of what `measure` takes: True is a bar of tqdm."""
+        if isinstance(given, Progress):
+            return given
+        return _TqdmProgress() if given is True else Progress(given or None)
+
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+        """This plan is carried out now."""
+
     def started(self, folder: Path, done: int, units: int) -> None:
         """The run's folder is there, with so many of so many values."""
 
@@ -76,16 +86,14 @@ class Progress:
         """The run is complete, or was stopped."""
 
 
-class TqdmProgress(Progress):
+class _TqdmProgress(Progress):
     """A bar of tqdm: in a notebook a widget, elsewhere a line on standard error."""
 
-    def __init__(self, plan: RunPlan[Any]) -> None:
+    def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
         from tqdm.auto import tqdm
 
-        super().__init__()
-        self._bar = tqdm(
-            total=sum(plan.measurement.passes) * max(1, len(plan.methods)), unit=" tokens", unit_scale=True
-        )
+        total = sum(plan.measurement.passes) * max(1, len(plan.methods))
+        self._bar = tqdm(total=total, unit=" tokens", unit_scale=True)
 
     def started(self, folder: Path, done: int, units: int) -> None:
         self._bar.n = self._bar.initial = round(self._bar.total * done / max(1, units))
@@ -216,6 +224,7 @@ def carry_out(
     workers = workers or Workers()
     measurement = plan.measurement
     with closing(progress or Progress()) as shown, evaluating(model):
+        shown.planned(model, plan)
         job = _Job.from_plan(model, plan)
         settings = job.settings(in_folder=out is not None)
         if out is None:
