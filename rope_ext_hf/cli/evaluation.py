@@ -54,7 +54,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessOptions(Question):
+class _ProcessOptions(Question):
     """The processes that share a measurement."""
 
     PANEL = "Processes and engines"
@@ -86,7 +86,7 @@ class ProcessOptions(Question):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReaderOptions(ProcessOptions):
+class ReaderOptions(_ProcessOptions):
     """The processes, and the engine that reads in place of transformers."""
 
     engine: str | None = asked(
@@ -195,7 +195,7 @@ def sweep(context: typer.Context, given: RunOptions, question: Sweep, reader: Re
     prepare(given, question, reader, context.meta[ARGUMENTS]).measure()
 
 
-def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared: ProcessOptions) -> None:
+def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared: _ProcessOptions) -> None:
     """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
@@ -205,7 +205,7 @@ def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared
     prepare(given, question, shared, context.meta[ARGUMENTS]).measure()
 
 
-def tasks(context: typer.Context, given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
+def tasks(context: typer.Context, given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
     """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
@@ -254,7 +254,7 @@ def report(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class _Prepared:
     """A measurement that is planned and fits into memory.
 
     Attributes:
@@ -284,7 +284,7 @@ class Prepared:
         return run
 
 
-def prepare(given: RunOptions, question: LengthsQuestion, shared: ProcessOptions, words: Sequence[str]) -> Prepared:
+def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOptions, words: Sequence[str]) -> _Prepared:
     """Plan a measurement from the model on the meta device, and print what it needs."""
     from rope_ext_hf.hub import foreign_errors
 
@@ -293,12 +293,11 @@ def prepare(given: RunOptions, question: LengthsQuestion, shared: ProcessOptions
     with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
         empty = load.empty_model(given.model)
         plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
-        make_folder(given.out)
         if isinstance(question, Perplexity):
             plan = _with_keys(plan, question, load, given.out, workers, words)
         plan, workers = shared.reading(plan, given.model, empty, load, workers)
         _preflight(empty, load, plan, workers, getattr(question, "max_spans", None))
-    return Prepared(given, load, plan, workers, words)
+    return _Prepared(given, load, plan, workers, words)
 
 
 def _with_keys(
@@ -386,6 +385,7 @@ def _measure(
     from rope_ext_hf.runs.workers import Workers
 
     workers = workers or Workers()
+    make_folder(out)
     return carry_out(model, plan, out=out, workers=workers, progress=shown_progress(words, workers))
 
 

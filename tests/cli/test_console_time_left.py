@@ -26,7 +26,7 @@ def lines(work: list[int], seconds: list[float], total: float) -> list[str]:
             [10, 10],
             [20.0, 900.0],
             100,
-            ["about 3 minutes more, by the first pass", "about 1.0 hours more, by the 2 passes so far"],
+            ["about 3 minutes more, by the first pass", "about 61 minutes more, by the 2 passes so far"],
         ),
         # the first pass took its time for something else: 10 in a second from then on
         ([10, 10, 10], [4.0, 1.0, 1.0], 1030, ["about 2 minutes more, by the first 3 passes"]),
