@@ -16,8 +16,7 @@ from torch import nn
 from rope_ext_hf.advice.advice import Advice, MethodAdvice, signed
 from rope_ext_hf.advice.memory import cache_memory
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length
-from rope_ext_hf.engines.base import ServingConfig, list_engines
-from rope_ext_hf.engines.comparison import reference_engine, usual_server
+from rope_ext_hf.engines.base import ServingConfig, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.hub import empty_model, foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary

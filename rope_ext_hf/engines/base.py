@@ -9,64 +9,20 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.config_keys import formulas
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Config
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 
 class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
-
-
-Config = Mapping[str, Any]
-_EXACT = 1e-6
-"""The largest relative difference of frequencies and magnitudes that counts as the same."""
-_SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What an engine computes from a config.
-
-    Attributes:
-        inv_freq: radians per position of every rotated pair of a full-attention layer.
-        attention_factor: what cos and sin are multiplied by.
-        length: tokens that the engine serves by default; None: it leaves that to the user.
-        table: positions that the engine has angles for; None: as many as asked for.
-        softmax_scale: what the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim, squared).
-        notes: what the engine passes over in this config.
-        by_length: whether these are for inputs of this length alone, and shorter ones get others.
-    """
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float
-    length: int | None
-    table: int | None = None
-    softmax_scale: float = 1.0
-    notes: tuple[str, ...] = ()
-    by_length: bool = False
-
-    def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
-        """What differs from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
-        if len(inv_freq) != len(self.inv_freq):
-            return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
-        worst = 0.0
-        for a, b in zip(self.inv_freq, inv_freq, strict=True):
-            worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
-        if worst > _EXACT:
-            return f"its frequencies differ by up to {worst:.2g}"
-        if not math.isclose(self.attention_factor, attention_factor, rel_tol=_EXACT):
-            return f"its magnitude would be {self.attention_factor:.6g} instead of {attention_factor:.6g}"
-        if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=_EXACT):
-            return f"its softmax scale would be multiplied by {self.softmax_scale:.6g} instead of {softmax_scale:.6g}"
-        return None
 
 
 @dataclass(frozen=True)
@@ -266,19 +222,69 @@ class Engine(ABC):
 
 
 class ConfigEngine(Engine):
-    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same."""
+    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same.
+
+    An engine says how it reads a config (`read`), and overrides what it computes otherwise for a rope type.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
+    """Rope types that it runs as another one, by that one's name."""
+    unknown_type: ClassVar[str] = "has no static rope type"
+    """What is said of it before a rope type that it does not run."""
+
+    @abstractmethod
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        """The keys as the engine reads them; the arguments and errors are those of `computes`."""
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        return self.by_type(self.read(config, length))
+
+    def by_type(self, rope: RopeKeys) -> Computed:
+        """What the engine computes for the rope type.
+
+        Raises:
+            ServingError: it has no such rope type, or refuses the settings.
+        """
+        match self.aliases.get(str(rope.kind), rope.kind):
+            case "default":
+                return rope.computed(formulas.plain(rope.theta, rope.dim))
+            case "linear":
+                return self.linear(rope)
+            case "llama3":
+                return self.llama3(rope)
+            case "yarn":
+                return self.yarn(rope)
+            case "longrope":
+                return self.longrope(rope)
+        return self.other(rope)
+
+    def linear(self, rope: RopeKeys) -> Computed:
+        """Position interpolation."""
+        return rope.computed(formulas.linear(rope.theta, rope.dim, rope.number("factor")))
+
+    def llama3(self, rope: RopeKeys) -> Computed:
+        """Llama 3.1's scaling."""
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor")
+        low, high, original, factor = map(rope.number, keys)
+        return rope.computed(formulas.llama3(rope.theta, rope.dim, factor, original, low, high))
+
+    @abstractmethod
+    def yarn(self, rope: RopeKeys) -> Computed:
+        """YaRN."""
+
+    @abstractmethod
+    def longrope(self, rope: RopeKeys) -> Computed:
+        """LongRoPE."""
+
+    def other(self, rope: RopeKeys) -> Computed:
+        """A rope type with a name of its own."""
+        raise ServingError(f"{self.title} {self.version} {self.unknown_type} {rope.kind!r}")
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         """Ways to write the method, in order of preference; the first that computes the same is taken."""
         yield Encoding("native", target.settings)
         if all(target.inv_freq):  # no list divides a frequency to zero, as Gemma 4 has it for pairs that do not rotate
             yield Encoding("longrope with equal lists", self.universal(target))
-
-    def published(self, target: Target) -> Iterator[Encoding]:
-        """The config as it is, where the method changes nothing in it."""
-        unchanged = target.patched["rope_parameters"] == target.config["rope_parameters"]
-        if unchanged and target.length <= length_setting(target.config):
-            yield Encoding("as published", target.settings)
 
     def universal(self, target: Target) -> dict[str, Any]:
         """The measured frequencies and magnitude as a longrope with two equal lists."""
@@ -296,9 +302,14 @@ class ConfigEngine(Engine):
             "original_max_position_embeddings": target.original,
         }
 
-    @abstractmethod
+    def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        """The keys of the text config that an encoding changes."""
+        written = {"rope_parameters": target.with_settings(encoding.settings)} | encoding.config
+        return {key: value for key, value in written.items() if target.config.get(key) != value}
+
     def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        """The config that the engine reads when it is started with an encoding."""
+        """The text config that the engine reads when it is started with an encoding."""
+        return {**target.config, **self.changes(target, encoding)}
 
     @abstractmethod
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
@@ -332,7 +343,6 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"[0-9]+", version)[:3]]
 
 
-GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 _ENGINES: dict[str, type[Engine]] = {}
 
 
@@ -354,8 +364,8 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
 
 
 def list_engines() -> dict[str, type[Engine]]:
-    """Every engine by name."""
-    return dict(_ENGINES)
+    """Every engine by name, the reference first."""
+    return dict(sorted(_ENGINES.items(), key=lambda each: not each[1].reference))
 
 
 def find_engine(name: str) -> Engine:
@@ -366,112 +376,59 @@ def find_engine(name: str) -> Engine:
     """
     if name not in _ENGINES:
         raise UnknownMethodError(
-            f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(_ENGINES)}"
+            f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(list_engines())}"
         )
     return _ENGINES[name]()
 
 
-# --- reading a config ------------------------------------------------------------------------------------------------
+def reference_engine() -> Engine:
+    """The engine that the others are compared with."""
+    return next(engine() for engine in list_engines().values() if engine.reference)
 
 
-def text_settings(config: Config) -> dict[str, Any]:
-    """The text config of a config, itself where it is not composite.
-
-    Raises:
-        ServingError: `text_config` is no object.
-    """
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ServingError(f"text_config must be an object, got {type(text).__name__}")
-    return dict(text)
+def usual_server() -> str:
+    """The name of the engine that commands are for where none is named."""
+    return next(name for name, engine in list_engines().items() if engine.usual_server)
 
 
-def rope_settings(text: Config) -> dict[str, Any]:
-    """The rope settings of the full-attention layers, as transformers 5 standardises them.
-
-    Both spellings are read: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which wins where both stand.
-
-    Raises:
-        ServingError: no rope settings, or some of a wrong type.
-    """
-    parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ServingError(f"the rope settings must be an object, got {type(parameters).__name__}")
-    if dict in map(type, parameters.values()):
-        nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-        wanted = next((key for key in nested if key not in _SLIDING_LAYERS), next(iter(nested)))
-        settings = dict(nested[wanted])
-        settings["_shared_truncate"] = parameters.get("truncate", True)
-    else:
-        settings = dict(parameters)
-    settings["rope_type"] = settings.get("rope_type", settings.get("type", "default"))
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if settings.get(key) is None and text.get(key) is not None:
-            settings[key] = text[key]
-    if settings["rope_type"] in ("yarn", "longrope", "su", "llama3") and text.get("original_max_position_embeddings"):
-        settings["original_max_position_embeddings"] = text["original_max_position_embeddings"]
-    settings["rope_theta"] = needed(settings, "rope_theta", above=1.0)
-    return settings
+def other_engines() -> list[Engine]:
+    """The engines that read a config.json as the reference saves it, and their former versions."""
+    engines = [engine for engine in list_engines().values() if issubclass(engine, ConfigEngine)]
+    versions = [version for engine in engines for version in (engine.former, None if engine.reference else engine)]
+    return [version() for version in versions if version is not None]
 
 
-def needed(settings: Config, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """A number of the settings.
+# --- whether one engine computes what another one does ---------------------------------------------------------------
+
+_Expected = tuple[tuple[int, Computed], ...]
+"""What a reference computes from a config, for inputs of so many tokens: long ones, then short ones if those differ."""
+
+
+def expected_of(reference: Engine, config: Config) -> _Expected:
+    """What an engine that follows every input computes from a config, to compare others with.
 
     Raises:
-        ServingError: missing where there is no default, or not a finite number above `above`.
+        ServingError: the reference refuses the config.
     """
-    value = settings.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not above < value < math.inf:
-        given = "is missing" if value is None else f"is {value!r}"
-        raise ServingError(f"{key} must be a number above {above:g} and {given}")
-    return float(value)
+    longest = reference.computes(config)
+    assert longest.length is not None
+    short = ((1, reference.computes(config, 1)),) if longest.by_length else ()
+    return (longest.length, longest), *short
 
 
-def length_setting(text: Config) -> int:
-    """max_position_embeddings in tokens.
+def runs_otherwise(engine: Engine, expected: _Expected, config: Config) -> str | None:
+    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6.
 
     Raises:
-        ServingError: missing, or no length.
+        ServingError: the engine refuses the config.
     """
-    length = text.get("max_position_embeddings")
-    if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
-        given = "is missing" if length is None else f"is {length!r}"
-        raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
-    return int(length)
-
-
-def rotated_dims(text: Config, settings: Config) -> int:
-    """Rotated dims per head.
-
-    Raises:
-        ServingError: the sizes are missing or impossible.
-    """
-    latent: Any = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
-    dims = latent or text.get("head_dim")
-    if dims is None:
-        dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
-    numeric = isinstance(dims, (int, float)) and not isinstance(dims, bool)
-    if numeric and not latent and "partial_rotary_factor" in settings:
-        dims = int(dims * needed(settings, "partial_rotary_factor"))
-    if not numeric or not 2 <= dims <= 65536 or dims % 2:
-        raise ServingError(f"an even number of dims per head rotates; the config gives {dims!r}")
-    return int(dims)
-
-
-def rope_divisors(settings: Mapping[str, Any], key: str, dim: int) -> list[float]:
-    """One of the lists of a longrope, a number for each rotated pair.
-
-    Raises:
-        ServingError: missing, of another length, or with numbers that are not above 0.
-    """
-    values = settings.get(key)
-    if not isinstance(values, (list, tuple)) or len(values) != dim // 2:
-        raise ServingError(f"{key} must be a list of {dim // 2} numbers")
-    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
-        raise ServingError(f"every number in {key} must be above 0")
-    return list(values)
-
-
-def merged(config: Config, changes: Config) -> dict[str, Any]:
-    """A config with keys replaced, at the top level."""
-    return copy.deepcopy(dict(config)) | copy.deepcopy(dict(changes))
+    ours = engine.computes(config, expected[0][0])
+    if ours.by_length and len(expected) == 1:  # it follows the input, and the reference does not
+        expected = (*expected, (1, expected[0][1]))
+    for name, (tokens, theirs) in zip(("", "for short inputs "), expected, strict=False):
+        if name and engine.follows_input:
+            ours = engine.computes(config, tokens)
+        reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
+        if reason is not None:
+            return name + reason
+    return None

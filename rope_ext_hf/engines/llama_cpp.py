@@ -12,21 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.engines.base import (
-    Computed,
-    Engine,
-    NotCheckedError,
-    ServingConfig,
-    Target,
+from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.formulas import llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.config_keys.keys import (
     length_setting,
     needed,
-    register_engine,
     rope_divisors,
     rope_settings,
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.formulas import llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, register_engine
 from rope_ext_hf.errors import ServingError, short
 
 ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.keys import rope_settings, text_settings
 from rope_ext_hf.engines.base import (
-    Computed,
     Engine,
     NotCheckedError,
+    expected_of,
     list_engines,
-    rope_settings,
-    text_settings,
+    reference_engine,
+    runs_otherwise,
 )
-from rope_ext_hf.engines.comparison import expected_of, reference_engine, runs_otherwise
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json

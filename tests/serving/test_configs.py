@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf import reference
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.engines.base import Computed, Engine, ServingConfig, Target, find_engine, list_engines, register_engine
+from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine, list_engines, register_engine
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.errors import (

@@ -1,0 +1,94 @@
+"""Engines that take overrides of the config on their command line, and load a plug-in of this package."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, length_setting
+from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE, REMAPPING_KEY
+from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target
+from rope_ext_hf.errors import ServingError
+from rope_ext_hf.installing import install_command
+
+_BY_PLUGIN = "frequencies for the plug-in"
+
+
+class OverridingEngine(ConfigEngine):
+    """Base of these engines."""
+
+    option: ClassVar[str]
+    """The option that takes the overrides, as JSON."""
+
+    @abstractmethod
+    def start(self, target: Target) -> tuple[str, ...]:
+        """The command line without the overrides."""
+
+    def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+        """Rope settings with what the engine reads by keys of its own."""
+        return settings
+
+    def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
+        """The max_position_embeddings from which the engine derives the target's length."""
+        return target.length
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        unchanged = target.patched["rope_parameters"] == target.config["rope_parameters"]
+        if unchanged and target.length <= length_setting(target.config):
+            yield Encoding("as published", target.settings)
+        for encoding in super().encodings(target):
+            settings = self.spelled(target, encoding.settings)
+            changed = {"max_position_embeddings": self.stated_length(target, settings)}
+            if target.config.get("original_max_position_embeddings") and encoding.name != "native":
+                changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
+            yield Encoding(encoding.name, settings, changed)
+
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        overrides = target.placed(self.changes(target, encoding))
+        notes = computed.notes
+        if encoding.name == _BY_PLUGIN:
+            command = install_command("", "--no-deps")
+            notes += (f"Install this package beside {self.title}, which loads it: {command}",)
+        return self.serving(
+            target,
+            encoding.name,
+            computed,
+            command=(*self.start(target), *((self.option, json.dumps(overrides)) if overrides else ())),
+            overrides=overrides or None,
+            config_keys=overrides,
+            notes=notes,
+        )
+
+    def config_for(self, target: Target) -> ServingConfig:
+        try:
+            return super().config_for(target)
+        except ServingError as error:
+            if not self._plugin_serves(target):
+                raise
+            raise ServingError(f"{error}. {self.name} with the plug-in of this package serves it: --plugin") from error
+
+    def _plugin_serves(self, target: Target) -> bool:
+        """Whether the engine with the plug-in serves what this one, without it, does not."""
+        plugin = self.with_plugin()
+        if type(plugin) is type(self):
+            return False
+        try:
+            plugin.config_for(target)
+        except ServingError:
+            return False
+        return True
+
+
+def plugin_encoding(target: Target, **more: Any) -> Encoding:
+    """The frequencies and magnitude of a target in the settings that the plug-ins read, with more settings."""
+    settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
+        "rope_type": PLUGIN_TYPE,
+        "rope_theta": target.theta,
+        "inv_freq": json.dumps(list(target.inv_freq)),
+        "attention_factor": target.attention_factor,
+        **({REMAPPING_KEY: target.remapping} if target.remapping else {}),
+    }
+    return Encoding(_BY_PLUGIN, settings | more, {"max_position_embeddings": target.length})
