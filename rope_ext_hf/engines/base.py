@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +26,9 @@ class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """What an engine is to compute: a model with its method, as it was measured.
+    """What an engine is to compute: a model with its method, as it was measured; two are never equal.
 
     Attributes:
         model: the folder or Hub id, for the commands.
@@ -63,7 +64,7 @@ class Target:
         """The model type of the text config."""
         return str(self.config.get("model_type", ""))
 
-    @property
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """The rope settings that transformers would save, of the layers that the method applies to."""
         parameters = self.patched["rope_parameters"]
@@ -71,7 +72,7 @@ class Target:
         settings.setdefault("rope_type", settings.get("type", "default"))
         return settings
 
-    @property
+    @functools.cached_property
     def divisors(self) -> list[float]:
         """theta_i divided by the measured frequencies."""
         dim = 2 * len(self.inv_freq)
