@@ -21,14 +21,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, durat
 from rope_ext_hf.hub import empty_model, foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
-from rope_ext_hf.methods.measurements import (
-    Rise,
-    cost_notes,
-    helped,
-    reach_text,
-    rises_at,
-    rises_for_short_inputs,
-)
+from rope_ext_hf.methods.measurements import Rise, cost_notes, helped, reach_text, rises_at, rises_for_short_inputs
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default

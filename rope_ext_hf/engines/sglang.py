@@ -14,14 +14,7 @@ from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import (
-    Config,
-    length_setting,
-    needed,
-    rope_settings,
-    rotated_dims,
-    text_settings,
-)
+from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_settings, rotated_dims, text_settings
 from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE, plugin_frequencies
 from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
