@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_ext_hf.advice.memory import CacheMemory
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
@@ -15,6 +14,23 @@ from rope_ext_hf.methods.measurements import measured_models
 _SHORT_COMMAND = 400
 """Characters; a longer command line is left out of the text: `serve-config`, which stands before it, prints it."""
 _WIDTH = 100
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Memory of keys and values.
+
+    Attributes:
+        dtype: "float32", "bfloat16" (and float16) or "8 bits".
+        batch: inputs at a time.
+        tokens: tokens of each input.
+        bytes: of all of them together.
+    """
+
+    dtype: str
+    batch: int
+    tokens: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +128,7 @@ class Advice:
         return "\n".join(lines)
 
     def _measured_table(self) -> list[str]:
-        """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
+        """The methods that fit, with their measurements and what sets each apart; then why the others do not fit."""
         fitting = [each for each in self.methods if each.fits]
         lines = ["Without training, measured on:", *(f"  the {model}" for model in measured_models())]
         lines.append("A rise is in bits per byte, over the loss of the model as loaded at its context length.")
@@ -135,7 +151,7 @@ class Advice:
         return lines
 
     def _refusals(self) -> list[tuple[str, str]]:
-        """Why engines refuse the method that was chosen first, and which."""
+        """The engines that refuse the method of the first engine that serves one, and their reasons."""
         chosen = next((name for name in self.served.values() if name), None)
         each = next((m for m in self.methods if m.method == chosen), None)
         refused = [(reason, name) for name, reason in each.refusals.items() if name not in self.served] if each else []
