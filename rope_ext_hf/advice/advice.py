@@ -35,7 +35,7 @@ class CacheMemory:
 
 @dataclass(frozen=True)
 class MethodAdvice:
-    """What one method is for a model and a length.
+    """One method for a model and a length.
 
     Attributes:
         method: its name.
@@ -43,9 +43,9 @@ class MethodAdvice:
         fits: whether it helped a measured model at this length, without training.
         why: where it helped.
         measured: how much the loss rose at this length, by the model that it was measured on, in bits per byte.
-        short_inputs: what it does to inputs within the context length.
+        short_inputs: the effect on inputs within the context length, in words.
         decode, when: see `Guidance`.
-        purposes: what it is a candidate for; names of `PURPOSES`.
+        purposes: the goals that the method is a candidate for; names of `PURPOSES`.
         engines: how each engine serves it, by the engine's name; None: it refuses.
         refusals: why, by the engine's name.
     """
@@ -78,7 +78,7 @@ class Advice:
         choices: the candidates, by purpose; they are not ranked.
         served: the method that is advised for each engine; "": the model as it is.
         memory: of keys and values, at the context length and at the target length.
-        commands: what to run next, by what for.
+        commands: the commands to run next, by their goal.
         notes: further remarks.
     """
 

@@ -302,7 +302,7 @@ class _Planner:
         choices: Mapping[str, Sequence[str]],
         reached: int,
     ) -> dict[str, tuple[str, ...]]:
-        """What to run next, by what for."""
+        """The commands to run next, by their goal."""
         model, target = self.name, str(self.target_length)
         quoted = shlex.quote(model)
         first = next(iter(choices.get(SERVING, ())), None)

@@ -1,4 +1,4 @@
-"""What an engine reads from a config (`RopeKeys`), and what it computes from that (`Computed`), as values."""
+"""The keys that an engine reads from a config (`RopeKeys`), and the numbers that it computes (`Computed`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _EXACT = 1e-6
 
 @dataclass(frozen=True)
 class Computed:
-    """What an engine computes from a config.
+    """The numbers that an engine computes from a config.
 
     Attributes:
         inv_freq: radians per position of every rotated pair of a full-attention layer.
-        attention_factor: what cos and sin are multiplied by.
+        attention_factor: the number that cos and sin are multiplied by.
         length: tokens that the engine serves by default; None: it leaves that to the user.
         table: positions that the engine has angles for; None: as many as asked for.
-        softmax_scale: what the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim, squared).
-        notes: what the engine passes over in this config.
+        softmax_scale: the number that the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim).
+        notes: the settings that the engine passes over in this config, in sentences.
         by_length: whether these are for inputs of this length alone, and shorter ones get others.
     """
 
@@ -36,7 +36,7 @@ class Computed:
     by_length: bool = False
 
     def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
-        """What differs from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
+        """The first difference from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
         if len(inv_freq) != len(self.inv_freq):
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
         worst = 0.0
@@ -53,7 +53,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """What an engine reads from a config before it looks at the rope type, and what it computes whatever that is.
+    """The keys that an engine reads from a config, and the numbers that follow whatever the rope type is.
 
     Attributes:
         text: the text config.

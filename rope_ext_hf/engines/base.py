@@ -1,4 +1,4 @@
-"""An engine as a value: what it computes from a config, and which config makes it compute what was measured.
+"""An engine as a value: its numbers for a config, and the config by which it computes the measured ones.
 
 >>> engine = find_engine("vllm")
 >>> computed = engine.computes({"model_type": "llama", "head_dim": 128, "max_position_embeddings": 32768,
@@ -28,7 +28,7 @@ class NotCheckedError(ServingError):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What an engine is to compute: a model with its method, as it was measured; two are never equal.
+    """A model with its method, as it was measured and as an engine is to compute it; two targets are never equal.
 
     Attributes:
         model: the folder or Hub id, for the commands.
@@ -36,11 +36,11 @@ class Target:
         patched: the text config with the method in it.
         composite: whether the text config lies under `text_config` of the model's config.
         layer_type: the layers that the method applies to; None: all.
-        inv_freq, attention_factor, softmax_scale: what was measured.
+        inv_freq, attention_factor, softmax_scale: the measured ones, as in `Computed`.
         theta, original: the base, and the length in tokens without any scaling.
         length: tokens to serve.
         method: the method, for messages.
-        notes: what the method does not reach, and what else a user must hear, whatever the engine.
+        notes: the layers that the method does not reach, and all else that a user must hear, whatever the engine.
         remapping: a remapping method and the model's pairing, as JSON text for the plug-in; None: there is none.
     """
 
@@ -116,7 +116,7 @@ class ServingConfig:
         gguf_keys: metadata to write into the GGUF file.
         gguf_tensors: float32 tensors to write into it, by name.
         gguf_removed: tensors to leave out of it.
-        computed: what the engine computes then.
+        computed: the numbers that the engine computes then.
         notes: further remarks.
         shorter: for length profiles, an instance of the engine for each but the longest, shortest first.
     """
@@ -151,7 +151,7 @@ class Engine(ABC):
     title: ClassVar[str] = ""
     """The engine as its makers write it; empty: its name."""
     follows_input: ClassVar[bool] = False
-    """Whether it chooses frequencies for every input, and not once when it starts."""
+    """Whether the engine chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
     reference: ClassVar[bool] = False
@@ -159,15 +159,15 @@ class Engine(ABC):
     usual_server: ClassVar[bool] = False
     """Whether commands are for it where no engine is named; one has it."""
     drafts: ClassVar[str] = ""
-    """What of such a configuration reaches a draft of speculative decoding, in sentences; empty: not known."""
+    """The parts of such a configuration that reach a draft of speculative decoding, in sentences; empty: not known."""
     former: ClassVar[type[Engine] | None] = None
     """A former major version that is still in use, with rules of its own."""
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
     remaps: ClassVar[bool] = False
-    """Whether it runs remapping methods."""
+    """Whether the engine runs remapping methods."""
     file_suffix: ClassVar[str] = ".json"
-    """Suffix of the file that holds what it reads."""
+    """Suffix of the file that the engine reads."""
 
     @property
     def label(self) -> str:
@@ -176,7 +176,7 @@ class Engine(ABC):
 
     @abstractmethod
     def computes(self, config: Config, length: int | None = None) -> Computed:
-        """What the engine computes from a config.json.
+        """Compute frequencies and magnitude from a config.json as the engine does.
 
         Args:
             config: the config as a plain dict; a composite one with its `text_config`.
@@ -204,7 +204,7 @@ class Engine(ABC):
         raise ServingError(f"there is no plug-in of this package for {self.name}; there is one for {having}")
 
     def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
-        """What `config_for` returns: how to start the engine (`how`), beside what is stated alike for every engine."""
+        """The result of `config_for`, from the fields that engines fill in differently (`how`)."""
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
@@ -231,7 +231,7 @@ class ConfigEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
     """Rope types that it runs as another one, by that one's name."""
     unknown_type: ClassVar[str] = "has no static rope type"
-    """What is said of it before a rope type that it does not run."""
+    """The verb of the error on a rope type that the engine does not run."""
 
     @abstractmethod
     def read(self, config: Config, length: int | None) -> RopeKeys:
@@ -241,7 +241,7 @@ class ConfigEngine(Engine):
         return self.by_type(self.read(config, length))
 
     def by_type(self, rope: RopeKeys) -> Computed:
-        """What the engine computes for the rope type.
+        """Compute frequencies and magnitude for the rope type.
 
         Raises:
             ServingError: it has no such rope type, or refuses the settings.
@@ -402,11 +402,11 @@ def other_engines() -> list[Engine]:
 # --- whether one engine computes what another one does ---------------------------------------------------------------
 
 _Expected = tuple[tuple[int, Computed], ...]
-"""What a reference computes from a config, for inputs of so many tokens: long ones, then short ones if those differ."""
+"""The numbers of a reference, each with a length of inputs in tokens: long ones, then short ones if those differ."""
 
 
 def expected_of(reference: Engine, config: Config) -> _Expected:
-    """What an engine that follows every input computes from a config, to compare others with.
+    """Compute a config by an engine that follows every input, to compare others with.
 
     Raises:
         ServingError: the reference refuses the config.

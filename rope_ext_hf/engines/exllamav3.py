@@ -19,7 +19,7 @@ from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_fact
 from rope_ext_hf.errors import ServingError
 
 _THETA = {"gemma3_text": 1e6, "qwen3_vl_text": 5e6, "qwen3_vl": 5e6}
-"""What families take for theta where the config has none at its top level or in flat rope settings; else 10,000."""
+"""The theta of families where the config has none at its top level or in flat rope settings; else 10,000."""
 
 _USUAL: dict[str, dict[str, float]] = {
     "linear": {"factor": 1.0},

@@ -11,23 +11,8 @@ from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_se
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
 
 MLA_FAMILIES = frozenset(
-    {
-        "axk1",
-        "axk2",
-        "bailing_hybrid",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "hy_v4",
-        "kimi_k2",
-        "longcat_flash",
-        "minicpm3",
-        "mistral4",
-        "mistral_large4_text",
-        "youtu",
-    }
+    {"axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
+    | {"hy_v4", "kimi_k2", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "youtu"}
 )
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
 
@@ -51,7 +36,7 @@ def yarn_magnitude_by_config(settings: Config, factor: float) -> float:
 
 
 class _Rules(ConfigEngine):
-    """What the versions of transformers have in common."""
+    """Base of the versions of transformers."""
 
     title = "transformers"
     unknown_type = "has no rope type"

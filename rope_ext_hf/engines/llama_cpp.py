@@ -67,7 +67,7 @@ class FileRope:
 
 
 def converted(config: Config) -> FileRope:
-    """What llama.cpp's converter writes into a GGUF for a config.
+    """Keys and tensors that llama.cpp's converter writes into a GGUF for a config.
 
     Raises:
         ServingError: a family whose architecture is not in the table, or a rope type that the converter passes over.
@@ -80,18 +80,9 @@ def converted(config: Config) -> FileRope:
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
     divisors: dict[str, tuple[float, ...]] = {}
-    if kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": needed(settings, "factor")}
-    elif kind == "yarn":
-        keys |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": needed(settings, "factor"),
-            "rope.scaling.original_context_length": int(needed(settings, "original_max_position_embeddings")),
-        }
-        for key in ("beta_fast", "beta_slow"):
-            if settings.get(key) is not None:
-                keys[f"rope.scaling.yarn_{key}"] = needed(settings, key)
-        if settings.get("mscale_all_dim") and architecture == "deepseek2":
+    if kind in ("linear", "yarn"):
+        keys |= _scaling_keys(settings)
+        if kind == "yarn" and settings.get("mscale_all_dim") and architecture == "deepseek2":
             keys["rope.scaling.yarn_log_multiplier"] = 0.1 * needed(settings, "mscale_all_dim")
     elif kind == "llama3":
         if not tensors:
@@ -118,8 +109,22 @@ def converted(config: Config) -> FileRope:
     return FileRope(architecture, dim, keys, divisors)
 
 
+def _scaling_keys(settings: Config) -> dict[str, Any]:
+    """The keys of a linear scaling or a yarn; {} for the rope type "default"."""
+    kind = settings["rope_type"]
+    if kind == "default":
+        return {}
+    keys: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.factor": needed(settings, "factor")}
+    if kind == "yarn":
+        keys["rope.scaling.original_context_length"] = int(needed(settings, "original_max_position_embeddings"))
+        for key in ("beta_fast", "beta_slow"):
+            if settings.get(key) is not None:
+                keys[f"rope.scaling.yarn_{key}"] = needed(settings, key)
+    return keys
+
+
 def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool = False) -> Computed:
-    """What llama.cpp computes from a GGUF file.
+    """Compute frequencies and magnitude from a GGUF file as llama.cpp does.
 
     Args:
         length: tokens of context that are allocated (`-c`); None: the file's context length.
@@ -217,7 +222,7 @@ class _Candidate:
 
     @functools.cached_property
     def computed(self) -> Computed:
-        """What the programs compute from the file."""
+        """The numbers that the programs compute from the file."""
         return file_computes(self.file, self.length)
 
 
@@ -258,7 +263,7 @@ class _GGUFEngine(Engine):
         )
 
     def computed(self, candidate: _Candidate) -> Computed:
-        """What the program computes when it is started in this way."""
+        """The numbers that the program computes when it is started in this way."""
         return candidate.computed
 
     def served(self, target: Target, candidate: _Candidate, computed: Computed) -> ServingConfig:
@@ -280,7 +285,7 @@ class _GGUFEngine(Engine):
         return ("llama-server", "-m", "OUT.gguf", "-c", str(target.length))
 
     def notes(self, target: Target) -> tuple[str, ...]:
-        """What to do with the file."""
+        """Remarks on the file."""
         return ("Write the keys and tensors into a copy of the model's GGUF file with rope-ext gguf, OUT.gguf.",)
 
 
@@ -302,9 +307,12 @@ def _candidates(target: Target) -> tuple[_Candidate, ...]:
             keys = own.keys | base | {"rope.scaling.type": "linear", "rope.scaling.factor": ratio}
             files.append(("native", FileRope(architecture, dim, keys, own.tensors), ()))
     plain_keys = base | {"rope.freq_base": settings["rope_theta"], "rope.scaling.type": "none"}
-    scaling = _scaling(target)
-    if scaling is not None:
-        files.append(("native", FileRope(architecture, dim, plain_keys | scaling), tensors))
+    if settings["rope_type"] in ("default", "linear", "yarn"):
+        keys = plain_keys | _scaling_keys(settings)
+        if settings["rope_type"] == "yarn":
+            ratio = target.attention_factor / yarn_magnitude(keys["rope.scaling.factor"])
+            keys |= {} if math.isclose(ratio, 1.0) else {"rope.scaling.attn_factor": ratio}
+        files.append(("native", FileRope(architecture, dim, keys), tensors))
     if tensors:
         keys = plain_keys | {"rope.freq_base": target.theta}
         if architecture == "phi3":
@@ -316,28 +324,6 @@ def _candidates(target: Target) -> tuple[_Candidate, ...]:
     return tuple(
         [_Candidate(name, file, target.length, removed, _flags(own, file, removed)) for name, file, removed in files]
     )
-
-
-def _scaling(target: Target) -> dict[str, Any] | None:
-    """The keys by which a file states the rope type; None where it has no such type."""
-    settings, kind = target.settings, target.settings["rope_type"]
-    if kind == "default":
-        return {}
-    if kind == "linear":
-        return {"rope.scaling.type": "linear", "rope.scaling.factor": settings["factor"]}
-    if kind != "yarn":
-        return None
-    factor = float(settings["factor"])
-    keys = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": factor,
-        "rope.scaling.original_context_length": int(settings["original_max_position_embeddings"]),
-        "rope.scaling.yarn_beta_fast": float(settings.get("beta_fast") or 32.0),
-        "rope.scaling.yarn_beta_slow": float(settings.get("beta_slow") or 1.0),
-    }
-    if not math.isclose(target.attention_factor, yarn_magnitude(factor)):
-        keys["rope.scaling.attn_factor"] = target.attention_factor / yarn_magnitude(factor)
-    return keys
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:

@@ -85,7 +85,7 @@ class TensorRTLLM(FormerSpellingEngine):
         return replace(computed, softmax_scale=scale)
 
     def _fused(self, rope: RopeKeys) -> Computed:
-        """What the kernel of Qwen3 computes: a yarn, whatever the rope type is."""
+        """A yarn, as the kernel of Qwen3 computes it whatever the rope type is."""
         rope = replace(rope, table=None)
         if rope.kind == "default":
             return rope.computed(plain(rope.theta, rope.dim))

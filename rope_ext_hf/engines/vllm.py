@@ -31,30 +31,9 @@ INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", 
 _THETA_ALONE = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
 """Families whose model file hands on nothing of the rope settings but theta; that of dbrx cut to a whole number."""
 _BY_TRANSFORMERS = frozenset(
-    {
-        "arcee",
-        "bitnet",
-        "cwm",
-        "diffllama",
-        "flex_olmo",
-        "glm",
-        "gpt_neox",
-        "helium",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "jais2",
-        "mellum",
-        "nanochat",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "phi",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-        "vaultgemma",
-        "youtu",
-    }
+    {"arcee", "bitnet", "cwm", "diffllama", "flex_olmo", "glm", "gpt_neox", "helium", "hunyuan_v1_dense"}
+    | {"hunyuan_v1_moe", "jais2", "mellum", "nanochat", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3"}
+    | {"starcoder2", "vaultgemma", "youtu"}
 )
 """Families that the classes of transformers run there, by its registry of models or for want of a model file."""
 _NOT_READ = frozenset({"deepseek_v4", "dots3_note_text"})

@@ -51,7 +51,7 @@ class _MeasuredModel:
     """A model that methods were measured on.
 
     Attributes:
-        name: what it is called in tables.
+        name: the name in tables.
         rotated_dims, theta, context_length, parameters: its rotary embedding and size.
     """
 
@@ -160,7 +160,7 @@ def reach_text(method: str) -> str:
 
 
 def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
-    """What a method does to inputs within the context length, and what is unusual about it, a sentence each."""
+    """The effect of a method on inputs within the context length, and all that is unusual about it, a sentence each."""
     kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)
     rises = rises_for_short_inputs(method.name, factor) if factor and factor > 1 and not kept else ()
     notes = []

@@ -100,7 +100,7 @@ class PagedAttention:
         Args:
             query: (tokens, heads, head_dim), rotated as the keys of these tokens are.
             cache: as `store` fills it, the new tokens included.
-            scale: what scores are multiplied by.
+            scale: the number that scores are multiplied by.
             out: (tokens, heads, head_dim).
         """
         for new, blocks, positions in requests:

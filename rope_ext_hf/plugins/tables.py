@@ -1,4 +1,4 @@
-"""What the plug-ins of vLLM and SGLang share: the rope settings that they read, and the tables that they build.
+"""Common ground of the plug-ins of vLLM and SGLang: the rope settings that they read, and the tables that they build.
 
 The rope settings hold the frequencies themselves:
 
@@ -29,7 +29,7 @@ def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, An
     """A function to put around an engine's `get_rope`: called with the engine's own and the arguments given to it.
 
     Args:
-        settings_name: what the engine calls the argument with the rope settings.
+        settings_name: the engine's name of the argument with the rope settings.
         build: from all arguments and the settings, the rotary module; called once for equal arguments.
     """
     tables: dict[tuple[Any, ...], Any] = {}
@@ -109,11 +109,11 @@ def build_rotary(
 
 
 class _Table:
-    """What a rotary class of an engine computes in place of its own frequencies and its own table.
+    """Methods by which a rotary class of an engine computes other frequencies and another table than its own.
 
     Attributes:
         frequencies: (pairs,) float64, radians per position.
-        magnitude: what cos and sin are multiplied by.
+        magnitude: the number that cos and sin are multiplied by.
         remapping: the method whose keys the cache holds; None: keys are held at their own positions.
     """
 
