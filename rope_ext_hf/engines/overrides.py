@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.formulas import plain
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, length_setting
-from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE, REMAPPING_KEY
-from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target
+from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE, REMAPPING_KEY, plugin_frequencies
+from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command
 
@@ -20,8 +22,13 @@ _BY_PLUGIN = "frequencies for the plug-in"
 class OverridingEngine(ConfigEngine):
     """Base of these engines."""
 
+    unknown_type = "freezes or refuses the rope type"
     option: ClassVar[str]
     """The option that takes the overrides, as JSON."""
+    theta_alone: ClassVar[frozenset[str]]
+    """Families whose model file hands on nothing of the rope settings but theta."""
+    whole_theta: ClassVar[frozenset[str]]
+    """Those whose model file cuts theta to a whole number."""
 
     @abstractmethod
     def start(self, target: Target) -> tuple[str, ...]:
@@ -45,6 +52,33 @@ class OverridingEngine(ConfigEngine):
             if target.config.get("original_max_position_embeddings") and encoding.name != "native":
                 changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
             yield Encoding(encoding.name, settings, changed)
+
+    def by_type(self, rope: RopeKeys) -> Computed:
+        if rope.model_type in self.theta_alone:
+            notes = () if rope.kind == "default" else (f"{rope.model_type}: the rope type {rope.kind} is ignored.",)
+            theta = int(rope.theta) if rope.model_type in self.whole_theta else rope.theta
+            return replace(rope, notes=notes).computed(plain(theta, rope.dim))
+        if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
+            raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
+        return super().by_type(rope)
+
+    def other(self, rope: RopeKeys) -> Computed:
+        if rope.kind == "proportional":
+            raise NotCheckedError("its class for Gemma 4 was not checked")
+        return super().other(rope)
+
+    def by_plugin(self, rope: RopeKeys, length: int | None, softmax_scale: float) -> Computed:
+        """Compute the settings for the plug-in.
+
+        Raises:
+            ServingError: the model file does not hand them on.
+        """
+        if rope.model_type in self.theta_alone:
+            raise ServingError(
+                f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
+            )
+        inv_freq, magnitude = plugin_frequencies(rope.settings)
+        return Computed(inv_freq, magnitude, length, softmax_scale=softmax_scale)
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         overrides = target.placed(self.changes(target, encoding))

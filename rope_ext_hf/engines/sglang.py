@@ -13,19 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_settings, rotated_dims, text_settings
-from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE, plugin_frequencies
+from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE
 from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
 from rope_ext_hf.errors import ServingError
 
-_WHOLE_THETA = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
-"""Families whose model file hands on nothing but theta, cut to a whole number."""
-_THETA_ALONE = _WHOLE_THETA | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
-"""Families whose model file hands on nothing of the rope settings but theta."""
 _DEEPSEEK_FAMILIES = DEEPSEEK_FAMILIES - {"axk1", "longcat_flash"}
 """Those of vLLM but for one that SGLang has no model file for, and one whose file reads settings of its own."""
 
@@ -36,7 +32,8 @@ class SGLang(OverridingEngine):
 
     title = "SGLang"
     option = "--json-model-override-args"
-    unknown_type = "freezes or refuses the rope type"
+    whole_theta = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
+    theta_alone = whole_theta | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
     drafts = (
         "--json-model-override-args and --context-length go to the draft as well (from_server_args of "
         "configs/model_config.py), also to one in a folder of its own, which must have the same rotary embedding."
@@ -81,10 +78,6 @@ class SGLang(OverridingEngine):
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
-        if rope.model_type in _THETA_ALONE:
-            notes = () if rope.kind == "default" else (f"{rope.model_type}: the rope type {rope.kind} is ignored.",)
-            theta = int(rope.theta) if rope.model_type in _WHOLE_THETA else rope.theta
-            return replace(rope, notes=notes).computed(plain(theta, rope.dim))
         if rope.model_type == "gemma3_text":  # by transformers, on the settings of the full-attention layers
             flat = {key: value for key, value in rope.settings.items() if key != "_shared_truncate"}
             theirs = Transformers().computes({**rope.text, "rope_parameters": flat, "rope_scaling": None}, length)
@@ -95,8 +88,6 @@ class SGLang(OverridingEngine):
             return replace(rope.computed(inv_freq, magnitude), softmax_scale=_softmax_scale(rope))
         if rope.kind != "default":
             _check_settings_reach(rope.model_type)
-        if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
-            raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
         return self.by_type(rope)
 
     def yarn(self, rope: RopeKeys) -> Computed:
@@ -122,11 +113,6 @@ class SGLang(OverridingEngine):
         note = "longrope: cached keys keep the list that they were rotated with when an input grows."
         return replace(computed, notes=(*computed.notes, note))
 
-    def other(self, rope: RopeKeys) -> Computed:
-        if rope.kind == "proportional":
-            raise NotCheckedError("its class for Gemma 4 was not checked")
-        return super().other(rope)
-
 
 class _SGLangWithPlugin(SGLang):
     """SGLang with this package installed beside it, whose plug-in builds a table of any frequencies."""
@@ -144,14 +130,9 @@ class _SGLangWithPlugin(SGLang):
         rope = self.read(config, length)
         if rope.kind != PLUGIN_TYPE:
             return super().computes(config, length)
-        if rope.model_type in _THETA_ALONE:
-            raise ServingError(
-                f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
-            )
         _check_settings_reach(rope.model_type)
-        inv_freq, magnitude = plugin_frequencies(rope.settings)
         softmax_scale = _softmax_scale(rope) if rope.model_type in _DEEPSEEK_FAMILIES else 1.0
-        return Computed(inv_freq, magnitude, rope.length, softmax_scale=softmax_scale)
+        return self.by_plugin(rope, rope.length, softmax_scale)
 
 
 def _softmax_scale(rope: RopeKeys) -> float:

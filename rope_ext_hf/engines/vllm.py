@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_settings, rotated_dims, text_settings
-from rope_ext_hf.config_keys.plugin_settings import plugin_frequencies, plugin_settings
+from rope_ext_hf.config_keys.plugin_settings import plugin_settings
 from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, ServingConfig, Target, register_engine
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
@@ -28,8 +28,6 @@ DEEPSEEK_FAMILIES = frozenset(
 """Families whose model file runs every rope type by the class for DeepSeek's yarn, and takes its softmax scale."""
 INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
-_THETA_ALONE = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
-"""Families whose model file hands on nothing of the rope settings but theta; that of dbrx cut to a whole number."""
 _BY_TRANSFORMERS = frozenset(
     {"arcee", "bitnet", "cwm", "diffllama", "flex_olmo", "glm", "gpt_neox", "helium", "hunyuan_v1_dense"}
     | {"hunyuan_v1_moe", "jais2", "mellum", "nanochat", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3"}
@@ -59,7 +57,8 @@ class VLLM(OverridingEngine):
 
     title = "vLLM"
     option = "--hf-overrides"
-    unknown_type = "freezes or refuses the rope type"
+    theta_alone = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
+    whole_theta = frozenset({"dbrx"})
     drafts = (
         "--hf-overrides does not reach a draft (compose_draft_hf_overrides of config/speculative.py; vLLM #37443, "
         "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
@@ -115,14 +114,8 @@ class VLLM(OverridingEngine):
             return self._deepseek(rope)
         if rope.model_type == "gpt_oss":
             rope = self._as_handed_on_by_gpt_oss(rope)
-        if rope.model_type in _THETA_ALONE:
-            notes = [] if rope.kind == "default" else [f"{rope.model_type}: the rope type {rope.kind} is ignored."]
-            theta = int(rope.theta) if rope.model_type == "dbrx" else rope.theta
-            return rope.computed(plain(theta, rope.dim), 1.0, *notes)
         if rope.model_type in _NOT_READ and rope.kind != "default":
             raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
-        if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
-            raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
         return self.by_type(rope)
 
     def _deepseek(self, rope: RopeKeys) -> Computed:
@@ -176,11 +169,6 @@ class VLLM(OverridingEngine):
         magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
         return replace(rope, length=served, table=rope.most).computed(inv_freq, magnitude)
 
-    def other(self, rope: RopeKeys) -> Computed:
-        if rope.kind == "proportional":
-            raise NotCheckedError("its class for Gemma 4 was not checked")
-        return super().other(rope)
-
 
 class _VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
@@ -211,19 +199,15 @@ class _VLLMWithPlugin(VLLM):
         yield replace(encoding, settings=settings)
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
-        text = text_settings(config)
-        settings, model_type = rope_settings(text), str(text.get("model_type"))
-        if plugin_settings(settings) is None:
+        rope = self.read(config, length)
+        if plugin_settings(rope.settings) is None:
             return super().computes(config, length)
-        if model_type in _THETA_ALONE:
-            raise ServingError(f"its {model_type} model hands on theta alone, so that the plug-in gets no settings")
-        if model_type in _NOT_READ:
-            raise NotCheckedError(f"how its file for {model_type} scales layers was not checked")
+        if rope.model_type in _NOT_READ:
+            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
         softmax_scale = 1.0
-        if model_type in DEEPSEEK_FAMILIES:
-            softmax_scale = yarn_magnitude(settings["factor"], settings["mscale_all_dim"]) ** 2
-        inv_freq, magnitude = plugin_frequencies(settings)
-        return Computed(inv_freq, magnitude, length_setting(text), softmax_scale=softmax_scale)
+        if rope.model_type in DEEPSEEK_FAMILIES:
+            softmax_scale = yarn_magnitude(rope.settings["factor"], rope.settings["mscale_all_dim"]) ** 2
+        return self.by_plugin(rope, rope.most, softmax_scale)
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         config = super().served(target, encoding, computed)
