@@ -137,11 +137,16 @@ def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[
     with foreign_errors("the sizes of the heads cannot be read from this config"):
         if not cached_layers(config):
             raise ServingError("a model without layers that keep keys and values of their own cannot be served")
-        return tuple(
-            CacheMemory(dtype, batch, tokens, batch * cached_bytes(config, tokens, width=width))
-            for tokens in dict.fromkeys(lengths)
-            for batch in batches
+        sizes = {
+            (tokens, dtype): cached_bytes(config, tokens, width=width)
+            for tokens in lengths
             for dtype, width in _WIDTHS.items()
+        }
+        return tuple(
+            CacheMemory(dtype, batch, tokens, batch * sizes[tokens, dtype])
+            for tokens in lengths
+            for batch in batches
+            for dtype in _WIDTHS
         )
 
 
