@@ -1,7 +1,8 @@
-"""The rope keys of a config.json, in both spellings: each is checked where it is read."""
+"""The rope keys of a config.json, in both spellings, and those of this package's plug-ins for engines."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,10 @@ from rope_ext_hf.errors import ServingError
 Config = Mapping[str, Any]
 GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 """Rope settings that say which dims rotate and by which positions, whatever the method is."""
+PLUGIN_TYPE = "rope_ext_hf"
+"""The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
+REMAPPING_KEY = "remapping"
+"""The setting that holds a remapping method and the pairing of the model, as JSON text."""
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 
 
@@ -111,3 +116,22 @@ def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
     if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
         raise ServingError(f"every number in {key} must be above 0")
     return list(values)
+
+
+def plugin_settings(settings: Config) -> dict[str, Any] | None:
+    """Rope settings with their `inv_freq` and `attention_factor`, under whatever keys they came; None without them.
+
+    Some models of engines read or hand on certain keys alone: vLLM's gpt-oss YaRN's, of which `beta_fast` holds the
+    frequencies and `beta_slow` the magnitude, and its DeepSeek has another use for an `attention_factor` of 1.
+    """
+    if "inv_freq" in settings:
+        return {"attention_factor": settings.get("magnitude")} | dict(settings)
+    if isinstance(settings.get("beta_fast"), str):
+        return dict(settings) | {"inv_freq": settings["beta_fast"], "attention_factor": settings["beta_slow"]}
+    return None
+
+
+def plugin_frequencies(settings: Config) -> tuple[tuple[float, ...], float]:
+    """The frequencies and the magnitude that settings for the plug-ins hold."""
+    held = plugin_settings(settings) or {}
+    return tuple(map(float, json.loads(held["inv_freq"]))), float(held["attention_factor"])

@@ -208,22 +208,20 @@ class _Candidate:
 
     Attributes:
         name: the name of the encoding.
-        file: the keys and tensors.
-        length: tokens to serve.
+        file: the keys and tensors; its context length is the length to serve.
         removed: tensors that must go from the model's own file.
         flags: flags of llama-server that do the same with the model's own file; None where tensors must change.
     """
 
     name: str
     file: FileRope
-    length: int
     removed: tuple[str, ...]
     flags: tuple[str, ...] | None
 
     @functools.cached_property
     def computed(self) -> Computed:
         """The numbers that the programs compute from the file."""
-        return file_computes(self.file, self.length)
+        return file_computes(self.file)
 
 
 class _GGUFEngine(Engine):
@@ -321,9 +319,7 @@ def _candidates(target: Target) -> tuple[_Candidate, ...]:
             keys["rope.scaling.attn_factor"] = target.attention_factor
         divisors = dict.fromkeys(tensors, tuple(target.divisors))
         files.append((f"divisors in {tensors[0]}", FileRope(architecture, dim, keys, divisors), ()))
-    return tuple(
-        [_Candidate(name, file, target.length, removed, _flags(own, file, removed)) for name, file, removed in files]
-    )
+    return tuple([_Candidate(name, file, removed, _flags(own, file, removed)) for name, file, removed in files])
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:
@@ -349,7 +345,7 @@ class LlamaCpp(_GGUFEngine):
     def computed(self, candidate: _Candidate) -> Computed:
         if candidate.flags is None:
             return candidate.computed
-        return file_computes(candidate.file, candidate.length, by_flags=True)
+        return file_computes(candidate.file, by_flags=True)
 
     def served(self, target: Target, candidate: _Candidate, computed: Computed) -> ServingConfig:
         if candidate.flags is None:

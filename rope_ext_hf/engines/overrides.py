@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import plain
-from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, length_setting
-from rope_ext_hf.config_keys.plugin_settings import PLUGIN_TYPE, REMAPPING_KEY, plugin_frequencies
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, PLUGIN_TYPE, REMAPPING_KEY, length_setting, plugin_frequencies
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command

@@ -15,8 +15,15 @@ from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_settings, rotated_dims, text_settings
-from rope_ext_hf.config_keys.plugin_settings import plugin_settings
+from rope_ext_hf.config_keys.keys import (
+    Config,
+    length_setting,
+    needed,
+    plugin_settings,
+    rope_settings,
+    rotated_dims,
+    text_settings,
+)
 from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, ServingConfig, Target, register_engine
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding

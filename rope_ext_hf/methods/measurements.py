@@ -72,22 +72,13 @@ _Index = dict[tuple[str, float], tuple[Rise, ...]]
 """One rise for every model, by method and size."""
 
 
-class _Measurements(NamedTuple):
-    """All rises.
-
-    Attributes:
-        models: the models that were measured.
-        fitted: the rises under a method that is fitted to a length, by this length in context lengths.
-        short: the rises at the context length, by the factor; infinity stands for a method without one.
-    """
-
-    models: tuple[_MeasuredModel, ...]
-    fitted: _Index
-    short: _Index
-
-
 @cache
-def _measurements() -> _Measurements:
+def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
+    """The models, and two indices of the rises.
+
+    The first is by the length, in context lengths, of methods that are fitted to it; the second, at the context length,
+    by the factor, with infinity for a method without one.
+    """
     text = resources.files("rope_ext_hf.methods").joinpath("measured.json").read_text(encoding="utf-8")
     models: list[_MeasuredModel] = []
     fitted, short = defaultdict[tuple[str, float], list[Rise]](list), defaultdict[tuple[str, float], list[Rise]](list)
@@ -106,7 +97,7 @@ def _measurements() -> _Measurements:
         {key: tuple(rises) for key, rises in sorted(found.items()) if len(rises) == len(models)}
         for found in (fitted, short)
     ]
-    return _Measurements(tuple(models), *on_all)
+    return tuple(models), on_all[0], on_all[1]
 
 
 def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
@@ -117,7 +108,7 @@ def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
 
 def measured_models() -> tuple[_MeasuredModel, ...]:
     """The models, the bundled one first."""
-    return _measurements().models
+    return _measurements()[0]
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
@@ -127,12 +118,12 @@ def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
         method: its name.
         scale: the length, in context lengths.
     """
-    return _smallest(_measurements().fitted, method, scale)
+    return _smallest(_measurements()[1], method, scale)
 
 
 def rises_for_short_inputs(method: str, factor: float) -> tuple[Rise, ...]:
     """The rise on every model at its context length, with the factor; empty where none so large was measured."""
-    return _smallest(_measurements().short, method, factor)
+    return _smallest(_measurements()[2], method, factor)
 
 
 def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
-from rope_ext_hf.config_keys.plugin_settings import plugin_frequencies
+from rope_ext_hf.config_keys.keys import plugin_frequencies
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.plugins.tables import held_remapping
 from rope_ext_hf.rotary.kv_cache import KeyLayout

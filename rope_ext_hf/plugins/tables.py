@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.config_keys.plugin_settings import REMAPPING_KEY, plugin_frequencies, plugin_settings
+from rope_ext_hf.config_keys.keys import REMAPPING_KEY, plugin_frequencies, plugin_settings
 from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
 
