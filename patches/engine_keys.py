@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rope_ext_hf.engines.comparison import expected_of, other_engines, reference_engine, runs_otherwise
+from rope_ext_hf.engines.base import expected_of, other_engines, reference_engine, runs_otherwise
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.families import Family

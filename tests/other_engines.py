@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.engines.comparison import other_engines
+from rope_ext_hf.engines.base import other_engines
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import TRIED_FAMILIES, compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry

@@ -26,6 +26,7 @@ FLOORS = (
     ("files", "questions"),
     ("downloads", "method_choice"),
     ("methods",),
+    ("config_keys",),
     ("engines",),
     ("rotary",),
     ("attention",),

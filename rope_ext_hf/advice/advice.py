@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_ext_hf.advice.memory import CacheMemory
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
@@ -18,8 +17,25 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True)
+class CacheMemory:
+    """Memory of keys and values.
+
+    Attributes:
+        dtype: "float32", "bfloat16" (and float16) or "8 bits".
+        batch: inputs at a time.
+        tokens: tokens of each input.
+        bytes: of all of them together.
+    """
+
+    dtype: str
+    batch: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class MethodAdvice:
-    """What one method is for a model and a length.
+    """One method for a model and a length.
 
     Attributes:
         method: its name.
@@ -27,9 +43,9 @@ class MethodAdvice:
         fits: whether it helped a measured model at this length, without training.
         why: where it helped.
         measured: how much the loss rose at this length, by the model that it was measured on, in bits per byte.
-        short_inputs: what it does to inputs within the context length.
+        short_inputs: the effect on inputs within the context length, in words.
         decode, when: see `Guidance`.
-        purposes: what it is a candidate for; names of `PURPOSES`.
+        purposes: the goals that the method is a candidate for; names of `PURPOSES`.
         engines: how each engine serves it, by the engine's name; None: it refuses.
         refusals: why, by the engine's name.
     """
@@ -62,7 +78,7 @@ class Advice:
         choices: the candidates, by purpose; they are not ranked.
         served: the method that is advised for each engine; "": the model as it is.
         memory: of keys and values, at the context length and at the target length.
-        commands: what to run next, by what for.
+        commands: the commands to run next, by their goal.
         notes: further remarks.
     """
 
@@ -112,7 +128,7 @@ class Advice:
         return "\n".join(lines)
 
     def _measured_table(self) -> list[str]:
-        """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
+        """The methods that fit, with their measurements and what sets each apart; then why the others do not fit."""
         fitting = [each for each in self.methods if each.fits]
         lines = ["Without training, measured on:", *(f"  the {model}" for model in measured_models())]
         lines.append("A rise is in bits per byte, over the loss of the model as loaded at its context length.")
@@ -135,7 +151,7 @@ class Advice:
         return lines
 
     def _refusals(self) -> list[tuple[str, str]]:
-        """Why engines refuse the method that was chosen first, and which."""
+        """The engines that refuse the method of the first engine that serves one, and their reasons."""
         chosen = next((name for name in self.served.values() if name), None)
         each = next((m for m in self.methods if m.method == chosen), None)
         refused = [(reason, name) for name, reason in each.refusals.items() if name not in self.served] if each else []

@@ -13,23 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.advice.advice import Advice, MethodAdvice, signed
-from rope_ext_hf.advice.memory import cache_memory
+from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, signed
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length
-from rope_ext_hf.engines.base import ServingConfig, list_engines
-from rope_ext_hf.engines.comparison import reference_engine, usual_server
+from rope_ext_hf.engines.base import ServingConfig, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.hub import empty_model, foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
-from rope_ext_hf.methods.measurements import (
-    Rise,
-    cost_notes,
-    helped,
-    reach_text,
-    rises_at,
-    rises_for_short_inputs,
-)
+from rope_ext_hf.methods.measurements import Rise, cost_notes, helped, reach_text, rises_at, rises_for_short_inputs
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
@@ -38,9 +29,12 @@ from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.notes import sliding_note
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
+from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.reading.preflight import estimate_flops
 from rope_ext_hf.serving.target import Model, describe_config, make_target, open_model
 
+_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
+"""Bytes of a number by dtype; float16 has those of bfloat16."""
 _OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
 _MEASURED_SPANS = 8
@@ -121,7 +115,7 @@ def advise(
         methods=tuple(sorted(methods, key=lambda each: (not each.fits, not each.purposes))),
         choices=choices,
         served=served,
-        memory=cache_memory(opened.config, lengths, list(batches)),
+        memory=_cache_memory(opened.config, lengths, list(batches)),
         commands=run.commands(served, configs, choices, reached),
         notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
     )
@@ -133,23 +127,48 @@ def _sliding_rope(opened: Model) -> Any:
     return None if apart is None else describe_config(opened.config, apart)
 
 
+def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:
+    """The memory of every dtype, batch and length.
+
+    Raises:
+        CheckpointError: a config without the sizes of its heads.
+        ServingError: it has no layers.
+    """
+    with foreign_errors("the sizes of the heads cannot be read from this config"):
+        if not cached_layers(config):
+            raise ServingError("a model without layers that keep keys and values of their own cannot be served")
+        sizes = {
+            (tokens, dtype): cached_bytes(config, tokens, width=width)
+            for tokens in lengths
+            for dtype, width in _WIDTHS.items()
+        }
+        return tuple(
+            CacheMemory(dtype, batch, tokens, batch * sizes[tokens, dtype])
+            for tokens in lengths
+            for batch in batches
+            for dtype in _WIDTHS
+        )
+
+
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
     """The candidates at this length, by purpose: those that helped a measured model. They are not ranked.
 
-    Where no candidate for serving helped: the methods that did and that an engine serves. Fine-tuning needs no
+    Where no candidate for serving helped, they are the methods that did and that a server runs. Fine-tuning needs no
     measurement.
     """
 
-    def served(each: MethodAdvice) -> bool:
-        return any(encoding for name, encoding in each.engines.items() if name != _OWN_PROCESS)
-
-    def takes(each: MethodAdvice, purpose: str) -> bool:
-        ready = each.kind != "" and (each.fits or purpose == FINE_TUNING)
-        return purpose in each.purposes and ready and (served(each) or purpose != SERVING)
-
-    chosen = {purpose: tuple(m.method for m in methods if takes(m, purpose)) for purpose in PURPOSES}
+    servers = list_engines().keys() - {_OWN_PROCESS}
+    served = [each for each in methods if any(each.engines.get(name) for name in servers)]
+    possible = [each for each in methods if each.kind]
+    helping = [each for each in possible if each.fits]
+    chosen: dict[str, tuple[str, ...]] = {}
+    for purpose in PURPOSES:
+        candidates = possible if purpose == FINE_TUNING else helping
+        chosen[purpose] = tuple(
+            [each.method for each in candidates if purpose in each.purposes and (purpose != SERVING or each in served)]
+        )
     if not chosen[SERVING]:
-        chosen[SERVING] = tuple(each.method for each in methods if each.fits and served(each))
+        chosen[SERVING] = tuple([each.method for each in helping if each in served])
     return {purpose: names for purpose, names in chosen.items() if names}
 
 
@@ -167,7 +186,7 @@ class _Planner:
         self.refusal = ""
 
     def result(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
-        """The method that is taken first, over the model."""
+        """The model's rotary embedding, and the method that the commands take; None: no candidate is for serving."""
         if SERVING not in choices:
             return self.rotary, None
         return self.rotary, resolve_method(choices[SERVING][0], self.rotary, target_length=self.target_length)
@@ -175,9 +194,9 @@ class _Planner:
     def methods(self) -> list[MethodAdvice]:
         """Every method that states when to use it."""
         known = list_methods().items()
-        return [self._method(name, cls, cls.guidance) for name, cls in known if cls.guidance is not None]
+        return [self._method(name, cls.guidance) for name, cls in known if cls.guidance is not None]
 
-    def _method(self, name: str, cls: type[RopeMethod], guidance: Guidance) -> MethodAdvice:
+    def _method(self, name: str, guidance: Guidance) -> MethodAdvice:
         engines: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         factor = self.target_length / self.rotary.context_length
@@ -245,14 +264,13 @@ class _Planner:
         return encodings, refusals
 
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
-        """The fitting method that each engine serves: the first choice for serving, else the first of the others."""
-        fitting = [each for each in methods if each.fits]
-        ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
+        """A method that helped, by the engine that serves it; a candidate for serving where there is one."""
+        ordered = sorted([each for each in methods if each.fits], key=lambda each: SERVING not in each.purposes)
         served: dict[str, str] = {}
         for engine in list_engines():
-            name = next((each.method for each in ordered if each.engines.get(engine)), None)
-            if name is not None:
-                served[engine] = name
+            names = [each.method for each in ordered if each.engines.get(engine)]
+            if names:
+                served[engine] = names[0]
         return served, {engine: self.configs[engine, name] for engine, name in served.items()}
 
     def as_it_is(self) -> tuple[dict[str, str], dict[str, ServingConfig]]:
@@ -289,7 +307,7 @@ class _Planner:
         choices: Mapping[str, Sequence[str]],
         reached: int,
     ) -> dict[str, tuple[str, ...]]:
-        """What to run next, by what for."""
+        """The commands to run next, by their goal."""
         model, target = self.name, str(self.target_length)
         quoted = shlex.quote(model)
         first = next(iter(choices.get(SERVING, ())), None)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.engines.base import list_engines
-from rope_ext_hf.engines.comparison import usual_server
+from rope_ext_hf.engines.base import list_engines, usual_server
 from rope_ext_hf.questions import Question, anything, asked
 
 

@@ -1,4 +1,4 @@
-"""An engine as a value: what it computes from a config, and which config makes it compute what was measured.
+"""An engine as a value: its numbers for a config, and the config by which it computes the measured ones.
 
 >>> engine = find_engine("vllm")
 >>> computed = engine.computes({"model_type": "llama", "head_dim": 128, "max_position_embeddings": 32768,
@@ -9,15 +9,16 @@
 
 from __future__ import annotations
 
-import copy
-import math
+import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.config_keys import formulas
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Config
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 
@@ -25,53 +26,9 @@ class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
 
 
-Config = Mapping[str, Any]
-_EXACT = 1e-6
-"""The largest relative difference of frequencies and magnitudes that counts as the same."""
-_SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What an engine computes from a config.
-
-    Attributes:
-        inv_freq: radians per position of every rotated pair of a full-attention layer.
-        attention_factor: what cos and sin are multiplied by.
-        length: tokens that the engine serves by default; None: it leaves that to the user.
-        table: positions that the engine has angles for; None: as many as asked for.
-        softmax_scale: what the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim, squared).
-        notes: what the engine passes over in this config.
-        by_length: whether these are for inputs of this length alone, and shorter ones get others.
-    """
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float
-    length: int | None
-    table: int | None = None
-    softmax_scale: float = 1.0
-    notes: tuple[str, ...] = ()
-    by_length: bool = False
-
-    def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
-        """What differs from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
-        if len(inv_freq) != len(self.inv_freq):
-            return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
-        worst = 0.0
-        for a, b in zip(self.inv_freq, inv_freq, strict=True):
-            worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
-        if worst > _EXACT:
-            return f"its frequencies differ by up to {worst:.2g}"
-        if not math.isclose(self.attention_factor, attention_factor, rel_tol=_EXACT):
-            return f"its magnitude would be {self.attention_factor:.6g} instead of {attention_factor:.6g}"
-        if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=_EXACT):
-            return f"its softmax scale would be multiplied by {self.softmax_scale:.6g} instead of {softmax_scale:.6g}"
-        return None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """What an engine is to compute: a model with its method, as it was measured.
+    """A model with its method, as it was measured and as an engine is to compute it; two targets are never equal.
 
     Attributes:
         model: the folder or Hub id, for the commands.
@@ -79,11 +36,11 @@ class Target:
         patched: the text config with the method in it.
         composite: whether the text config lies under `text_config` of the model's config.
         layer_type: the layers that the method applies to; None: all.
-        inv_freq, attention_factor, softmax_scale: what was measured.
+        inv_freq, attention_factor, softmax_scale: the measured ones, as in `Computed`.
         theta, original: the base, and the length in tokens without any scaling.
         length: tokens to serve.
         method: the method, for messages.
-        notes: what the method does not reach, and what else a user must hear, whatever the engine.
+        notes: the layers that the method does not reach, and all else that a user must hear, whatever the engine.
         remapping: a remapping method and the model's pairing, as JSON text for the plug-in; None: there is none.
     """
 
@@ -107,7 +64,7 @@ class Target:
         """The model type of the text config."""
         return str(self.config.get("model_type", ""))
 
-    @property
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """The rope settings that transformers would save, of the layers that the method applies to."""
         parameters = self.patched["rope_parameters"]
@@ -115,7 +72,7 @@ class Target:
         settings.setdefault("rope_type", settings.get("type", "default"))
         return settings
 
-    @property
+    @functools.cached_property
     def divisors(self) -> list[float]:
         """theta_i divided by the measured frequencies."""
         dim = 2 * len(self.inv_freq)
@@ -159,7 +116,7 @@ class ServingConfig:
         gguf_keys: metadata to write into the GGUF file.
         gguf_tensors: float32 tensors to write into it, by name.
         gguf_removed: tensors to leave out of it.
-        computed: what the engine computes then.
+        computed: the numbers that the engine computes then.
         notes: further remarks.
         shorter: for length profiles, an instance of the engine for each but the longest, shortest first.
     """
@@ -194,7 +151,7 @@ class Engine(ABC):
     title: ClassVar[str] = ""
     """The engine as its makers write it; empty: its name."""
     follows_input: ClassVar[bool] = False
-    """Whether it chooses frequencies for every input, and not once when it starts."""
+    """Whether the engine chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
     reference: ClassVar[bool] = False
@@ -202,15 +159,15 @@ class Engine(ABC):
     usual_server: ClassVar[bool] = False
     """Whether commands are for it where no engine is named; one has it."""
     drafts: ClassVar[str] = ""
-    """What of such a configuration reaches a draft of speculative decoding, in sentences; empty: not known."""
+    """The parts of such a configuration that reach a draft of speculative decoding, in sentences; empty: not known."""
     former: ClassVar[type[Engine] | None] = None
     """A former major version that is still in use, with rules of its own."""
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
     remaps: ClassVar[bool] = False
-    """Whether it runs remapping methods."""
+    """Whether the engine runs remapping methods."""
     file_suffix: ClassVar[str] = ".json"
-    """Suffix of the file that holds what it reads."""
+    """Suffix of the file that the engine reads."""
 
     @property
     def label(self) -> str:
@@ -219,7 +176,7 @@ class Engine(ABC):
 
     @abstractmethod
     def computes(self, config: Config, length: int | None = None) -> Computed:
-        """What the engine computes from a config.json.
+        """Compute frequencies and magnitude from a config.json as the engine does.
 
         Args:
             config: the config as a plain dict; a composite one with its `text_config`.
@@ -247,7 +204,7 @@ class Engine(ABC):
         raise ServingError(f"there is no plug-in of this package for {self.name}; there is one for {having}")
 
     def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
-        """What `config_for` returns: how to start the engine (`how`), beside what is stated alike for every engine."""
+        """The result of `config_for`, from the fields that engines fill in differently (`how`)."""
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
@@ -266,19 +223,69 @@ class Engine(ABC):
 
 
 class ConfigEngine(Engine):
-    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same."""
+    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same.
+
+    An engine says how it reads a config (`read`), and overrides what it computes otherwise for a rope type.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
+    """Rope types that it runs as another one, by that one's name."""
+    unknown_type: ClassVar[str] = "has no static rope type"
+    """The verb of the error on a rope type that the engine does not run."""
+
+    @abstractmethod
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        """The keys as the engine reads them; the arguments and errors are those of `computes`."""
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        return self.by_type(self.read(config, length))
+
+    def by_type(self, rope: RopeKeys) -> Computed:
+        """Compute frequencies and magnitude for the rope type.
+
+        Raises:
+            ServingError: it has no such rope type, or refuses the settings.
+        """
+        match self.aliases.get(str(rope.kind), rope.kind):
+            case "default":
+                return rope.computed(formulas.plain(rope.theta, rope.dim))
+            case "linear":
+                return self.linear(rope)
+            case "llama3":
+                return self.llama3(rope)
+            case "yarn":
+                return self.yarn(rope)
+            case "longrope":
+                return self.longrope(rope)
+        return self.other(rope)
+
+    def linear(self, rope: RopeKeys) -> Computed:
+        """Position interpolation."""
+        return rope.computed(formulas.linear(rope.theta, rope.dim, rope.number("factor")))
+
+    def llama3(self, rope: RopeKeys) -> Computed:
+        """Llama 3.1's scaling."""
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor")
+        low, high, original, factor = map(rope.number, keys)
+        return rope.computed(formulas.llama3(rope.theta, rope.dim, factor, original, low, high))
+
+    @abstractmethod
+    def yarn(self, rope: RopeKeys) -> Computed:
+        """YaRN."""
+
+    @abstractmethod
+    def longrope(self, rope: RopeKeys) -> Computed:
+        """LongRoPE."""
+
+    def other(self, rope: RopeKeys) -> Computed:
+        """A rope type with a name of its own."""
+        raise ServingError(f"{self.title} {self.version} {self.unknown_type} {rope.kind!r}")
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         """Ways to write the method, in order of preference; the first that computes the same is taken."""
         yield Encoding("native", target.settings)
         if all(target.inv_freq):  # no list divides a frequency to zero, as Gemma 4 has it for pairs that do not rotate
             yield Encoding("longrope with equal lists", self.universal(target))
-
-    def published(self, target: Target) -> Iterator[Encoding]:
-        """The config as it is, where the method changes nothing in it."""
-        unchanged = target.patched["rope_parameters"] == target.config["rope_parameters"]
-        if unchanged and target.length <= length_setting(target.config):
-            yield Encoding("as published", target.settings)
 
     def universal(self, target: Target) -> dict[str, Any]:
         """The measured frequencies and magnitude as a longrope with two equal lists."""
@@ -296,9 +303,14 @@ class ConfigEngine(Engine):
             "original_max_position_embeddings": target.original,
         }
 
-    @abstractmethod
+    def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        """The keys of the text config that an encoding changes."""
+        written = {"rope_parameters": target.with_settings(encoding.settings)} | encoding.config
+        return {key: value for key, value in written.items() if target.config.get(key) != value}
+
     def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        """The config that the engine reads when it is started with an encoding."""
+        """The text config that the engine reads when it is started with an encoding."""
+        return {**target.config, **self.changes(target, encoding)}
 
     @abstractmethod
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
@@ -332,7 +344,6 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"[0-9]+", version)[:3]]
 
 
-GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 _ENGINES: dict[str, type[Engine]] = {}
 
 
@@ -354,8 +365,8 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
 
 
 def list_engines() -> dict[str, type[Engine]]:
-    """Every engine by name."""
-    return dict(_ENGINES)
+    """Every engine by name, the reference first."""
+    return dict(sorted(_ENGINES.items(), key=lambda each: not each[1].reference))
 
 
 def find_engine(name: str) -> Engine:
@@ -366,112 +377,59 @@ def find_engine(name: str) -> Engine:
     """
     if name not in _ENGINES:
         raise UnknownMethodError(
-            f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(_ENGINES)}"
+            f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(list_engines())}"
         )
     return _ENGINES[name]()
 
 
-# --- reading a config ------------------------------------------------------------------------------------------------
+def reference_engine() -> Engine:
+    """The engine that the others are compared with."""
+    return next(engine() for engine in list_engines().values() if engine.reference)
 
 
-def text_settings(config: Config) -> dict[str, Any]:
-    """The text config of a config, itself where it is not composite.
-
-    Raises:
-        ServingError: `text_config` is no object.
-    """
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ServingError(f"text_config must be an object, got {type(text).__name__}")
-    return dict(text)
+def usual_server() -> str:
+    """The name of the engine that commands are for where none is named."""
+    return next(name for name, engine in list_engines().items() if engine.usual_server)
 
 
-def rope_settings(text: Config) -> dict[str, Any]:
-    """The rope settings of the full-attention layers, as transformers 5 standardises them.
-
-    Both spellings are read: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which wins where both stand.
-
-    Raises:
-        ServingError: no rope settings, or some of a wrong type.
-    """
-    parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ServingError(f"the rope settings must be an object, got {type(parameters).__name__}")
-    if dict in map(type, parameters.values()):
-        nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-        wanted = next((key for key in nested if key not in _SLIDING_LAYERS), next(iter(nested)))
-        settings = dict(nested[wanted])
-        settings["_shared_truncate"] = parameters.get("truncate", True)
-    else:
-        settings = dict(parameters)
-    settings["rope_type"] = settings.get("rope_type", settings.get("type", "default"))
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if settings.get(key) is None and text.get(key) is not None:
-            settings[key] = text[key]
-    if settings["rope_type"] in ("yarn", "longrope", "su", "llama3") and text.get("original_max_position_embeddings"):
-        settings["original_max_position_embeddings"] = text["original_max_position_embeddings"]
-    settings["rope_theta"] = needed(settings, "rope_theta", above=1.0)
-    return settings
+def other_engines() -> list[Engine]:
+    """The engines that read a config.json as the reference saves it, and their former versions."""
+    engines = [engine for engine in list_engines().values() if issubclass(engine, ConfigEngine)]
+    versions = [version for engine in engines for version in (engine.former, None if engine.reference else engine)]
+    return [version() for version in versions if version is not None]
 
 
-def needed(settings: Config, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """A number of the settings.
+# --- whether one engine computes what another one does ---------------------------------------------------------------
+
+_Expected = tuple[tuple[int, Computed], ...]
+"""The numbers of a reference, each with a length of inputs in tokens: long ones, then short ones if those differ."""
+
+
+def expected_of(reference: Engine, config: Config) -> _Expected:
+    """Compute a config by an engine that follows every input, to compare others with.
 
     Raises:
-        ServingError: missing where there is no default, or not a finite number above `above`.
+        ServingError: the reference refuses the config.
     """
-    value = settings.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not above < value < math.inf:
-        given = "is missing" if value is None else f"is {value!r}"
-        raise ServingError(f"{key} must be a number above {above:g} and {given}")
-    return float(value)
+    longest = reference.computes(config)
+    assert longest.length is not None
+    short = ((1, reference.computes(config, 1)),) if longest.by_length else ()
+    return (longest.length, longest), *short
 
 
-def length_setting(text: Config) -> int:
-    """max_position_embeddings in tokens.
+def runs_otherwise(engine: Engine, expected: _Expected, config: Config) -> str | None:
+    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6.
 
     Raises:
-        ServingError: missing, or no length.
+        ServingError: the engine refuses the config.
     """
-    length = text.get("max_position_embeddings")
-    if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
-        given = "is missing" if length is None else f"is {length!r}"
-        raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
-    return int(length)
-
-
-def rotated_dims(text: Config, settings: Config) -> int:
-    """Rotated dims per head.
-
-    Raises:
-        ServingError: the sizes are missing or impossible.
-    """
-    latent: Any = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
-    dims = latent or text.get("head_dim")
-    if dims is None:
-        dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
-    numeric = isinstance(dims, (int, float)) and not isinstance(dims, bool)
-    if numeric and not latent and "partial_rotary_factor" in settings:
-        dims = int(dims * needed(settings, "partial_rotary_factor"))
-    if not numeric or not 2 <= dims <= 65536 or dims % 2:
-        raise ServingError(f"an even number of dims per head rotates; the config gives {dims!r}")
-    return int(dims)
-
-
-def rope_divisors(settings: Mapping[str, Any], key: str, dim: int) -> list[float]:
-    """One of the lists of a longrope, a number for each rotated pair.
-
-    Raises:
-        ServingError: missing, of another length, or with numbers that are not above 0.
-    """
-    values = settings.get(key)
-    if not isinstance(values, (list, tuple)) or len(values) != dim // 2:
-        raise ServingError(f"{key} must be a list of {dim // 2} numbers")
-    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
-        raise ServingError(f"every number in {key} must be above 0")
-    return list(values)
-
-
-def merged(config: Config, changes: Config) -> dict[str, Any]:
-    """A config with keys replaced, at the top level."""
-    return copy.deepcopy(dict(config)) | copy.deepcopy(dict(changes))
+    ours = engine.computes(config, expected[0][0])
+    if ours.by_length and len(expected) == 1:  # it follows the input, and the reference does not
+        expected = (*expected, (1, expected[0][1]))
+    for name, (tokens, theirs) in zip(("", "for short inputs "), expected, strict=False):
+        if name and engine.follows_input:
+            ours = engine.computes(config, tokens)
+        reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
+        if reason is not None:
+            return name + reason
+    return None

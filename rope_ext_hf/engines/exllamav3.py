@@ -8,16 +8,29 @@ gpt_oss.py and deepseek_v3.py hand to them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from rope_ext_hf.engines.base import Computed, Encoding, Target, needed, register_engine, rope_divisors, rotated_dims
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.config_keys.keys import Config, needed, rotated_dims
+from rope_ext_hf.engines.base import Encoding, Target, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
-from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.engines.hf_transformers import yarn_by_config
 from rope_ext_hf.errors import ServingError
 
 _THETA = {"gemma3_text": 1e6, "qwen3_vl_text": 5e6, "qwen3_vl": 5e6}
-"""What families take for theta where the config has none at its top level or in flat rope settings; else 10,000."""
+"""The theta of families where the config has none at its top level or in flat rope settings; else 10,000."""
+
+_USUAL: dict[str, dict[str, float]] = {
+    "linear": {"factor": 1.0},
+    "llama3": {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "factor": 8.0,
+    },
+}
+"""The numbers that it takes for missing keys, by rope type."""
 
 
 @register_engine("exllamav3")
@@ -26,7 +39,7 @@ class ExLlamaV3(FormerSpellingEngine):
 
     title = "ExLlamaV3"
     version = "1.6.5"
-
+    aliases: ClassVar = {"su": "longrope", "mrope": "default"}
     families = frozenset(
         {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_oss", "deepseek_v3", *_THETA}
     )
@@ -39,67 +52,58 @@ class ExLlamaV3(FormerSpellingEngine):
     def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         return encoding.config | {"rope_scaling": encoding.settings}
 
-    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
-        text, model_type, most = self.read(config)
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        text, model_type, most = self.known_text(config)
         settings = text.get("rope_scaling") or text.get("rope_parameters") or {}
         if not isinstance(settings, Mapping):
             raise ServingError(f"the rope settings must be an object, got {type(settings).__name__}")
-        notes: list[str] = []
+        notes: tuple[str, ...] = ()
         if dict in map(type, settings.values()):
-            notes.append("rope_parameters by layer type is not read: no scaling, and theta by default.")
+            notes = ("rope_parameters by layer type is not read: no scaling, and theta by default.",)
             settings = {}
         theta = text.get("rope_theta") or settings.get("rope_theta") or _THETA.get(model_type, 1e4)
         settings = {**settings, "rope_theta": needed({"rope_theta": theta}, "rope_theta", above=1.0)}
         if text.get("partial_rotary_factor") is not None:
             settings["partial_rotary_factor"] = text["partial_rotary_factor"]
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        dim = rotated_dims(text, settings)
-        magnitude, softmax_scale = 1.0, 1.0
+        dim, softmax_scale = rotated_dims(text, settings), 1.0
         if model_type == "deepseek_v3" and kind != "default" and settings.get("mscale_all_dim"):
             softmax_scale = yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
-        if kind in ("default", "mrope"):
-            inv_freq = plain(theta, dim)
-        elif kind == "linear":
-            inv_freq = linear(theta, dim, needed(settings, "factor", 1.0))
-        elif kind == "llama3":
-            low, high = needed(settings, "low_freq_factor", 1.0), needed(settings, "high_freq_factor", 4.0)
-            original = needed(settings, "original_max_position_embeddings", 8192)
-            inv_freq = llama3(theta, dim, needed(settings, "factor", 8.0), original, low, high)
-        elif kind == "yarn":
-            inv_freq, magnitude = self._yarn(settings, dim, most, model_type)
-            stated = settings.get("factor")
-            if settings.get("original_max_position_embeddings") is not None and isinstance(stated, (int, float)):
-                used = most / settings["original_max_position_embeddings"]
-                if stated != used:
-                    notes.append(f"yarn: the factor is {used:g}, max_position_embeddings over the original length.")
-        elif kind in ("longrope", "su"):
-            original = needed({**text, **settings}, "original_max_position_embeddings")
-            tokens = length if length and model_type == "phi3" else most
-            inv_freq = divided(
-                theta, dim, rope_divisors(settings, "long_factor" if tokens > original else "short_factor", dim)
-            )
-            magnitude = longrope_magnitude(most / original, original)
-            if settings.get("attention_factor") is not None:
-                notes.append("longrope: attention_factor is ignored.")
-        else:
-            raise ServingError(f"ExLlamaV3 {self.version} has no rope type {kind!r} that was checked")
-        return Computed(tuple(inv_freq), magnitude, most, None, softmax_scale, tuple(notes))
-
-    def _yarn(self, settings: Mapping[str, Any], dim: int, most: int, model_type: str) -> tuple[list[float], float]:
-        """Frequencies and magnitude of a yarn."""
-        original = settings.get("original_max_position_embeddings")
-        factor = (
-            needed(settings, "factor")
-            if original is None
-            else most / needed(dict(settings), "original_max_position_embeddings")
+        return RopeKeys(
+            text, settings, kind, dim, most, length, most, None, softmax_scale, notes, _USUAL.get(str(kind), {})
         )
-        original = most if original is None else original
+
+    def yarn(self, rope: RopeKeys) -> Computed:
+        settings, stated = rope.settings, rope.settings.get("factor")
+        original = settings.get("original_max_position_embeddings")
+        if original is None:
+            original, factor = rope.most, rope.number("factor")
+        else:
+            factor = rope.most / rope.number("original_max_position_embeddings")
+            if isinstance(stated, (int, float)) and stated != factor:
+                note = f"yarn: the factor is {factor:g}, max_position_embeddings over the original length."
+                rope = replace(rope, notes=(*rope.notes, note))
         if original != int(original):
             raise ServingError(f"original_max_position_embeddings must be a whole number and is {original}")
-        inv_freq = yarn_by_config(settings, dim, factor, original, truncate=bool(settings.get("truncate", True)))
+        inv_freq = rope.yarn(factor, original, truncate=bool(settings.get("truncate", True)))
+        return rope.computed(inv_freq, self._yarn_magnitude(rope, factor))
+
+    def _yarn_magnitude(self, rope: RopeKeys, factor: float) -> float:
+        settings = rope.settings
         if settings.get("attention_factor") is not None:
-            return inv_freq, needed(settings, "attention_factor")
+            return rope.number("attention_factor")
         mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-        if model_type == "deepseek_v3" and mscale and all_dim:
-            return inv_freq, yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
-        return inv_freq, 1.0 if settings.get("llama_4_scaling_beta") else yarn_magnitude(factor)
+        if rope.model_type == "deepseek_v3" and mscale and all_dim:
+            return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+        return 1.0 if settings.get("llama_4_scaling_beta") else yarn_magnitude(factor)
+
+    def longrope(self, rope: RopeKeys) -> Computed:
+        original = needed({**rope.text, **rope.settings}, "original_max_position_embeddings")
+        tokens = rope.asked if rope.asked and rope.model_type == "phi3" else rope.most
+        inv_freq = rope.divided("long_factor" if tokens > original else "short_factor")
+        ignored = rope.settings.get("attention_factor") is not None
+        notes = ("longrope: attention_factor is ignored.",) if ignored else ()
+        return rope.computed(inv_freq, longrope_magnitude(rope.most / original, original), *notes)
+
+    def other(self, rope: RopeKeys) -> Computed:
+        raise ServingError(f"ExLlamaV3 {self.version} has no rope type {rope.kind!r} that was checked")

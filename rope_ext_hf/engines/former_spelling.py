@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from rope_ext_hf.engines.base import (
-    Computed,
-    ConfigEngine,
-    Encoding,
-    NotCheckedError,
-    ServingConfig,
-    Target,
-    length_setting,
-    merged,
-    text_settings,
-)
-from rope_ext_hf.engines.formulas import yarn_magnitude
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.formulas import longrope_magnitude
+from rope_ext_hf.config_keys.keys import Config, length_setting, text_settings
+from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 
 
 class FormerSpellingEngine(ConfigEngine):
@@ -44,7 +36,7 @@ class FormerSpellingEngine(ConfigEngine):
 
     def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         kept = {key: value for key, value in target.config.items() if key != "rope_parameters"}
-        return merged(kept, self.keys(target, encoding))
+        return kept | self.keys(target, encoding)
 
     def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         """The keys of the text config that carry an encoding."""
@@ -70,7 +62,7 @@ class FormerSpellingEngine(ConfigEngine):
             notes=(*computed.notes, self.where),
         )
 
-    def read(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], str, int]:
+    def known_text(self, config: Config) -> tuple[dict[str, Any], str, int]:
         """The text config, the model type and max_position_embeddings.
 
         Raises:
@@ -82,8 +74,17 @@ class FormerSpellingEngine(ConfigEngine):
             raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
         return text, model_type, most
 
+    def longrope(self, rope: RopeKeys) -> Computed:
+        """One list for every input."""
+        original = rope.number("original_max_position_embeddings")
+        notes: tuple[str, ...] = ()
+        inv_freq = rope.divided("long_factor")
+        if rope.settings.get("short_factor") != rope.settings["long_factor"]:
+            notes = ("longrope: the long list for every input.",)
+        return rope.computed(inv_freq, longrope_magnitude(rope.most / original, original), *notes)
 
-def later_factor(settings: Mapping[str, Any], changed: dict[str, Any]) -> None:
+
+def later_factor(settings: Config, changed: dict[str, Any]) -> None:
     """State the length from which an engine gets a yarn's factor: it divides by the original length."""
     reach = settings["factor"] * settings["original_max_position_embeddings"]
     if reach == int(reach):
@@ -94,9 +95,3 @@ def write_mscale(settings: dict[str, Any], magnitude: float) -> None:
     """State the mscale by which an engine computes a yarn's magnitude; with a factor of 1 it is 1 whatever they are."""
     if settings["factor"] > 1:
         settings |= {"mscale": (magnitude - 1) / (0.1 * math.log(settings["factor"])), "mscale_all_dim": 0.0}
-
-
-def mscale_ratio(settings: Mapping[str, Any], factor: float) -> float:
-    """The magnitude of a yarn by DeepSeek's settings, with 1 and 0 where they are missing."""
-    mscale, all_dim = (float(settings.get(key, usual)) for key, usual in (("mscale", 1), ("mscale_all_dim", 0)))
-    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)

@@ -7,26 +7,24 @@ ggml; conversion/base.py writes the keys. Llama, Phi-3 and Qwen3 were compared w
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.engines.base import (
-    Computed,
-    Engine,
-    NotCheckedError,
-    ServingConfig,
-    Target,
+from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.formulas import linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.config_keys.keys import (
+    Config,
     length_setting,
     needed,
-    register_engine,
     rope_divisors,
     rope_settings,
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.formulas import llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, register_engine
 from rope_ext_hf.errors import ServingError, short
 
 ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -43,6 +41,8 @@ ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v3": ("deepseek2", ()),
 }
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
+_TENSORS = dict(ARCHITECTURES.values())
+"""The tensors by architecture."""
 _FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
@@ -66,8 +66,8 @@ class FileRope:
     tensors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-def converted(config: Mapping[str, Any]) -> FileRope:
-    """What llama.cpp's converter writes into a GGUF for a config.
+def converted(config: Config) -> FileRope:
+    """Keys and tensors that llama.cpp's converter writes into a GGUF for a config.
 
     Raises:
         ServingError: a family whose architecture is not in the table, or a rope type that the converter passes over.
@@ -80,18 +80,9 @@ def converted(config: Mapping[str, Any]) -> FileRope:
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
     divisors: dict[str, tuple[float, ...]] = {}
-    if kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": needed(settings, "factor")}
-    elif kind == "yarn":
-        keys |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": needed(settings, "factor"),
-            "rope.scaling.original_context_length": int(needed(settings, "original_max_position_embeddings")),
-        }
-        for key in ("beta_fast", "beta_slow"):
-            if settings.get(key) is not None:
-                keys[f"rope.scaling.yarn_{key}"] = needed(settings, key)
-        if settings.get("mscale_all_dim") and architecture == "deepseek2":
+    if kind in ("linear", "yarn"):
+        keys |= _scaling_keys(settings)
+        if kind == "yarn" and settings.get("mscale_all_dim") and architecture == "deepseek2":
             keys["rope.scaling.yarn_log_multiplier"] = 0.1 * needed(settings, "mscale_all_dim")
     elif kind == "llama3":
         if not tensors:
@@ -118,8 +109,22 @@ def converted(config: Mapping[str, Any]) -> FileRope:
     return FileRope(architecture, dim, keys, divisors)
 
 
+def _scaling_keys(settings: Config) -> dict[str, Any]:
+    """The keys of a linear scaling or a yarn; {} for the rope type "default"."""
+    kind = settings["rope_type"]
+    if kind == "default":
+        return {}
+    keys: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.factor": needed(settings, "factor")}
+    if kind == "yarn":
+        keys["rope.scaling.original_context_length"] = int(needed(settings, "original_max_position_embeddings"))
+        for key in ("beta_fast", "beta_slow"):
+            if settings.get(key) is not None:
+                keys[f"rope.scaling.yarn_{key}"] = needed(settings, key)
+    return keys
+
+
 def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool = False) -> Computed:
-    """What llama.cpp computes from a GGUF file.
+    """Compute frequencies and magnitude from a GGUF file as llama.cpp does.
 
     Args:
         length: tokens of context that are allocated (`-c`); None: the file's context length.
@@ -130,7 +135,7 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     """
     keys = file.keys
     kind = keys.get("rope.scaling.type", "linear")
-    if file.architecture not in {architecture for architecture, _ in ARCHITECTURES.values()}:
+    if file.architecture not in _TENSORS:
         raise NotCheckedError(f"the graph of {file.architecture!r} was not checked")
     if file.architecture == "deepseek2" and keys.get("rope.scaling.type", "none") != "none":
         raise NotCheckedError(
@@ -142,10 +147,31 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
         raise ServingError(f"{kind!r} is no type of rope scaling in llama.cpp")
     factor = 1.0 if kind == "none" else needed(keys, "rope.scaling.factor", 1.0)
     original = needed(keys, "rope.scaling.original_context_length", trained)
-    read = _tensors_read(file.architecture, kind)
+    divisors = _divisors(file, kind, long=(length or trained) > original)
+    magnitude = needed(keys, "rope.scaling.attn_factor", 1.0)
+    notes: tuple[str, ...] = ()
+    if kind == "yarn":
+        fast, slow = [needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items()]
+        inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
+        magnitude *= yarn_magnitude(factor)
+    else:
+        inv_freq = linear(theta, file.dim, factor)
+    if not by_flags:
+        notes = _unread(file, kind, lambda fast, slow: yarn(theta, file.dim, factor, original, fast, slow))
+    inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
+    return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
+
+
+def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
+    """The numbers that the graph divides the frequencies by.
+
+    Raises:
+        ServingError: a tensor that the graph does not read, or numbers that it cannot divide by.
+    """
+    names = _TENSORS[file.architecture]  # the loader takes these tensors, and stops at others
+    read = _FACTOR_LISTS if names and kind == "longrope" else names
     if stray := [name for name in file.tensors if name not in read]:
         raise ServingError(f"{stray[0]} is no tensor of {file.architecture!r} under {kind!r}; the file is not loaded")
-    wanted = _FACTOR_LISTS[0] if (length or trained) > original else _FACTOR_LISTS[1]
     for name, values in file.tensors.items():
         for pair, value in enumerate(values):
             if not 0 < value < math.inf:
@@ -153,96 +179,101 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
                     f"{name} divides the frequency of pair {pair} by {value:g}; divisors must be finite numbers above "
                     "0, and with others every output is meaningless"
                 )
-    divisors: Sequence[float] = [1.0] * (file.dim // 2)
-    for name in ("rope_freqs.weight", wanted):
-        if name in file.tensors:
-            divisors = file.tensors[name]
-            break
+    listed = file.tensors.get(_FACTOR_LISTS[0] if long else _FACTOR_LISTS[1], (1.0,) * (file.dim // 2))
+    divisors = file.tensors.get("rope_freqs.weight", listed)
     if len(divisors) != file.dim // 2:
         raise ServingError(f"a tensor of {len(divisors)} divisors does not fit {file.dim // 2} rotated pairs")
-    magnitude = needed(keys, "rope.scaling.attn_factor", 1.0)
-    if kind == "yarn":
-        fast, slow = (needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items())
-        inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
-        magnitude *= yarn_magnitude(factor)
-    else:
-        inv_freq = [value / factor for value in plain(theta, file.dim)]
-    inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
-    notes = (
-        () if by_flags else _unread(file, kind, lambda fast, slow: yarn(theta, file.dim, factor, original, fast, slow))
-    )
-    return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
+    return divisors
 
 
 def _unread(file: FileRope, kind: str, ramp: Callable[[float, float], Sequence[float]]) -> tuple[str, ...]:
     """Sentences on keys that the graph does not read, and that would change what it computes."""
     different = [key for key in _UNREAD if key in file.keys and file.keys[key] != _BETAS.get(key)]
-    stated = [file.keys.get(key, usual) for key, usual in _BETAS.items()]
-    possible = all(type(value) in (int, float) and 0 < value < math.inf for value in stated)
-    if possible and (kind != "yarn" or list(ramp(*stated)) == list(ramp(*_BETAS.values()))):
-        different = [key for key in different if key not in _BETAS]
-    values = {key: file.keys[key] for key in different}
-    shown = {
-        key: f"{value:g}" if isinstance(value, int | float) else short(str(value)) for key, value in values.items()
-    }
-    return tuple(f"{key} is {text}, and not read for {file.architecture!r}." for key, text in shown.items())
+    if any(key in _BETAS for key in different):
+        stated = [file.keys.get(key, usual) for key, usual in _BETAS.items()]
+        possible = all(type(value) in (int, float) and 0 < value < math.inf for value in stated)
+        if possible and (kind != "yarn" or list(ramp(*stated)) == list(ramp(*_BETAS.values()))):
+            different = [key for key in different if key not in _BETAS]
+    notes = []
+    for key in different:
+        value = file.keys[key]
+        shown = f"{value:g}" if isinstance(value, int | float) else short(str(value))
+        notes.append(f"{key} is {shown}, and not read for {file.architecture!r}.")
+    return tuple(notes)
 
 
-def _tensors_read(architecture: str, kind: str) -> tuple[str, ...]:
-    """The tensors of divisors that an architecture's loader takes; it stops at others."""
-    names = next(tensors for known, tensors in ARCHITECTURES.values() if known == architecture)
-    return _FACTOR_LISTS if names and kind == "longrope" else names
+@dataclass(frozen=True)
+class _Candidate:
+    """A file that may compute what was measured.
+
+    Attributes:
+        name: the name of the encoding.
+        file: the keys and tensors; its context length is the length to serve.
+        removed: tensors that must go from the model's own file.
+        flags: flags of llama-server that do the same with the model's own file; None where tensors must change.
+    """
+
+    name: str
+    file: FileRope
+    removed: tuple[str, ...]
+    flags: tuple[str, ...] | None
+
+    @functools.cached_property
+    def computed(self) -> Computed:
+        """The numbers that the programs compute from the file."""
+        return file_computes(self.file)
 
 
 class _GGUFEngine(Engine):
-    """What the programs that run a GGUF file have in common."""
+    """Base of the programs that run a GGUF file."""
 
     version = "b11549"
     file_suffix = ".gguf"
 
-    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+    def computes(self, config: Config, length: int | None = None) -> Computed:
         return file_computes(converted(config), length)
 
     def config_for(self, target: Target) -> ServingConfig:
-        reasons: list[str] = []
-        for name, file, removed in _files(target):
-            try:
-                computed = self.computed(target, file, removed)
-            except (ServingError, ArithmeticError) as error:
-                reasons.append(f"{name}: {error}")
-                continue
-            reason = computed.difference(target.inv_freq, target.attention_factor, 1.0)
-            if reason is None and target.softmax_scale != 1:
-                reason = "the softmax scale of this family is not in these rules"
-            if reason is None and target.layer_type is not None and "rope.scaling.attn_factor" in file.keys:
-                reason = "the magnitude would reach the sliding-window layers too"
-            if reason is None:
-                return self.from_file(target, name, file, removed, computed)
-            reasons.append(f"{name}: {reason}")
-        if target.model_type in ARCHITECTURES and not ARCHITECTURES[target.model_type][1]:
-            reasons.append(f"the graph of {ARCHITECTURES[target.model_type][0]!r} reads no tensor of divisors")
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
+        else:
+            reasons = []
+            for candidate in _candidates(target):
+                try:
+                    computed = self.computed(candidate)
+                except (ServingError, ArithmeticError) as error:
+                    reasons.append(f"{candidate.name}: {error}")
+                    continue
+                reason = computed.difference(target.inv_freq, target.attention_factor, 1.0)
+                if reason is None and target.softmax_scale != 1:
+                    reason = "the softmax scale of this family is not in these rules"
+                if reason is None and target.layer_type and "rope.scaling.attn_factor" in candidate.file.keys:
+                    reason = "the magnitude would reach the sliding-window layers too"
+                if reason is None:
+                    return self.served(target, candidate, computed)
+                reasons.append(f"{candidate.name}: {reason}")
+            architecture, tensors = ARCHITECTURES[target.model_type]
+            if not tensors:
+                reasons.append(f"the graph of {architecture!r} reads no tensor of divisors")
         raise ServingError(
             f"{self.name} cannot serve {target.method} on this {target.model_type!r} model as measured "
             f"({'; '.join(dict.fromkeys(reasons))})"
         )
 
-    def computed(self, target: Target, file: FileRope, removed: tuple[str, ...]) -> Computed:
-        """What the program computes when it is started in this way."""
-        return file_computes(file, target.length)
+    def computed(self, candidate: _Candidate) -> Computed:
+        """The numbers that the program computes when it is started in this way."""
+        return candidate.computed
 
-    def from_file(
-        self, target: Target, name: str, file: FileRope, removed: tuple[str, ...], computed: Computed
-    ) -> ServingConfig:
+    def served(self, target: Target, candidate: _Candidate, computed: Computed) -> ServingConfig:
         """How to start the program on a file with these keys and tensors."""
+        file = candidate.file
         return self.serving(
             target,
-            name,
+            candidate.name,
             computed,
             gguf_keys={f"{file.architecture}.{key}": v for key, v in file.keys.items() if key not in _UNREAD},
             gguf_tensors=file.tensors,
-            gguf_removed=removed,
+            gguf_removed=candidate.removed,
             command=self.command(target),
             notes=(*computed.notes, *self.notes(target)),
         )
@@ -252,48 +283,34 @@ class _GGUFEngine(Engine):
         return ("llama-server", "-m", "OUT.gguf", "-c", str(target.length))
 
     def notes(self, target: Target) -> tuple[str, ...]:
-        """What to do with the file."""
+        """Remarks on the file."""
         return ("Write the keys and tensors into a copy of the model's GGUF file with rope-ext gguf, OUT.gguf.",)
 
 
-def _files(target: Target) -> list[tuple[str, FileRope, tuple[str, ...]]]:
-    """Files that may compute what was measured, in order of preference; the tensors that must go from each."""
-    if target.model_type not in ARCHITECTURES:
-        return []
-    architecture, tensors = ARCHITECTURES[target.model_type]
-    dim = 2 * len(target.inv_freq)
-    base = {"context_length": target.length}
-    settings = target.settings
-    result: list[tuple[str, FileRope, tuple[str, ...]]] = []
-    try:  # the model's own file, and a linear scaling on top of what is in it
+@functools.lru_cache(maxsize=1)  # the programs are asked about the same target one after the other
+def _candidates(target: Target) -> tuple[_Candidate, ...]:
+    """Files that may compute what was measured, in order of preference."""
+    try:
         own = converted(target.config)
-        result.append(("as published", FileRope(architecture, dim, own.keys | base, own.tensors), ()))
-        if "factor" in settings or target.method.startswith("linear"):
-            factor = _ratio(own, target)
-            if factor is not None:
-                linear = {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
-                result.append(("native", FileRope(architecture, dim, own.keys | base | linear, own.tensors), ()))
     except ServingError:
-        pass
+        own = None
+    architecture, tensors = ARCHITECTURES[target.model_type]
+    dim, settings = 2 * len(target.inv_freq), target.settings
+    base = {"context_length": target.length}
+    files: list[tuple[str, FileRope, tuple[str, ...]]] = []
+    if own is not None:  # the model's own file, and a linear scaling on top of what is in it
+        files.append(("as published", FileRope(architecture, dim, own.keys | base, own.tensors), ()))
+        scaled = "factor" in settings or target.method.startswith("linear")
+        if scaled and (ratio := _ratio(own, target)) is not None:
+            keys = own.keys | base | {"rope.scaling.type": "linear", "rope.scaling.factor": ratio}
+            files.append(("native", FileRope(architecture, dim, keys, own.tensors), ()))
     plain_keys = base | {"rope.freq_base": settings["rope_theta"], "rope.scaling.type": "none"}
-    kind, removed = settings["rope_type"], tensors
-    if kind == "default":
-        result.append(("native", FileRope(architecture, dim, plain_keys), removed))
-    elif kind == "linear":
-        keys = plain_keys | {"rope.scaling.type": "linear", "rope.scaling.factor": settings["factor"]}
-        result.append(("native", FileRope(architecture, dim, keys), removed))
-    elif kind == "yarn":
-        factor = float(settings["factor"])
-        keys = plain_keys | {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": factor,
-            "rope.scaling.original_context_length": int(settings["original_max_position_embeddings"]),
-            "rope.scaling.yarn_beta_fast": float(settings.get("beta_fast") or 32.0),
-            "rope.scaling.yarn_beta_slow": float(settings.get("beta_slow") or 1.0),
-        }
-        if not math.isclose(target.attention_factor, yarn_magnitude(factor)):
-            keys["rope.scaling.attn_factor"] = target.attention_factor / yarn_magnitude(factor)
-        result.append(("native", FileRope(architecture, dim, keys), removed))
+    if settings["rope_type"] in ("default", "linear", "yarn"):
+        keys = plain_keys | _scaling_keys(settings)
+        if settings["rope_type"] == "yarn":
+            ratio = target.attention_factor / yarn_magnitude(keys["rope.scaling.factor"])
+            keys |= {} if math.isclose(ratio, 1.0) else {"rope.scaling.attn_factor": ratio}
+        files.append(("native", FileRope(architecture, dim, keys), tensors))
     if tensors:
         keys = plain_keys | {"rope.freq_base": target.theta}
         if architecture == "phi3":
@@ -301,8 +318,8 @@ def _files(target: Target) -> list[tuple[str, FileRope, tuple[str, ...]]]:
         if target.attention_factor != 1.0:
             keys["rope.scaling.attn_factor"] = target.attention_factor
         divisors = dict.fromkeys(tensors, tuple(target.divisors))
-        result.append((f"divisors in {tensors[0]}", FileRope(architecture, dim, keys, divisors), ()))
-    return result
+        files.append((f"divisors in {tensors[0]}", FileRope(architecture, dim, keys, divisors), ()))
+    return tuple([_Candidate(name, file, removed, _flags(own, file, removed)) for name, file, removed in files])
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:
@@ -325,29 +342,22 @@ class LlamaCpp(_GGUFEngine):
         "GGUF file carries must be in the draft's file, too."
     )
 
-    def computed(self, target: Target, file: FileRope, removed: tuple[str, ...]) -> Computed:
-        return file_computes(file, target.length, by_flags=_flags(target, file, removed) is not None)
+    def computed(self, candidate: _Candidate) -> Computed:
+        if candidate.flags is None:
+            return candidate.computed
+        return file_computes(candidate.file, by_flags=True)
 
-    def from_file(
-        self, target: Target, name: str, file: FileRope, removed: tuple[str, ...], computed: Computed
-    ) -> ServingConfig:
-        config = super().from_file(target, name, file, removed, computed)
-        flags = _flags(target, file, removed)
-        if flags is None:
-            return config
-        command = ("llama-server", "-m", "MODEL.gguf", "-c", str(target.length), *flags)
+    def served(self, target: Target, candidate: _Candidate, computed: Computed) -> ServingConfig:
+        if candidate.flags is None:
+            return super().served(target, candidate, computed)
+        command = ("llama-server", "-m", "MODEL.gguf", "-c", str(target.length), *candidate.flags)
         notes = (*computed.notes, "MODEL.gguf is the model as llama.cpp's converter writes it.")
-        kept = {"command": command, "gguf_keys": {}, "gguf_tensors": {}, "gguf_removed": (), "notes": notes}
-        return ServingConfig(**{**vars(config), **kept})
+        return self.serving(target, candidate.name, computed, command=command, notes=notes)
 
 
-def _flags(target: Target, file: FileRope, removed: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Flags that turn the model's own file into this one; None where tensors must change."""
-    try:
-        own = converted(target.config)
-    except ServingError:
-        return None
-    if file.tensors != own.tensors or any(name in own.tensors for name in removed):
+def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Flags that turn the model's own file into another one; None where tensors must change."""
+    if own is None or file.tensors != own.tensors or any(name in own.tensors for name in removed):
         return None
     keys, arch, before = file.keys, file.architecture, own.keys | _BETAS  # those of the file are not read
     flags: list[str] = []

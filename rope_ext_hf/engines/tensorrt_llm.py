@@ -8,26 +8,27 @@ modeling_qwen3.py, modeling_gemma3.py. They read `rope_theta` and `rope_scaling`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from rope_ext_hf.engines.base import (
-    Computed,
-    NotCheckedError,
-    Target,
-    needed,
-    register_engine,
-    rope_divisors,
-    rope_settings,
-    rotated_dims,
-)
-from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor, mscale_ratio, write_mscale
-from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.engines.hf_transformers import yarn_by_config, yarn_magnitude_by_config
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.formulas import plain, yarn_magnitude
+from rope_ext_hf.config_keys.keys import Config, needed, rope_settings, rotated_dims
+from rope_ext_hf.engines.base import NotCheckedError, Target, register_engine
+from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor, write_mscale
+from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 
 _FUSED = frozenset({"qwen3", "qwen3_moe"})
 """Families whose kernel rotates while it normalises, with the parameters of a yarn whatever the rope type is."""
+
+_USUAL = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "factor": 1.0,
+}
+"""The numbers that it takes for missing keys."""
 
 
 @register_engine("tensorrt-llm")
@@ -36,7 +37,7 @@ class TensorRTLLM(FormerSpellingEngine):
 
     title = "TensorRT-LLM"
     version = "1.2.0rc2"
-
+    aliases: ClassVar = {}
     families = frozenset({"llama", "mistral", "qwen2", "gemma3_text", "deepseek_v3"}) | _FUSED
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -49,8 +50,8 @@ class TensorRTLLM(FormerSpellingEngine):
     def command(self, target: Target) -> tuple[str, ...]:
         return ("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length))
 
-    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
-        text, model_type, most = self.read(config)
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        text, model_type, most = self.known_text(config)
         old = {key: value for key, value in text.items() if key != "rope_parameters"}
         if text.get("rope_parameters") and not text.get("rope_scaling") and text.get("rope_theta") is None:
             raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
@@ -60,45 +61,38 @@ class TensorRTLLM(FormerSpellingEngine):
             raise ServingError("it has no rope type 'default': rope_scaling must be null")
         if model_type == "qwen2" and text.get("rope_scaling") and "type" not in settings:
             raise ServingError("its Qwen2 file wants the key type in rope_scaling")
-        dim, theta = rotated_dims(old, settings), settings["rope_theta"]
-        if model_type in _FUSED:
-            return self._fused(settings, kind, dim, most)
-        if model_type == "deepseek_v3" and kind not in ("default", "yarn"):
-            raise NotCheckedError(f"its kernels for DeepSeek were not read with the rope type {kind!r}")
-        original = needed(settings, "original_max_position_embeddings", 1024)
-        factor = needed(settings, "factor", 1.0)
-        magnitude, softmax_scale = 1.0, 1.0
-        notes: list[str] = []
-        if kind == "default":
-            inv_freq = plain(theta, dim)
-        elif kind == "linear":
-            inv_freq = linear(theta, dim, factor)
-        elif kind == "llama3":
-            low, high = needed(settings, "low_freq_factor", 1.0), needed(settings, "high_freq_factor", 4.0)
-            inv_freq = llama3(theta, dim, factor, original, low, high)
-        elif kind == "yarn":
-            inv_freq = yarn_by_config(settings, dim, factor, original, truncate=True)
-            magnitude = mscale_ratio(settings, factor)
-            if model_type == "deepseek_v3":
-                softmax_scale = yarn_magnitude(factor, float(settings.get("mscale_all_dim", 0))) ** 2
-            notes += [f"yarn: {key} is ignored." for key in ("attention_factor", "truncate") if key in settings]
-        elif kind == "longrope":
-            inv_freq = divided(theta, dim, rope_divisors(settings, "long_factor", dim))
-            magnitude = longrope_magnitude(most / original, original)
-            if settings.get("short_factor") != settings["long_factor"]:
-                notes.append("longrope: the long list for every input.")
-        else:
-            raise ServingError(f"TensorRT-LLM {self.version} has no static rope type {kind!r}")
-        return Computed(tuple(inv_freq), magnitude, most, most, softmax_scale, tuple(notes))
+        dim = rotated_dims(old, settings)
+        return RopeKeys(text, settings, kind, dim, most, asked=length, length=most, table=most, usual=_USUAL)
 
-    def _fused(self, settings: Mapping[str, Any], kind: str, dim: int, most: int) -> Computed:
-        """What the kernel of Qwen3 computes: a yarn, whatever the rope type is."""
-        if kind == "default":
-            return Computed(tuple(plain(settings["rope_theta"], dim)), 1.0, most)
-        original, factor = most, needed(settings, "factor", 1.0)
-        notes = [] if kind == "yarn" else [f"Qwen3: the rope type {kind} is run as yarn."]
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        rope = self.read(config, length)
+        if rope.model_type in _FUSED:
+            return self._fused(rope)
+        if rope.model_type == "deepseek_v3" and rope.kind not in ("default", "yarn"):
+            raise NotCheckedError(f"its kernels for DeepSeek were not read with the rope type {rope.kind!r}")
+        for key in ("original_max_position_embeddings", "factor"):  # which are read whatever the rope type is
+            rope.number(key)
+        return self.by_type(rope)
+
+    def yarn(self, rope: RopeKeys) -> Computed:
+        factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
+        inv_freq = rope.yarn(factor, original, truncate=True)
+        notes = [f"yarn: {key} is ignored." for key in ("attention_factor", "truncate") if key in rope.settings]
+        computed = rope.computed(inv_freq, rope.mscale_ratio(factor), *notes)
+        if rope.model_type != "deepseek_v3":
+            return computed
+        scale = yarn_magnitude(factor, float(rope.settings.get("mscale_all_dim", 0))) ** 2
+        return replace(computed, softmax_scale=scale)
+
+    def _fused(self, rope: RopeKeys) -> Computed:
+        """A yarn, as the kernel of Qwen3 computes it whatever the rope type is."""
+        rope = replace(rope, table=None)
+        if rope.kind == "default":
+            return rope.computed(plain(rope.theta, rope.dim))
+        settings, original, factor = rope.settings, rope.most, rope.number("factor")
+        notes = [] if rope.kind == "yarn" else [f"Qwen3: the rope type {rope.kind} is run as yarn."]
         if "original_max_position_embeddings" in settings:
             original = int(needed(settings, "original_max_position_embeddings"))
-            factor = most / original
-        inv_freq = yarn_by_config(settings, dim, factor, original, truncate=bool(settings.get("truncate", True)))
-        return Computed(tuple(inv_freq), yarn_magnitude_by_config(settings, factor), most, notes=tuple(notes))
+            factor = rope.most / original
+        inv_freq = rope.yarn(factor, original, truncate=bool(settings.get("truncate", True)))
+        return rope.computed(inv_freq, yarn_magnitude_by_config(settings, factor), *notes)

@@ -8,37 +8,25 @@ get_rope, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/mo
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.engines.base import (
-    Computed,
-    Encoding,
-    Engine,
-    NotCheckedError,
-    ServingConfig,
-    Target,
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.config_keys.keys import (
+    Config,
     length_setting,
-    merged,
     needed,
-    register_engine,
-    rope_divisors,
+    plugin_settings,
     rope_settings,
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.formulas import divided, linear, llama3, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, config_changes, yarn_by_config, yarn_magnitude_by_config
-from rope_ext_hf.engines.plugin_type import (
-    EngineWithPlugin,
-    plugin_encoding,
-    plugin_frequencies,
-    plugin_note,
-    plugin_settings,
-)
+from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, ServingConfig, Target, register_engine
+from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
+from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
 
 DEEPSEEK_FAMILIES = frozenset(
@@ -47,33 +35,10 @@ DEEPSEEK_FAMILIES = frozenset(
 """Families whose model file runs every rope type by the class for DeepSeek's yarn, and takes its softmax scale."""
 INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
-_THETA_ALONE = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
-"""Families whose model file hands on nothing of the rope settings but theta; that of dbrx cut to a whole number."""
 _BY_TRANSFORMERS = frozenset(
-    {
-        "arcee",
-        "bitnet",
-        "cwm",
-        "diffllama",
-        "flex_olmo",
-        "glm",
-        "gpt_neox",
-        "helium",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "jais2",
-        "mellum",
-        "nanochat",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "phi",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-        "vaultgemma",
-        "youtu",
-    }
+    {"arcee", "bitnet", "cwm", "diffllama", "flex_olmo", "glm", "gpt_neox", "helium", "hunyuan_v1_dense"}
+    | {"hunyuan_v1_moe", "jais2", "mellum", "nanochat", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3"}
+    | {"starcoder2", "vaultgemma", "youtu"}
 )
 """Families that the classes of transformers run there, by its registry of models or for want of a model file."""
 _NOT_READ = frozenset({"deepseek_v4", "dots3_note_text"})
@@ -86,28 +51,21 @@ _SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text",
 """Families whose model file asks for a table of the original length, where no video tokens are pruned."""
 
 
-def _position_setting(settings: Mapping[str, Any], model_type: str, length: int) -> int:
-    """max_position_embeddings from which the engine derives this length, its factor applied once."""
-    if settings["rope_type"] in _LENGTH_STATED or "gemma3" in model_type:
-        return length
-    return math.ceil(length / float(settings.get("factor", 1.0)))
-
-
-def deepseek_yarn(settings: Mapping[str, Any], dim: int) -> tuple[list[float], float]:
+def deepseek_yarn(rope: RopeKeys) -> tuple[list[float], float]:
     """Frequencies and magnitude of the class for DeepSeek: no truncate, and mscale with other defaults."""
-    factor, original = needed(settings, "factor"), needed(settings, "original_max_position_embeddings")
-    ratio = [
-        yarn_magnitude(factor, float(settings.get(key, default)))
-        for key, default in (("mscale", 1), ("mscale_all_dim", 0))
-    ]
-    return yarn_by_config(settings, dim, factor, original, truncate=True), ratio[0] / ratio[1]
+    factor, original = needed(rope.settings, "factor"), needed(rope.settings, "original_max_position_embeddings")
+    magnitude = rope.mscale_ratio(factor)
+    return rope.yarn(factor, original, truncate=True), magnitude
 
 
 @register_engine("vllm")
-class VLLM(EngineWithPlugin):
+class VLLM(OverridingEngine):
     """vLLM, started with `vllm serve`."""
 
     title = "vLLM"
+    option = "--hf-overrides"
+    theta_alone = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
+    whole_theta = frozenset({"dbrx"})
     drafts = (
         "--hf-overrides does not reach a draft (compose_draft_hf_overrides of config/speculative.py; vLLM #37443, "
         "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
@@ -120,116 +78,103 @@ class VLLM(EngineWithPlugin):
     def with_plugin(self) -> Engine:
         return _VLLMWithPlugin()
 
-    def encodings(self, target: Target) -> Iterator[Encoding]:
-        yield from self.published(target)
-        for encoding in super().encodings(target):
-            settings = encoding.settings
-            if settings["rope_type"] == "yarn" and target.model_type not in DEEPSEEK_FAMILIES:
-                factor = settings["factor"]
-                settings = settings | {
-                    "attention_factor": target.attention_factor,
-                    "attn_factor": target.attention_factor / yarn_magnitude(factor),
-                }
-            if settings["rope_type"] == "yarn" and _quadruple(settings, target.model_type):
-                quarter, rest = divmod(settings["original_max_position_embeddings"], _MROPE_TABLE)
-                settings = settings if rest else settings | {"original_max_position_embeddings": quarter}
-            changed = {"max_position_embeddings": _position_setting(settings, target.model_type, target.length)}
-            if target.config.get("original_max_position_embeddings") and encoding.name != "native":
-                changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
-            yield Encoding(encoding.name, settings, changed)
+    def start(self, target: Target) -> tuple[str, ...]:
+        return ("vllm", "serve", target.model, "--max-model-len", str(target.length))
+
+    def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+        if settings["rope_type"] != "yarn":
+            return settings
+        if target.model_type not in DEEPSEEK_FAMILIES:
+            settings = settings | {
+                "attention_factor": target.attention_factor,
+                "attn_factor": target.attention_factor / yarn_magnitude(settings["factor"]),
+            }
+        if _quadruple(settings, target.model_type):
+            quarter, rest = divmod(settings["original_max_position_embeddings"], _MROPE_TABLE)
+            settings = settings if rest else settings | {"original_max_position_embeddings": quarter}
+        return settings
+
+    def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
+        if _length_stated(settings["rope_type"], target.model_type):
+            return target.length
+        return math.ceil(target.length / float(settings.get("factor", 1.0)))
 
     def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        changes = config_changes(target, encoding)
+        changes = self.changes(target, encoding)
         if target.composite and "rope_parameters" in changes:  # merged key by key
             before = dict(target.config.get("rope_parameters") or {})
             changes["rope_parameters"] = _nested(before, changes["rope_parameters"])
-        return merged(target.config, changes)
+        return {**target.config, **changes}
 
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
-        changes = config_changes(target, encoding)
-        overrides = target.placed(changes)
-        flags = ("--hf-overrides", json.dumps(overrides)) if overrides else ()
-        return self.serving(
-            target,
-            encoding.name,
-            computed,
-            command=("vllm", "serve", target.model, "--max-model-len", str(target.length), *flags),
-            overrides=overrides or None,
-            config_keys=overrides,
-            notes=computed.notes,
-        )
-
-    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
+    def read(self, config: Config, length: int | None) -> RopeKeys:
         text = text_settings(config)
-        settings, model_type = rope_settings(text), str(text.get("model_type"))
-        kind, most = settings["rope_type"], length_setting(text)
-        dim, theta, mrope = rotated_dims(text, settings), settings["rope_theta"], "mrope_section" in settings
+        settings = rope_settings(text)
+        kind, most, dim = settings["rope_type"], length_setting(text), rotated_dims(text, settings)
         derived = most
-        if kind not in _LENGTH_STATED and "gemma3" not in model_type:
+        if not _length_stated(kind, str(text.get("model_type"))):
             derived = int(most * needed(settings, "factor", 1.0))
-        magnitude, softmax_scale, table = 1.0, 1.0, derived
-        notes: list[str] = []
-        if model_type in DEEPSEEK_FAMILIES and kind != "default":
-            inv_freq, magnitude = deepseek_yarn(settings, dim)
-            if settings.get("attention_factor") != 1.0:
-                softmax_scale = yarn_magnitude(settings["factor"], float(settings.get("mscale_all_dim") or 0)) ** 2
-            table = int(settings["original_max_position_embeddings"] * settings["factor"])
-            return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale)
-        if model_type == "gpt_oss":
-            for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-                try:
-                    needed(settings, key)
-                except ServingError as error:
-                    raise ServingError(f"its file of gpt-oss hands on YaRN's keys alone, and {error}") from error
-            kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
-            if settings.get("attention_factor") is not None or kind != "yarn":
-                notes.append("gpt-oss: run as yarn, without attention_factor.")
-            settings = {key: settings[key] for key in kept if key in settings} | {"rope_type": "yarn"}
-            kind = "yarn"
-        if model_type in _THETA_ALONE:
-            notes = [] if kind == "default" else [f"{model_type}: the rope type {kind} is ignored."]
-            theta = int(theta) if model_type == "dbrx" else theta
-            return Computed(tuple(plain(theta, dim)), 1.0, derived, table, notes=tuple(notes))
-        if model_type in _NOT_READ and kind != "default":
-            raise NotCheckedError(f"how its file for {model_type} scales layers was not checked")
-        if mrope and kind not in ("default", "yarn"):
-            raise ServingError(f"its class for {kind} knows no M-RoPE positions")
-        if kind == "default":
-            inv_freq = plain(theta, dim)
-        elif kind == "linear":
-            inv_freq = linear(theta, dim, needed(settings, "factor"))
-            table = int(most * settings["factor"])
-        elif kind == "llama3":
-            low, high = needed(settings, "low_freq_factor"), needed(settings, "high_freq_factor")
-            original = needed(settings, "original_max_position_embeddings")
-            inv_freq = llama3(theta, dim, needed(settings, "factor"), original, low, high)
-        elif kind == "yarn":
-            factor, original = needed(settings, "factor"), needed(settings, "original_max_position_embeddings")
-            truncate = bool(settings.get("truncate", True))
-            if _quadruple(settings, model_type):
-                original *= _MROPE_TABLE
-                notes.append(f"yarn with M-RoPE: the ramp is that of an original length of {original:g} tokens.")
-            inv_freq = yarn_by_config(settings, dim, factor, original, truncate=truncate)
-            magnitude, table = yarn_magnitude_by_config(settings, factor), int(original * factor)
-        elif kind in ("longrope", "su"):
-            if model_type in INTERLEAVED_FAMILIES:
-                raise ServingError("its longrope class takes half-paired rotation only")
-            if model_type in _BY_TRANSFORMERS and settings["long_factor"] != settings["short_factor"]:
-                raise ServingError(
-                    f"it runs {model_type} by the class of transformers, whose longrope takes the list of the longest "
-                    "input of a batch"
-                )
-            original = needed(settings, "original_max_position_embeddings")
-            served = length or int(text.get("original_max_position_embeddings") or derived)
-            key = "long" if served > original else "short"
-            inv_freq = divided(theta, dim, rope_divisors(settings, f"{key}_factor", dim))
-            magnitude = needed(settings, f"{key}_mscale", longrope_magnitude(most / original, original))
-            derived, table = served, most
-        elif kind == "proportional":
-            raise NotCheckedError("its class for Gemma 4 was not checked")
-        else:
-            raise ServingError(f"vLLM {self.version} freezes or refuses the rope type {kind!r}")
-        return Computed(tuple(inv_freq), magnitude, derived, table, softmax_scale, tuple(notes))
+        return RopeKeys(text, settings, kind, dim, most, asked=length, length=derived, table=derived)
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        rope = self.read(config, length)
+        if rope.model_type in DEEPSEEK_FAMILIES and rope.kind != "default":
+            return self._deepseek(rope)
+        if rope.model_type == "gpt_oss":
+            rope = self._as_handed_on_by_gpt_oss(rope)
+        if rope.model_type in _NOT_READ and rope.kind != "default":
+            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
+        return self.by_type(rope)
+
+    def _deepseek(self, rope: RopeKeys) -> Computed:
+        """Any rope type but "default", by the class for DeepSeek's yarn."""
+        inv_freq, magnitude = deepseek_yarn(rope)
+        settings, softmax_scale = rope.settings, 1.0
+        if settings.get("attention_factor") != 1.0:
+            softmax_scale = yarn_magnitude(settings["factor"], float(settings.get("mscale_all_dim") or 0)) ** 2
+        table = int(settings["original_max_position_embeddings"] * settings["factor"])
+        return replace(rope, table=table, softmax_scale=softmax_scale).computed(inv_freq, magnitude)
+
+    def _as_handed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
+        """YaRN's keys alone, whatever the rope type is."""
+        settings = rope.settings
+        for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            try:
+                rope.number(key)
+            except ServingError as error:
+                raise ServingError(f"its file of gpt-oss hands on YaRN's keys alone, and {error}") from error
+        kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+        ignored = settings.get("attention_factor") is not None or rope.kind != "yarn"
+        notes = ("gpt-oss: run as yarn, without attention_factor.",) if ignored else ()
+        handed_on = {key: settings[key] for key in kept if key in settings}
+        return replace(rope, settings=handed_on, kind="yarn", notes=notes)
+
+    def linear(self, rope: RopeKeys) -> Computed:
+        return replace(super().linear(rope), table=int(rope.most * rope.number("factor")))
+
+    def yarn(self, rope: RopeKeys) -> Computed:
+        factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
+        notes = []
+        if _quadruple(rope.settings, rope.model_type):
+            original *= _MROPE_TABLE
+            notes.append(f"yarn with M-RoPE: the ramp is that of an original length of {original:g} tokens.")
+        inv_freq = rope.yarn(factor, original, truncate=bool(rope.settings.get("truncate", True)))
+        magnitude = yarn_magnitude_by_config(rope.settings, factor)
+        return replace(rope, table=int(original * factor)).computed(inv_freq, magnitude, *notes)
+
+    def longrope(self, rope: RopeKeys) -> Computed:
+        if rope.model_type in INTERLEAVED_FAMILIES:
+            raise ServingError("its longrope class takes half-paired rotation only")
+        if rope.model_type in _BY_TRANSFORMERS and rope.settings["long_factor"] != rope.settings["short_factor"]:
+            raise ServingError(
+                f"it runs {rope.model_type} by the class of transformers, whose longrope takes the list of the longest "
+                "input of a batch"
+            )
+        original = rope.number("original_max_position_embeddings")
+        served = rope.asked or int(rope.text.get("original_max_position_embeddings") or rope.most)
+        key = "long" if served > original else "short"
+        inv_freq = rope.divided(f"{key}_factor")
+        magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
+        return replace(rope, length=served, table=rope.most).computed(inv_freq, magnitude)
 
 
 class _VLLMWithPlugin(VLLM):
@@ -260,37 +205,36 @@ class _VLLMWithPlugin(VLLM):
             }
         yield replace(encoding, settings=settings)
 
-    def computes(self, config: Mapping[str, Any], length: int | None = None) -> Computed:
-        text = text_settings(config)
-        settings, model_type = rope_settings(text), str(text.get("model_type"))
-        if plugin_settings(settings) is None:
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        rope = self.read(config, length)
+        if plugin_settings(rope.settings) is None:
             return super().computes(config, length)
-        if model_type in _THETA_ALONE:
-            raise ServingError(f"its {model_type} model hands on theta alone, so that the plug-in gets no settings")
-        if model_type in _NOT_READ:
-            raise NotCheckedError(f"how its file for {model_type} scales layers was not checked")
+        if rope.model_type in _NOT_READ:
+            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
         softmax_scale = 1.0
-        if model_type in DEEPSEEK_FAMILIES:
-            softmax_scale = yarn_magnitude(settings["factor"], settings["mscale_all_dim"]) ** 2
-        inv_freq, magnitude = plugin_frequencies(settings)
-        return Computed(inv_freq, magnitude, length_setting(text), softmax_scale=softmax_scale)
+        if rope.model_type in DEEPSEEK_FAMILIES:
+            softmax_scale = yarn_magnitude(rope.settings["factor"], rope.settings["mscale_all_dim"]) ** 2
+        return self.by_plugin(rope, rope.most, softmax_scale)
 
     def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
         config = super().served(target, encoding, computed)
-        notes = plugin_note(config, self.title)
-        if target.remapping:
-            config = replace(config, command=(*config.command, "--attention-backend", "CUSTOM"))
-            notes += ("An experiment, in plain torch and slow: docs/engine-vllm.md has its limits.",)
-        return replace(config, notes=notes)
+        if not target.remapping:
+            return config
+        note = "An experiment, in plain torch and slow: docs/engine-vllm.md has its limits."
+        return replace(config, command=(*config.command, "--attention-backend", "CUSTOM"), notes=(*config.notes, note))
 
 
-def _quadruple(settings: Mapping[str, Any], model_type: str) -> bool:
+def _length_stated(kind: str, model_type: str) -> bool:
+    """Whether max_position_embeddings is the length itself, and is not multiplied by the factor."""
+    return kind in _LENGTH_STATED or "gemma3" in model_type
+
+
+def _quadruple(settings: Config, model_type: str) -> bool:
+    """Whether YaRN's ramp is that of `_MROPE_TABLE` times the original length."""
     return "mrope_section" in settings and model_type not in _SINGLE_TABLE
 
 
-def _nested(before: dict[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(before)
-    for key, value in after.items():
-        inner = result.get(key)
-        result[key] = _nested(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
-    return result
+def _nested(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Settings merged key by key, at every depth."""
+    both = {key: isinstance(before.get(key), dict) and isinstance(value, dict) for key, value in after.items()}
+    return before | {key: _nested(before[key], value) if both[key] else value for key, value in after.items()}

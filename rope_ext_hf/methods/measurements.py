@@ -11,11 +11,12 @@ lengths, and what was not measured is answered by the next larger factor or leng
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from itertools import takewhile
 from typing import NamedTuple
 
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
@@ -50,7 +51,7 @@ class _MeasuredModel:
     """A model that methods were measured on.
 
     Attributes:
-        name: what it is called in tables.
+        name: the name in tables.
         rotated_dims, theta, context_length, parameters: its rotary embedding and size.
     """
 
@@ -67,26 +68,47 @@ class _MeasuredModel:
         )
 
 
+_Index = dict[tuple[str, float], tuple[Rise, ...]]
+"""One rise for every model, by method and size."""
+
+
 @cache
-def _measurements() -> dict[_MeasuredModel, dict[str, list[Rise]]]:
-    """The rises of every model, by method."""
+def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
+    """The models, and two indices of the rises.
+
+    The first is by the length, in context lengths, of methods that are fitted to it; the second, at the context length,
+    by the factor, with infinity for a method without one.
+    """
     text = resources.files("rope_ext_hf.methods").joinpath("measured.json").read_text(encoding="utf-8")
-    result = {}
+    models: list[_MeasuredModel] = []
+    fitted, short = defaultdict[tuple[str, float], list[Rise]](list), defaultdict[tuple[str, float], list[Rise]](list)
     for saved in json.loads(text):
         rows = saved.pop("rises")
         model = _MeasuredModel(**saved)
+        models.append(model)
         as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == _AS_LOADED}
-        methods: dict[str, list[Rise]] = {}
         for method, factor, scale, increase, low, high in rows:
             rise = Rise(model, factor, scale, increase, low, high, as_loaded[scale])
-            methods.setdefault(method, []).append(rise)
-        result[model] = methods
-    return result
+            if factor in (None, scale):
+                fitted[method, scale].append(rise)
+            if scale == 1:
+                short[method, factor or math.inf].append(rise)
+    on_all = [
+        {key: tuple(rises) for key, rises in sorted(found.items()) if len(rises) == len(models)}
+        for found in (fitted, short)
+    ]
+    return tuple(models), on_all[0], on_all[1]
+
+
+def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
+    """The rises of a method for the smallest size from this one on; empty where there is none."""
+    sizes = [known for name, known in index if name == method and known >= size]
+    return index[method, min(sizes)] if sizes else ()
 
 
 def measured_models() -> tuple[_MeasuredModel, ...]:
     """The models, the bundled one first."""
-    return tuple(_measurements())
+    return _measurements()[0]
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
@@ -96,49 +118,40 @@ def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
         method: its name.
         scale: the length, in context lengths.
     """
-    return _smallest(method, lambda rise: rise.scale >= scale and rise.factor in (None, rise.scale))
+    return _smallest(_measurements()[1], method, scale)
 
 
 def rises_for_short_inputs(method: str, factor: float) -> tuple[Rise, ...]:
     """The rise on every model at its context length, with the factor; empty where none so large was measured."""
-    return _smallest(method, lambda rise: rise.scale == 1 and (rise.factor is None or rise.factor >= factor))
-
-
-def _smallest(method: str, fits: Callable[[Rise], bool]) -> tuple[Rise, ...]:
-    """Of every model the fitting rise with the smallest factor and scale; empty where a model has none."""
-    fitting = [[rise for rise in methods.get(method, ()) if fits(rise)] for methods in _measurements().values()]
-    return tuple(min(some, key=lambda rise: (rise.factor or 0, rise.scale)) for some in fitting) if all(fitting) else ()
+    return _smallest(_measurements()[2], method, factor)
 
 
 def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
     """The models on which the method takes away `RECOVERED` of what the model as loaded loses at the length."""
-    return tuple(rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded)
+    return tuple([rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded])
 
 
-def _measured_reaches(method: str) -> tuple[dict[_MeasuredModel, float], float]:
-    """Up to how many context lengths a method helped each model (1: at none), and up to how many it was measured."""
-    scales = sorted({rise.scale for each in _measurements().values() for rise in each.get(method, ())})
-    reaches = {
-        model: max(takewhile(lambda n, m=model: n == 1 or m in helped(rises_at(method, n)), scales), default=1.0)  # type: ignore[misc]
-        for model in measured_models()
-    }
-    return reaches, max(scales, default=1.0)
-
-
+@cache
 def reach_text(method: str) -> str:
     """Where a method helped, model by model, in words; models do not agree, and what decides it is not known."""
-    reaches, longest = _measured_reaches(method)
-    if longest == 1:
+    models, fitted, _ = _measurements()
+    scales = [scale for name, scale in fitted if name == method and scale > 1]
+    if not scales:
         return "not measured"
-    names = [f"to {reach:g}x" if reach > 1 else "no" for reach in reaches.values()]
-    if len(set(names)) == 1:
-        count = "both" if len(names) == 2 else f"all {len(names)}"
-        return f"{names[0]} on {count if reaches and names[0] != 'no' else count.replace('both', 'either')}"
-    return ", ".join(f"{name} on the {model.name}" for name, model in zip(names, reaches, strict=True))
+    reached, helping = dict.fromkeys(models, "no"), set(models)
+    for scale in scales:
+        helping &= set(helped(fitted[method, scale]))  # only up to the first length where it does not help
+        reached |= dict.fromkeys(helping, f"to {scale:g}x")
+    if len(set(reached.values())) > 1:
+        return ", ".join(f"{how} on the {model.name}" for model, how in reached.items())
+    two, how = len(models) == 2, reached[models[0]]
+    if how == "no":
+        return "no on either" if two else "no on any"
+    return f"{how} on {'both' if two else 'all'}"
 
 
 def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
-    """What a method does to inputs within the context length, and what is unusual about it, a sentence each."""
+    """The effect of a method on inputs within the context length, and all that is unusual about it, a sentence each."""
     kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)
     rises = rises_for_short_inputs(method.name, factor) if factor and factor > 1 and not kept else ()
     notes = []

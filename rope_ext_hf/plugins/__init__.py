@@ -1,1 +1,1 @@
-"""What engines load."""
+"""Plug-ins that engines load."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
-from rope_ext_hf.engines.plugin_type import plugin_frequencies
+from rope_ext_hf.config_keys.keys import plugin_frequencies
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.plugins.tables import held_remapping
 from rope_ext_hf.rotary.kv_cache import KeyLayout
@@ -100,7 +100,7 @@ class PagedAttention:
         Args:
             query: (tokens, heads, head_dim), rotated as the keys of these tokens are.
             cache: as `store` fills it, the new tokens included.
-            scale: what scores are multiplied by.
+            scale: the number that scores are multiplied by.
             out: (tokens, heads, head_dim).
         """
         for new, blocks, positions in requests:

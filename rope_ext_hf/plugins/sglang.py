@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE
+from rope_ext_hf.config_keys.keys import PLUGIN_TYPE
 from rope_ext_hf.plugins.tables import build_rotary, for_transformers, refuse_remapping, taken_over
 
 FACTORY = "sglang.srt.layers.rotary_embedding.factory"

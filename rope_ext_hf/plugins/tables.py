@@ -1,4 +1,4 @@
-"""What the plug-ins of vLLM and SGLang share: the rope settings that they read, and the tables that they build.
+"""Common ground of the plug-ins of vLLM and SGLang: the rope settings that they read, and the tables that they build.
 
 The rope settings hold the frequencies themselves:
 
@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rope_ext_hf.engines.plugin_type import REMAPPING_KEY, plugin_frequencies, plugin_settings
+from rope_ext_hf.config_keys.keys import REMAPPING_KEY, plugin_frequencies, plugin_settings
 from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
 
@@ -28,7 +29,7 @@ def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, An
     """A function to put around an engine's `get_rope`: called with the engine's own and the arguments given to it.
 
     Args:
-        settings_name: what the engine calls the argument with the rope settings.
+        settings_name: the engine's name of the argument with the rope settings.
         build: from all arguments and the settings, the rotary module; called once for equal arguments.
     """
     tables: dict[tuple[Any, ...], Any] = {}
@@ -90,47 +91,61 @@ def build_rotary(
             f"the rope settings of this config have {len(frequencies)} frequencies, and the model rotates "
             f"{rotary_dim} dims in pairs; write the config anew with rope-ext serve-config"
         )
-    exact = torch.tensor(frequencies, dtype=torch.float64, device="cpu")
-    remapping = held_remapping(settings)
-
-    def inverse_frequencies(self: Any, base: float) -> torch.Tensor:
-        return exact.float()
-
-    def rows(start: int, end: int) -> torch.Tensor:
-        """cos and sin of positions, (positions, rotary_dim) float32, from float64 angles: rounded once."""
-        parts = []
-        for first in range(start, end, _BLOCK):
-            positions = torch.arange(first, min(first + _BLOCK, end), dtype=torch.float64, device="cpu")
-            if remapping is not None:  # the cache holds keys where the method stores them
-                positions = remapping[0].key_position(positions.long()).tokens()
-            angles = positions[:, None] * exact
-            parts.append(torch.cat((angles.cos(), angles.sin()), dim=-1).mul(factor).float())
-        return torch.cat(parts).to(torch.get_default_device())
-
-    def table(self: Any) -> torch.Tensor:
-        return rows(0, int(getattr(self, "cache_max_position_num", self.max_position_embeddings)))
-
-    def grow(self: Any, position: int) -> None:
-        """Have a row for a position that lies beyond the table; SGLang calls it for inputs longer than announced."""
-        table = self.cos_sin_cache
-        if position >= len(table):
-            more = rows(len(table), (position // _BLOCK + 1) * _BLOCK)
-            self.cos_sin_cache = torch.cat((table, more.to(table.device, table.dtype)))
-
     several_axes = "mrope_section" in settings
     base: type[Any] = engine.MRotaryEmbedding if several_axes else engine.RotaryEmbedding
-    methods = {
-        "_compute_inv_freq": inverse_frequencies,
-        "_compute_cos_sin_cache": table,
-        "_ensure_cos_sin_cache_length": grow,
+    remapping = held_remapping(settings)
+    held = {
+        "frequencies": torch.tensor(frequencies, dtype=torch.float64, device="cpu"),
+        "magnitude": factor,
+        "remapping": None if remapping is None else remapping[0],
     }
-    cls = type(f"RopeExt{base.__name__}", (base,), methods)
+    cls = type(f"RopeExt{base.__name__}", (_Table, base), held)
     known = inspect.signature(base.__init__).parameters
     axes = {name: settings[name] for name in known if name.startswith("mrope") and name in settings}
     if positions_factor is not None and "positions_factor" in known:
         axes["positions_factor"] = positions_factor
     dtype = dtype or torch.get_default_dtype()
     return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
+
+
+class _Table:
+    """Methods by which a rotary class of an engine computes other frequencies and another table than its own.
+
+    Attributes:
+        frequencies: (pairs,) float64, radians per position.
+        magnitude: the number that cos and sin are multiplied by.
+        remapping: the method whose keys the cache holds; None: keys are held at their own positions.
+    """
+
+    frequencies: Tensor
+    magnitude: float
+    remapping: RemappingMethod | None
+    cos_sin_cache: Tensor  # of the engine's class, as the length below
+    max_position_embeddings: int
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        return self.frequencies.float()
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        return self._rows(0, int(getattr(self, "cache_max_position_num", self.max_position_embeddings)))
+
+    def _ensure_cos_sin_cache_length(self, position: int) -> None:
+        """Have a row for a position that lies beyond the table; SGLang calls it for inputs longer than announced."""
+        table = self.cos_sin_cache
+        if position >= len(table):
+            more = self._rows(len(table), (position // _BLOCK + 1) * _BLOCK)
+            self.cos_sin_cache = torch.cat((table, more.to(table.device, table.dtype)))
+
+    def _rows(self, start: int, end: int) -> Tensor:
+        """cos and sin of positions, (positions, rotary_dim) float32, from float64 angles: rounded once."""
+        parts = []
+        for first in range(start, end, _BLOCK):
+            positions = torch.arange(first, min(first + _BLOCK, end), dtype=torch.float64, device="cpu")
+            if self.remapping is not None:
+                positions = self.remapping.key_position(positions.long()).tokens()
+            angles = positions[:, None] * self.frequencies
+            parts.append(torch.cat((angles.cos(), angles.sin()), dim=-1).mul(self.magnitude).float())
+        return torch.cat(parts).to(torch.get_default_device())
 
 
 def held_remapping(settings: Mapping[str, Any]) -> tuple[RemappingMethod, str] | None:
@@ -152,7 +167,7 @@ def refuse_remapping(settings: Mapping[str, Any]) -> None:
         )
 
 
-def for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
+def for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[Tensor, float]:
     """Frequencies, (pairs,) float32, and magnitude, as the functions of transformers' ROPE_INIT_FUNCTIONS return them.
 
     Engines run some models by the classes of transformers, or with their frequencies.

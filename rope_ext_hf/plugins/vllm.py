@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext_hf.engines.plugin_type import PLUGIN_TYPE, REMAPPING_KEY
+from rope_ext_hf.config_keys.keys import PLUGIN_TYPE, REMAPPING_KEY
 from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import table_differences
 from rope_ext_hf.plugins.tables import build_rotary, for_transformers, held_remapping, taken_over

@@ -2,7 +2,7 @@
 
     vllm serve MODEL --attention-backend CUSTOM --hf-overrides '...'    (as rope-ext serve-config --plugin prints it)
 
-vLLM imports this module where that backend is chosen; the plug-in registers it (vllm_plugin.py). Queries and keys come
+vLLM imports this module where that backend is chosen; the plug-in registers it (vllm.py). Queries and keys come
 rotated to where the method stores keys, which depends on their position alone: prefix caching and chunked prefill need
 nothing of their own.
 """
@@ -22,7 +22,7 @@ from rope_ext_hf.plugins.paged_attention import PagedAttention, requests_of, sto
 
 
 class RemappingBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks of a backend; the base class refuses MLA, sliding windows, sinks, and attention of other types."""
+    """The backend; its base class refuses MLA, sliding windows, sinks, and attention of other types."""
 
     supported_dtypes = (torch.float32, torch.bfloat16, torch.float16)
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
@@ -45,7 +45,7 @@ class RemappingBackend(AttentionBackend):  # type: ignore[misc]
 
 
 class _StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """What all layers need to know of a step: its requests, and where their new keys go."""
+    """Makes the values of a step that all layers share: its requests, and where their new keys go."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -45,7 +45,7 @@ class _Prompt(NamedTuple):
 
 
 class _Collected(NamedTuple):
-    """What a server answered.
+    """The answers of a server.
 
     Attributes:
         server: the program with its version.
@@ -60,11 +60,11 @@ class _Collected(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerReport:
-    """What a server runs.
+    """The configuration that a server runs.
 
     Attributes:
         url, server: the address, and the program with its version.
-        method: what was measured.
+        method: the method that was measured.
         runs: the configuration that the server agrees with: "as measured", or the name of a mistake; None: none.
         closest: the configuration with the smallest difference, whether the server agrees with it or not.
         precision: the dtype whose rounding explains the difference that is left; None: none does.
@@ -145,7 +145,7 @@ def check_server(
         model: the folder or Hub id that it serves, patched or not; its weights are loaded here.
         lengths: of prompts in tokens; default: half the context length, and doubled up to the extended length.
         data: the text that prompts are cut from, as `rope_ext_hf.eval.perplexity` takes it.
-        served_name: what the server calls the model; default: the first that it lists.
+        served_name: the name of the model on the server; default: the first that it lists.
         dtype, device: of the model here.
         seconds: that an answer may take.
         weight_bits: of the weights on the server, 2 to 32; what coarser weights would explain is not allowed. Above
@@ -168,7 +168,10 @@ def check_server(
         collected = _collect(url, model, lengths, data, served_name, seconds, source)
     prompts = collected.prompts
     loaded = load_model(model, dtype=dtype, device=device, **source)
-    _check_tokens(prompts, loaded.get_input_embeddings().weight.shape[0])
+    size = loaded.get_input_embeddings().weight.shape[0]
+    asked = [token for ids, answers in prompts for token in (*ids, *(answer.token for answer in answers))]
+    if foreign := [token for token in asked if not 0 <= token < size]:
+        raise ServingError(f"token {foreign[0]} is outside this model's vocabulary of {size}; another model is served")
     made = configurations(loaded, open_model(model, **source).described.rotary)
     theirs = [torch.tensor([a.logprob for a in prompt.answers], dtype=torch.float64) for prompt in prompts]
     ours: dict[str, list[Tensor]] = {name: [] for name in made}
@@ -182,7 +185,7 @@ def check_server(
     alike = [name for name in left if name != closest and not _excluded(theirs, ours[name], ours[closest])]
     if AS_MEASURED in alike:
         alike[alike.index(AS_MEASURED)], closest = closest, AS_MEASURED
-    precision, explained = None, {}
+    specs, precision, explained = present_specs(loaded), None, {}
     with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
         for name, spread in _spreads(loaded, prompts, ours[closest], weight_bits):
             explained[name] = tuple(_MARGIN * value for value in spread)
@@ -192,7 +195,7 @@ def check_server(
     return ServerReport(
         url=str(url),
         server=collected.server,
-        method=_label(loaded),
+        method=specs[-1].method.label() if specs else "the model as published",
         runs=closest if precision else None,
         closest=closest,
         precision=precision,
@@ -248,7 +251,9 @@ def _collect(
     described = describe(load_empty(model, **source))
     longest = described.extended_length or described.context_length
     # A server takes a prompt with the token that it generates.
-    wanted = sorted(set(lengths or _doubling(described.context_length // 2, longest - 1)))
+    last, first = longest - 1, max(16, described.context_length // 2)
+    doubled = [first << n for n in range(last.bit_length()) if first << n < last]
+    wanted = sorted(set(lengths or (*doubled, last)))
     ids = _text_ids(load_tokenizer(model, **source), data, wanted[-1])
     prompts: list[_Prompt] = []
     refused = None
@@ -261,28 +266,6 @@ def _collect(
             refused = str(error)
             break
     return _Collected(client.title, prompts, refused)
-
-
-def _check_tokens(prompts: Sequence[_Prompt], size: int) -> None:
-    for ids, answers in prompts:
-        for token in (*ids, *(answer.token for answer in answers)):
-            if not 0 <= token < size:
-                raise ServingError(
-                    f"token {token} is outside this model's vocabulary of {size}; another model is served"
-                )
-
-
-def _label(model: Any) -> str:
-    specs = present_specs(model)
-    return specs[-1].method.label() if specs else "the model as published"
-
-
-def _doubling(first: int, last: int) -> Iterator[int]:
-    length = max(16, first)
-    while length < last:
-        yield length
-        length *= 2
-    yield last
 
 
 def _text_ids(tokenizer: Any, data: str, count: int) -> list[int]:
@@ -325,7 +308,7 @@ def _read_answers(path: Path) -> _Collected:
 
 @torch.no_grad()
 def _logprobs(model: Any, prompt: _Prompt) -> Tensor:
-    """What the model here gives for the tokens that a server answered about, (answers,) float64."""
+    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64."""
     ids, answers = prompt
     first = min(answer.position for answer in answers)
     given = torch.tensor([list(ids)], device=model.device)

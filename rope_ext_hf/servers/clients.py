@@ -1,4 +1,4 @@
-"""What servers are asked for log-probabilities, and how: vLLM, SGLang, llama.cpp, and OpenAI's completions.
+"""Clients that ask servers for log-probabilities: vLLM, SGLang, llama.cpp, and OpenAI's completions.
 
 Only the address given is asked: a redirect is an error, and no proxy is used. An API key is taken from the variable
 ROPE_EXT_API_KEY.
@@ -36,7 +36,7 @@ _MOST_BYTES, BYTES_PER_BYTE, _BYTES_PER_VALUE = 10_000_000, 200, 8
 of JSON must have on average: in memory it takes up to 200, in the text as few as two."""
 _PROBE_SECONDS, _PART = 30.0, 1 << 20
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)
-"""What an answer of another form than expected raises."""
+"""The errors of reading an answer of another form than expected."""
 
 
 class Answer(NamedTuple):
@@ -52,9 +52,9 @@ class _Client(ABC):
     """A server of one kind.
 
     Attributes:
-        program: what it is called.
-        served_name: what it calls the model; None: not asked yet.
-        version: as it states it; empty: it does not.
+        program: the name of the program.
+        served_name: the name of the model there; None: not asked yet.
+        version: as the server states it; empty: it does not.
     """
 
     program: ClassVar[str]
@@ -73,16 +73,16 @@ class _Client(ABC):
         return f"{self.program} {self.version}".strip()
 
     def prompts(self, ids: Sequence[int]) -> list[Sequence[int]]:
-        """What is asked about a prompt."""
+        """The prompts to ask about in place of one."""
         return [ids]
 
     @abstractmethod
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        """What is posted."""
+        """The JSON to post."""
 
     @abstractmethod
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        """What an answer holds; without log-probabilities an error of `_UNREADABLE`."""
+        """The log-probabilities in an answer; an error of `_UNREADABLE` where it has none."""
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
         """Log-probabilities of a prompt's last tokens, or of those that may follow it; each is a finite number.
@@ -108,7 +108,7 @@ class _Client(ABC):
         return given
 
     def model(self) -> str:
-        """What the server calls the model."""
+        """The name of the model on the server."""
         if self.served_name is None:
             listed = _ask(self.url, "/v1/models", None, self.seconds)
             try:
@@ -210,7 +210,7 @@ def connect(url: str, served_name: str | None, seconds: float) -> _Client:
 
 
 class _Until(socket.SocketIO):
-    """What a socket receives up to a point in time: its own time limit bounds each read alone."""
+    """A stream of the bytes that a socket receives up to a point in time: its own limit bounds each read alone."""
 
     def __init__(self, received: socket.socket, end: float) -> None:
         super().__init__(received, "r")

@@ -27,7 +27,7 @@ from rope_ext_hf.rotary.pairing import other_pairing
 
 AS_MEASURED = "as measured"
 _USUAL_THETA = 10_000.0
-"""What programs take where a config states none that they read."""
+"""The theta of programs where a config states none that they read."""
 _OTHER_FACTORS = (0.5, 2.0)
 
 

@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.keys import rope_settings, text_settings
 from rope_ext_hf.engines.base import (
-    Computed,
     Engine,
     NotCheckedError,
+    expected_of,
     list_engines,
-    rope_settings,
-    text_settings,
+    reference_engine,
+    runs_otherwise,
 )
-from rope_ext_hf.engines.comparison import expected_of, reference_engine, runs_otherwise
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
@@ -37,7 +38,7 @@ from rope_ext_hf.serving.target import describe_config, refuse_adapter
 
 @dataclass(frozen=True)
 class _EngineReport:
-    """What one engine computes from a file.
+    """The verdict on one engine and a file.
 
     Attributes:
         engine, version: the engine, and the version whose source its rules were taken from.
@@ -54,7 +55,7 @@ class _EngineReport:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         if self.unknown:
             return f"not checked: {self.unknown}"
         return self.differs or "the same"
@@ -62,13 +63,13 @@ class _EngineReport:
 
 @dataclass(frozen=True)
 class Audit:
-    """What serving engines compute from one config.json or GGUF file.
+    """The numbers that serving engines compute from one config.json or GGUF file.
 
     Attributes:
         path: the file.
         engines: one report each.
-        problems: what is wrong with the file itself.
-        notes: what its rope settings do not reach, in any engine.
+        problems: the mistakes in the file itself.
+        notes: the layers that its rope settings do not reach, in any engine.
     """
 
     path: str
@@ -102,7 +103,7 @@ class Audit:
 
 
 def audit(path: str | Path, *, revision: str | None = None) -> Audit:
-    """What each serving engine computes from a model's config or GGUF file, compared with transformers.
+    """Compute a model's config or GGUF file by the rules of each serving engine, and compare with transformers.
 
     Args:
         path: a folder, a config.json, a GGUF file, or a Hub id (whose config alone is downloaded).
@@ -173,7 +174,7 @@ def _too_long(report: _EngineReport, most: int | None) -> _EngineReport:
 
 
 def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> _EngineReport:
-    """What an engine computes, and how it differs from the reference."""
+    """The numbers of an engine, and their difference from the reference."""
     try:
         expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
@@ -227,12 +228,12 @@ def _audit_gguf(path: Path) -> Audit:
         raise CheckpointError(f"no such file: {str(path)!r}")
     file = read_file_rope(path)
     engine = next(each for each in list_engines().values() if each.file_suffix == path.suffix)
+    computed, differs, unknown = None, None, None
     try:
         computed = file_computes(file)
     except NotCheckedError as error:
-        report = _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
-        return Audit(str(path), (report,))
+        unknown = one_line(error)
     except (RopeExtError, ArithmeticError) as error:  # numbers of any size
-        report = _EngineReport(engine.name, engine.version, None, f"cannot be served: {one_line(error)}")
-        return Audit(str(path), (report,))
-    return Audit(str(path), (_EngineReport(engine.name, engine.version, computed),), computed.notes)
+        differs = f"cannot be served: {one_line(error)}"
+    report = _EngineReport(engine.name, engine.version, computed, differs, unknown)
+    return Audit(str(path), (report,), computed.notes if computed else ())

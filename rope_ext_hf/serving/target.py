@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.engines.base import Target, length_setting, rotated_dims
+from rope_ext_hf.config_keys.keys import length_setting, rotated_dims
+from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, short
 from rope_ext_hf.hub import foreign_errors, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod

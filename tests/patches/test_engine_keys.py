@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.engines.comparison import other_engines
+from rope_ext_hf.engines.base import other_engines
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.patches.engine_keys import (

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from rope_ext_hf.engines.base import Target
-from rope_ext_hf.errors import RopeExtError
+from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
+from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.target import Model, make_target
@@ -65,3 +65,11 @@ def targets(family: str, over: str) -> list[tuple[RopeMethod, Target | RopeExtEr
         except RopeExtError as error:
             result.append((method, error))
     return result
+
+
+def serve(engine: str, target: Target) -> tuple[ServingConfig | None, str]:
+    """The config, or the message of the refusal."""
+    try:
+        return find_engine(engine).config_for(target), ""
+    except ServingError as error:
+        return None, str(error)

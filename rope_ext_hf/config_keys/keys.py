@@ -1,0 +1,137 @@
+"""The rope keys of a config.json, in both spellings, and those of this package's plug-ins for engines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.errors import ServingError
+
+Config = Mapping[str, Any]
+GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+"""Rope settings that say which dims rotate and by which positions, whatever the method is."""
+PLUGIN_TYPE = "rope_ext_hf"
+"""The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
+REMAPPING_KEY = "remapping"
+"""The setting that holds a remapping method and the pairing of the model, as JSON text."""
+_SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
+
+
+def text_settings(config: Config) -> dict[str, Any]:
+    """The text config of a config, itself where it is not composite.
+
+    Raises:
+        ServingError: `text_config` is no object.
+    """
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise ServingError(f"text_config must be an object, got {type(text).__name__}")
+    return dict(text)
+
+
+def rope_settings(text: Config) -> dict[str, Any]:
+    """The rope settings of the full-attention layers, as transformers 5 standardises them.
+
+    Both spellings are read: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which wins where both stand.
+
+    Raises:
+        ServingError: no rope settings, or some of a wrong type.
+    """
+    parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ServingError(f"the rope settings must be an object, got {type(parameters).__name__}")
+    if dict in map(type, parameters.values()):
+        nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
+        wanted = next((key for key in nested if key not in _SLIDING_LAYERS), next(iter(nested)))
+        settings = dict(nested[wanted])
+        settings["_shared_truncate"] = parameters.get("truncate", True)
+    else:
+        settings = dict(parameters)
+    settings["rope_type"] = settings.get("rope_type", settings.get("type", "default"))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if settings.get(key) is None and text.get(key) is not None:
+            settings[key] = text[key]
+    if settings["rope_type"] in ("yarn", "longrope", "su", "llama3") and text.get("original_max_position_embeddings"):
+        settings["original_max_position_embeddings"] = text["original_max_position_embeddings"]
+    settings["rope_theta"] = needed(settings, "rope_theta", above=1.0)
+    return settings
+
+
+def needed(settings: Config, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+    """A number of the settings.
+
+    Raises:
+        ServingError: missing where there is no default, or not a finite number above `above`.
+    """
+    value = settings.get(key, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not above < value < math.inf:
+        given = "is missing" if value is None else f"is {value!r}"
+        raise ServingError(f"{key} must be a number above {above:g} and {given}")
+    return float(value)
+
+
+def length_setting(text: Config) -> int:
+    """max_position_embeddings in tokens.
+
+    Raises:
+        ServingError: missing, or no length.
+    """
+    length = text.get("max_position_embeddings")
+    if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
+        given = "is missing" if length is None else f"is {length!r}"
+        raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
+    return int(length)
+
+
+def rotated_dims(text: Config, settings: Config) -> int:
+    """Rotated dims per head.
+
+    Raises:
+        ServingError: the sizes are missing or impossible.
+    """
+    latent: Any = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
+    dims = latent or text.get("head_dim")
+    if dims is None:
+        dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
+    numeric = isinstance(dims, (int, float)) and not isinstance(dims, bool)
+    if numeric and not latent and "partial_rotary_factor" in settings:
+        dims = int(dims * needed(settings, "partial_rotary_factor"))
+    if not numeric or not 2 <= dims <= 65536 or dims % 2:
+        raise ServingError(f"an even number of dims per head rotates; the config gives {dims!r}")
+    return int(dims)
+
+
+def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
+    """One of the lists of a longrope, a number for each rotated pair.
+
+    Raises:
+        ServingError: missing, of another length, or with numbers that are not above 0.
+    """
+    values = settings.get(key)
+    if not isinstance(values, (list, tuple)) or len(values) != dim // 2:
+        raise ServingError(f"{key} must be a list of {dim // 2} numbers")
+    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
+        raise ServingError(f"every number in {key} must be above 0")
+    return list(values)
+
+
+def plugin_settings(settings: Config) -> dict[str, Any] | None:
+    """Rope settings with their `inv_freq` and `attention_factor`, under whatever keys they came; None without them.
+
+    Some models of engines read or hand on certain keys alone: vLLM's gpt-oss YaRN's, of which `beta_fast` holds the
+    frequencies and `beta_slow` the magnitude, and its DeepSeek has another use for an `attention_factor` of 1.
+    """
+    if "inv_freq" in settings:
+        return {"attention_factor": settings.get("magnitude")} | dict(settings)
+    if isinstance(settings.get("beta_fast"), str):
+        return dict(settings) | {"inv_freq": settings["beta_fast"], "attention_factor": settings["beta_slow"]}
+    return None
+
+
+def plugin_frequencies(settings: Config) -> tuple[tuple[float, ...], float]:
+    """The frequencies and the magnitude that settings for the plug-ins hold."""
+    held = plugin_settings(settings) or {}
+    return tuple(map(float, json.loads(held["inv_freq"]))), float(held["attention_factor"])

@@ -1,0 +1,127 @@
+"""Engines that take overrides of the config on their command line, and load a plug-in of this package."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rope_ext_hf.config_keys.computed import Computed, RopeKeys
+from rope_ext_hf.config_keys.formulas import plain
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, PLUGIN_TYPE, REMAPPING_KEY, length_setting, plugin_frequencies
+from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
+from rope_ext_hf.errors import ServingError
+from rope_ext_hf.installing import install_command
+
+_BY_PLUGIN = "frequencies for the plug-in"
+
+
+class OverridingEngine(ConfigEngine):
+    """Base of these engines."""
+
+    unknown_type = "freezes or refuses the rope type"
+    option: ClassVar[str]
+    """The option that takes the overrides, as JSON."""
+    theta_alone: ClassVar[frozenset[str]]
+    """Families whose model file hands on nothing of the rope settings but theta."""
+    whole_theta: ClassVar[frozenset[str]]
+    """Those whose model file cuts theta to a whole number."""
+
+    @abstractmethod
+    def start(self, target: Target) -> tuple[str, ...]:
+        """The command line without the overrides."""
+
+    def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+        """Rope settings with what the engine reads by keys of its own."""
+        return settings
+
+    def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
+        """The max_position_embeddings from which the engine derives the target's length."""
+        return target.length
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        unchanged = target.patched["rope_parameters"] == target.config["rope_parameters"]
+        if unchanged and target.length <= length_setting(target.config):
+            yield Encoding("as published", target.settings)
+        for encoding in super().encodings(target):
+            settings = self.spelled(target, encoding.settings)
+            changed = {"max_position_embeddings": self.stated_length(target, settings)}
+            if target.config.get("original_max_position_embeddings") and encoding.name != "native":
+                changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
+            yield Encoding(encoding.name, settings, changed)
+
+    def by_type(self, rope: RopeKeys) -> Computed:
+        if rope.model_type in self.theta_alone:
+            notes = () if rope.kind == "default" else (f"{rope.model_type}: the rope type {rope.kind} is ignored.",)
+            theta = int(rope.theta) if rope.model_type in self.whole_theta else rope.theta
+            return replace(rope, notes=notes).computed(plain(theta, rope.dim))
+        if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
+            raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
+        return super().by_type(rope)
+
+    def other(self, rope: RopeKeys) -> Computed:
+        if rope.kind == "proportional":
+            raise NotCheckedError("its class for Gemma 4 was not checked")
+        return super().other(rope)
+
+    def by_plugin(self, rope: RopeKeys, length: int | None, softmax_scale: float) -> Computed:
+        """Compute the settings for the plug-in.
+
+        Raises:
+            ServingError: the model file does not hand them on.
+        """
+        if rope.model_type in self.theta_alone:
+            raise ServingError(
+                f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
+            )
+        inv_freq, magnitude = plugin_frequencies(rope.settings)
+        return Computed(inv_freq, magnitude, length, softmax_scale=softmax_scale)
+
+    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+        overrides = target.placed(self.changes(target, encoding))
+        notes = computed.notes
+        if encoding.name == _BY_PLUGIN:
+            command = install_command("", "--no-deps")
+            notes += (f"Install this package beside {self.title}, which loads it: {command}",)
+        return self.serving(
+            target,
+            encoding.name,
+            computed,
+            command=(*self.start(target), *((self.option, json.dumps(overrides)) if overrides else ())),
+            overrides=overrides or None,
+            config_keys=overrides,
+            notes=notes,
+        )
+
+    def config_for(self, target: Target) -> ServingConfig:
+        try:
+            return super().config_for(target)
+        except ServingError as error:
+            if not self._plugin_serves(target):
+                raise
+            raise ServingError(f"{error}. {self.name} with the plug-in of this package serves it: --plugin") from error
+
+    def _plugin_serves(self, target: Target) -> bool:
+        """Whether the engine with the plug-in serves what this one, without it, does not."""
+        plugin = self.with_plugin()
+        if type(plugin) is type(self):
+            return False
+        try:
+            plugin.config_for(target)
+        except ServingError:
+            return False
+        return True
+
+
+def plugin_encoding(target: Target, **more: Any) -> Encoding:
+    """The frequencies and magnitude of a target in the settings that the plug-ins read, with more settings."""
+    settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
+        "rope_type": PLUGIN_TYPE,
+        "rope_theta": target.theta,
+        "inv_freq": json.dumps(list(target.inv_freq)),
+        "attention_factor": target.attention_factor,
+        **({REMAPPING_KEY: target.remapping} if target.remapping else {}),
+    }
+    return Encoding(_BY_PLUGIN, settings | more, {"max_position_embeddings": target.length})

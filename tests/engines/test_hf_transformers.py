@@ -1,0 +1,71 @@
+"""The rules of transformers against transformers itself, and latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rope_ext_hf.engines.base import Target
+from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES
+from rope_ext_hf.patches.families import families
+from rope_ext_hf.serving.target import make_target, open_model
+from tests.support.every_model import tiny
+from tests.support.serving_models import SERVED, serve, targets
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+every_family = pytest.mark.parametrize("family", SERVED)
+
+
+@every_family
+def test_the_rules_for_transformers_are_those_of_transformers(family: str) -> None:
+    for _, target in targets(family, "original"):
+        if not isinstance(target, Target) or target.composite or target.layer_type is not None:
+            continue
+        values = {k: v for k, v in target.patched.items() if k not in ("model_type", "transformers_version")}
+        config: Any = AutoConfig.for_model(target.model_type, **values)
+        kind = config.rope_parameters["rope_type"]
+        if kind == "default":
+            continue
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=target.length)
+        computed = Transformers().computes(config.to_dict(), target.length)
+        torch.testing.assert_close(torch.tensor(computed.inv_freq), inv_freq.float(), rtol=2e-5, atol=0)
+        assert computed.attention_factor == pytest.approx(factor, rel=1e-6)
+
+
+def test_the_families_with_a_softmax_scale_are_those_of_the_family_table() -> None:
+    of_remote_code = {"kimi_k2"}
+    assert MLA_FAMILIES - of_remote_code == {name for name, known in families().items() if known.softmax_mscale}
+    assert DEEPSEEK_FAMILIES < MLA_FAMILIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    # remote code, a config that states no length, and a part of another family
+    sorted(MLA_FAMILIES - {"kimi_k2", "bailing_hybrid", "mistral_large4_text"}),
+)
+def test_latent_attention_is_served_with_its_softmax_scale_or_refused(model_type: str) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    yarn = plain | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    models = [tiny(model_type, rope_parameters=each) for each in (plain, yarn | {"mscale": 1.0, "mscale_all_dim": 0.5})]
+    before, after = (
+        next(
+            float(part.scaling)
+            for part in model.modules()
+            if hasattr(part, "scaling") and hasattr(part, "kv_lora_rank")
+        )
+        for model in models
+    )
+    target = make_target(open_model(models[1]))
+    for engine, served in (("transformers", True), ("vllm", model_type in DEEPSEEK_FAMILIES)):
+        config, refusal = serve(engine, target)
+        assert (config is not None) is served, refusal
+        if config is not None and config.computed is not None:
+            assert config.computed.softmax_scale == pytest.approx(after / before, rel=1e-5)
+    config, refusal = serve("vllm", make_target(open_model(models[0]), "llama3", factor=4))
+    assert (config is None) is (model_type in DEEPSEEK_FAMILIES), refusal
