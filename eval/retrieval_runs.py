@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.pictures.result_plots import heat_map
-from rope_ext_hf.pictures.svg_charts import heat_charts
+from rope_ext_hf.pictures.charts import Chart, HeatMaps
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
@@ -174,13 +172,14 @@ class RetrievalRuns(RunKind):
                 view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=last)
         return view
 
-    def draw(self, run: Run[Retrieval], path: Path | None, title: str) -> Any:
+    def chart(self, run: Run[Retrieval]) -> Chart:
         one = run.results[0]
         note = (
-            f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
-            "grey where no better than chance"
+            "Exact answers by context length and depth (0% first); below, the mean rank of the right answer among "
+            f"{one.distractors + 1} (luck: {one.chance_rank:g}), faint where no better than chance. "
+            f"{one.trials} prompts per cell."
         )
-        return heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
+        return HeatMaps(by_method_and_depth(run.results), run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
         """Exact answers, or where there are none how often the right answer ranks first; an item is a trial.
@@ -200,10 +199,6 @@ class RetrievalRuns(RunKind):
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
         return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
-
-    def chart(self, run: Run[Retrieval]) -> str:
-        caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."
-        return heat_charts(by_method_and_depth(run.results), run.context_length, caption)
 
 
 @dataclass

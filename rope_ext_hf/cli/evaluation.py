@@ -444,7 +444,7 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
         if text := str(run.conclusion):
             print_text(f"\n{text}\n")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
-    if run.kind.has_picture and not (run.folder / f"{run.kind.name}.png").exists():
+    if run.chart is not None and not (run.folder / f"{run.kind.name}.png").exists():
         print_text(f"picture  none; pictures need matplotlib: {install_command('eval')}")
 
 

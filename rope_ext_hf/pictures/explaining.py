@@ -18,7 +18,7 @@ from torch import Tensor
 from rope_ext_hf.errors import printable
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
-from rope_ext_hf.pictures.html_page import embedded_picture, html_page, html_table, provenance
+from rope_ext_hf.pictures.html_page import embedded_picture, html_page, html_table, provenance_section
 from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
 from rope_ext_hf.pictures.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
 
@@ -95,7 +95,7 @@ def explain(
         summary,
         *parts,
         html_table(_table(rotary, methods, length)),
-        provenance("What the pictures are of", settings),
+        provenance_section("What the pictures are of", settings),
     )
     with atomic_file(page) as part:
         part.write_text(made, encoding="utf-8", errors="backslashreplace", newline="\n")

@@ -90,7 +90,7 @@ def _lines(text: str) -> str:
     return first + "".join(f"<br><small>{line}</small>" for line in others)
 
 
-def provenance(summary: str, values: Mapping[str, Any]) -> str:
+def provenance_section(summary: str, values: Mapping[str, Any]) -> str:
     """A section that opens to these values, as JSON."""
     return heading("Provenance") + collapsed(summary, as_json(values))
 

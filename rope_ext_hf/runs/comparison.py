@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from rich.text import Text
 
 from rope_ext_hf.errors import FileError, multiple_text, printable
 from rope_ext_hf.files import atomic_file
-from rope_ext_hf.pictures.drawing import picture, plot_text
+from rope_ext_hf.pictures.charts import LineChart, draw_side_by_side
 from rope_ext_hf.pictures.html_page import (
     as_json,
     collapsed,
@@ -36,8 +35,6 @@ from rope_ext_hf.pictures.html_page import (
     paragraph,
     side_by_side,
 )
-from rope_ext_hf.pictures.result_plots import draw_curves, line_styles
-from rope_ext_hf.pictures.svg_charts import line_chart
 from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
@@ -251,7 +248,7 @@ class Comparison:
             self._title,
             str(self.conclusion),
             html_table(self.table(detailed=True)),
-            side_by_side(map(self._chart, self.measures)),
+            side_by_side(self._chart(measure).svg() for measure in self.measures),
             "" if agreement is None else html_table(agreement),
             heading("The runs"),
             *map(_run_section, self.runs),
@@ -277,15 +274,8 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        measures = self.findings.informative or self.measures
-        styles = line_styles(list(dict.fromkeys(name for measure in measures for name in self._points(measure))))
-        with picture(path, 6.2 * len(measures), 5.2) as figure:
-            for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
-                draw_curves(axes, self._points(measure), styles, self._context)
-                axes.set_ylabel(_axis_text(measure))
-            figure.suptitle(plot_text(title or self._title), fontsize=13)
-            figure.supxlabel(fill(plot_text(str(self.conclusion), 1000), 75 * len(measures)), fontsize=8.3)
-        return figure
+        charts = map(self._chart, self.findings.informative or self.measures)
+        return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
 
     def _points(self, measure: Measure) -> dict[str, list[tuple[int, float]]]:
         """Finite values by label, shares in percent; labels are short where that tells the measure's methods apart."""
@@ -295,9 +285,9 @@ class Comparison:
         finite = [[(n, value) for n, value in row if math.isfinite(value)] for row in rows]
         return dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
 
-    def _chart(self, measure: Measure) -> str:
+    def _chart(self, measure: Measure) -> LineChart:
         threshold = None if measure.threshold is None else measure.threshold * (100 if measure.unit == "%" else 1)
-        return line_chart(self._points(measure), self._context, f"{_axis_text(measure)}.", threshold=threshold)
+        return LineChart(self._points(measure), self._context, _axis_text(measure), threshold)
 
 
 def _between(given: Estimate, text: Callable[[float], str]) -> str:

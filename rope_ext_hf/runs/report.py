@@ -24,7 +24,7 @@ from rope_ext_hf.pictures.html_page import (
     html_page,
     html_table,
     paragraph,
-    provenance,
+    provenance_section,
 )
 from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.journal import plain_files, read_plain
@@ -74,12 +74,12 @@ def _write(path: Path, text: str) -> Path:
 
 def _draw(run: Run[Any], path: Path) -> Path | None:
     """The picture's path; None where there is nothing to draw, or no way to."""
-    if not run.results or not run.kind.has_picture:
+    if run.chart is None:
         return None
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-            run.kind.draw(run, part, run.title)
+            run.chart.draw(part, run.title)
     except ImportError:
         return None
     except FileError:
@@ -108,12 +108,12 @@ def _page(run: Run[Any]) -> str:
     return html_page(
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
-        kind.chart(run),
+        "" if run.chart is None else run.chart.svg(),
         *(_embedded(path) for path in others),
         "" if table is None else html_table(table),
         paragraph(summary),
         commands_section("To repeat or continue it", read_commands(run.folder)),
-        provenance("Everything these numbers depend on", settings | {"methods": methods}),
+        provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
     )
 
 

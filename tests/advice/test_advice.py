@@ -24,6 +24,7 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.reading.cache_memory import cached_bytes
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
+from tests.support.wrapped_text import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -201,7 +202,7 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
                 f"helped at this length on the {' and the '.join(helped)}" if helped else "helped none of the 2 small"
             )
             assert each.why.startswith(said), each
-    assert "known when it is measured" in str(advice)
+    assert "known when it is measured" in unwrapped(advice)
     assert next(iter(advice.commands)).startswith("measure on your own text: ")
 
 
