@@ -148,12 +148,11 @@ class Advice:
 
     def _served(self, width: int) -> list[str]:
         """How each engine serves the methods that fit, and why engines refuse the method that was chosen first."""
-        lines = []
+        told = []
         for each in self.methods:
             if each.fits and each.engines:
                 ways = _grouped((_brief(encoding), name) for name, encoding in each.engines.items())
-                told = "; ".join(f"{way} in {', '.join(names)}" for way, names in ways.items())
-                lines.append(wrapped(f"{each.method}: {told}", "  ", "    ", width=width))
+                told.append(("; ".join(f"{way} in {', '.join(names)}" for way, names in ways.items()), each.method))
         chosen = next((name for name in self.served.values() if name), None)
         refusals = next((each.refusals for each in self.methods if each.method == chosen), {})
         refused = _grouped(
@@ -161,7 +160,7 @@ class Advice:
             for name, reason in refusals.items()
             if name not in self.served
         )
-        return [*(["", "served by", *lines] if lines else []), *_explained(refused, width)]
+        return [*(["", "served"] if told else []), *_explained(_grouped(told), width), *_explained(refused, width)]
 
 
 def _explained(groups: Mapping[str, Sequence[str]], width: int) -> list[str]:

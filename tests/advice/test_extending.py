@@ -24,6 +24,7 @@ from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.statistics import Estimate
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
+from tests.support.wrapped_text import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -194,8 +195,8 @@ def test_one_command_leads_to_the_server_of_the_card_of_qwen3(tmp_path: Path, mo
     tiny("qwen3-8b-yarn", tmp_path / "Qwen3-8B", rope_scaling=None)
     done = extend("Qwen3-8B", "--target-length", "128k", "--no-measure")
     assert done.exit_code == 0, done.output
-    assert "published for Qwen3: https://" in done.stdout
-    assert "expected  inputs within 32,768 tokens: rise by +0." in done.stdout
+    assert "published for Qwen3: https://" in unwrapped(done.stdout)
+    assert "expected inputs within 32,768 tokens: rise by +0." in unwrapped(done.stdout)
     assert "vllm serve Qwen3-8B-131072 \\\n  --max-model-len 131072" in done.stdout
     saved = json.loads((tmp_path / "Qwen3-8B-131072" / "config.json").read_text())
     entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000.0}
