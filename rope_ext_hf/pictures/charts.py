@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rope_ext_hf.errors import multiple_text, printable, short
 from rope_ext_hf.pictures.drawing import (
@@ -194,21 +194,12 @@ def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, titl
     return figure
 
 
-class _Cell(Protocol):
-    """What one cell of a heat map shows.
+class HeatCell(NamedTuple):
+    """The share of answers that are right, the mean rank of the right one, and whether that is no better than luck."""
 
-    Attributes:
-        exact_match: share of answers that are right.
-        rank: mean rank of the right answer, 1 the best.
-        above_chance: whether the rank is better than chance; faint where it is not.
-    """
-
-    @property
-    def exact_match(self) -> float: ...
-    @property
-    def rank(self) -> float: ...
-    @property
-    def above_chance(self) -> bool: ...
+    share: float
+    rank: float
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,29 +207,27 @@ class HeatMaps:
     """Exact answers by depth and context length, a panel per method, the mean rank below each share.
 
     Attributes:
-        panels: cells by the method's label, depth and length; what is missing stays empty.
+        panels: cells by the method's label, then by depth and length; what is missing stays empty.
         context_length: tokens that the model as loaded is for.
         note: what is shown, in a sentence.
     """
 
-    panels: Mapping[str, Mapping[float, Mapping[int, _Cell]]]
+    panels: Mapping[str, Mapping[tuple[float, int], HeatCell]]
     context_length: int
     note: str
 
     @property
     def _depths(self) -> list[float]:
-        return sorted({depth for rows in self.panels.values() for depth in rows})
+        return sorted({depth for cells in self.panels.values() for depth, _ in cells})
 
     @property
     def _lengths(self) -> list[int]:
-        return sorted({length for rows in self.panels.values() for row in rows.values() for length in row})
+        return sorted({length for cells in self.panels.values() for _, length in cells})
 
-    def _cells(self, name: str) -> Iterable[tuple[int, int, _Cell]]:
+    def _cells(self, name: str) -> Iterable[tuple[int, int, HeatCell]]:
         """Column, row and cell of each result of one method."""
-        for row, depth in enumerate(self._depths):
-            for column, length in enumerate(self._lengths):
-                if (cell := self.panels[name].get(depth, {}).get(length)) is not None:
-                    yield column, row, cell
+        for (depth, length), cell in self.panels[name].items():
+            yield self._lengths.index(length), self._depths.index(depth), cell
 
     def svg(self) -> str:
         """A figure element; empty without panels."""
@@ -257,12 +246,12 @@ class HeatMaps:
             ]
             for column, row, cell in self._cells(name):
                 left, upper = _LEFT + column * wide, top + row * high
-                fill = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.exact_match:.2f}"'
+                fill = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.share:.2f}"'
                 drawn.append(
                     f'<rect x="{left:.1f}" y="{upper}" width="{wide - 1.5:.1f}" height="{high - 1.5}" {fill}/>'
                 )
-                faint = "" if cell.above_chance else ' opacity="0.6"'
-                drawn.append(_text(left + wide / 2, upper + 13, f"{cell.exact_match:.0%}", "middle", faint))
+                faint = ' opacity="0.6"' if cell.faint else ""
+                drawn.append(_text(left + wide / 2, upper + 13, f"{cell.share:.0%}", "middle", faint))
                 drawn.append(_text(left + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
             drawn += _length_ticks(middles, self.context_length, bottom + 12)
             charts.append(_svg(bottom + _BELOW, drawn, f"{name}: {self.note}"))
@@ -290,11 +279,11 @@ class HeatMaps:
         depths, lengths = self._depths, self._lengths
         values = [[math.nan] * len(lengths) for _ in depths]
         for column, row, cell in self._cells(name):
-            values[row][column] = cell.exact_match
-            pale = not cell.above_chance and cell.exact_match < 0.4  # grey would not be seen on a darker green
-            ink = "white" if cell.exact_match > 0.7 else "#777777" if pale else "#222222"
+            values[row][column] = cell.share
+            pale = cell.faint and cell.share < 0.4  # grey would not be seen on a darker green
+            ink = "white" if cell.share > 0.7 else "#777777" if pale else "#222222"
             centred = {"ha": "center", "va": "center", "color": ink}
-            axes.text(column, row - 0.12, f"{cell.exact_match:.0%}", fontsize=9, **centred)
+            axes.text(column, row - 0.12, f"{cell.share:.0%}", fontsize=9, **centred)
             axes.text(column, row + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
         image = axes.imshow(values, cmap="YlGn", vmin=0.0, vmax=1.0, aspect="auto")
         axes.set_xticks(range(len(lengths)), _tick_texts(lengths, self.context_length), fontsize=8)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line
-from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures.html_page import (
     MAX_PICTURE_BYTES,
     commands_section,
@@ -51,10 +51,10 @@ def write_files(run: Run[Any]) -> _Files:
         FileError: anything the disk refuses.
         ValueError: the run was measured without files.
     """
-    results = _write(run.folder / "results.json", json_text(run.to_dict()) + "\n")
-    table = _write(run.folder / "results.csv", _csv(run))
+    results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
+    table = write_text(run.folder / "results.csv", _csv(run))
     picture = _draw(run, run.folder / f"{run.kind.name}.png")
-    page = _write(run.folder / "report.html", _page(run))
+    page = write_text(run.folder / "report.html", _page(run))
     return _Files(results, table, page, picture)
 
 
@@ -64,12 +64,6 @@ def _csv(run: Run[Any]) -> str:
     table.writeheader()
     table.writerows(run.rows())
     return text.getvalue()
-
-
-def _write(path: Path, text: str) -> Path:
-    with atomic_file(path) as part:
-        part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
-    return path
 
 
 def _draw(run: Run[Any], path: Path) -> Path | None:

@@ -123,7 +123,8 @@ def as_text(config: ServingConfig) -> str:
     lines = [*map(_remark, (heading, *config.notes))]
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in config.environment.items())
     if config.command:
-        lines.append(variables + _command(config.command))
+        words = map(shlex.quote, config.command)
+        lines.append(variables + " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words))
     if config.config_keys and config.config_keys != config.overrides:
         lines += ["# config.json:", json.dumps(config.config_keys, indent=2)]
     if config.gguf_keys:
@@ -146,15 +147,3 @@ _ROUTING = (
 def _remark(text: str) -> str:
     """A comment of a shell."""
     return wrapped(text, "# ", "# ")
-
-
-def _command(arguments: tuple[str, ...]) -> str:
-    """A command line, every option that has a long value on a line of its own."""
-    lines, line = [], ""
-    for argument in map(shlex.quote, arguments):
-        if argument.startswith("--") and line:
-            lines.append(line)
-            line = "  " + argument
-        else:
-            line = f"{line} {argument}" if line else argument
-    return " \\\n".join([*lines, line])

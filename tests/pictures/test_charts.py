@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from rope_ext_hf.pictures.charts import LINE, WIDTH, HeatMaps, LineChart, line_styles
+from rope_ext_hf.pictures.charts import LINE, WIDTH, HeatCell, HeatMaps, LineChart, line_styles
 from rope_ext_hf.pictures.drawing import COLOURS
 
 POINTS = {"as loaded": [(256, 1.0), (1024, 5.0)], "yarn x4": [(256, 1.25), (512, 1.5), (1024, 2.0)]}
-
-
-@dataclass(frozen=True)
-class Cell:
-    exact_match: float
-    rank: float = 1.0
-    above_chance: bool = True
 
 
 def numbers(element: ElementTree.Element, *names: str) -> list[float]:
@@ -70,7 +62,7 @@ def test_without_points_there_is_no_chart() -> None:
 
 
 def test_a_heat_map_has_a_cell_per_depth_and_length() -> None:
-    rows = {0.0: {256: Cell(1.0), 512: Cell(0.25, 3.5)}, 1.0: {256: Cell(0.5, 9.0, above_chance=False)}}
+    rows = {(0.0, 256): HeatCell(1.0, 1.0), (0.0, 512): HeatCell(0.25, 3.5), (1.0, 256): HeatCell(0.5, 9.0, faint=True)}
     figure = ElementTree.fromstring(HeatMaps({"yarn x4": rows, "as loaded": rows}, 256, "Exact answers.").svg())
     charts = list(figure.iter("svg"))
     assert len(charts) == 2
@@ -84,7 +76,7 @@ def test_a_heat_map_has_a_cell_per_depth_and_length() -> None:
 
 def test_names_are_text() -> None:
     name = "</svg><script>alert(1)</script>\x1b"
-    for chart in (LineChart({name: [(1, 1.0)]}, 1, name), HeatMaps({name: {0.5: {1: Cell(1.0)}}}, 1, name)):
+    for chart in (LineChart({name: [(1, 1.0)]}, 1, name), HeatMaps({name: {(0.5, 1): HeatCell(1.0, 1.0)}}, 1, name)):
         assert "script" not in {element.tag for element in ElementTree.fromstring(chart.svg()).iter()}
         assert "\x1b" not in chart.svg()
 
