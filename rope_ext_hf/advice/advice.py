@@ -10,9 +10,8 @@ from rope_ext_hf.advice.memory import CacheMemory
 from rope_ext_hf.engines.comparison import usual_server
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
-from rope_ext_hf.terminal import terminal_width, text_table, wrapped
+from rope_ext_hf.terminal import line_width, text_table, wrapped
 
-_WIDTH = 100
 _SERVE = "serve with "
 
 
@@ -85,7 +84,6 @@ class Advice:
         return asdict(self)
 
     def __str__(self) -> str:
-        width = min(_WIDTH, terminal_width())
         named = [
             ("made for", f"{self.context_length:,} tokens ({self.context_rule})"),
             *(("extended by", each) for each in self.extended_by or ("nothing",)),
@@ -93,21 +91,21 @@ class Advice:
             *(("note", note) for note in self.notes),
         ]
         lines = [f"{self.model} ({self.model_type})"]
-        lines += [wrapped(text, f"  {name:<16}", width=width) for name, text in named]
+        lines += [wrapped(text, f"  {name:<16}") for name, text in named]
         if not self.methods:
             lines += ["", "No method is needed."]
         if self.choices:
             rows = [("for", "candidates"), *((key, ", ".join(names)) for key, names in self.choices.items())]
-            lines += ["", text_table(rows, width=width)]
+            lines += ["", text_table(rows)]
         if self.methods:
-            lines += ["", *self._measured(width), *self._served(width)]
-        lines += ["", _memory_table(self.memory, width)]
+            lines += ["", *self._measured(), *self._served()]
+        lines += ["", _memory_table(self.memory)]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
-                lines += ["", f"# {purpose}", *(_broken(each, width) for each in commands)]
-        return "\n".join([*lines, *self._serving(width)])
+                lines += ["", f"# {purpose}", *(_broken(each) for each in commands)]
+        return "\n".join([*lines, *self._serving()])
 
-    def _serving(self, width: int) -> list[str]:
+    def _serving(self) -> list[str]:
         """One command for the engines that serve the model alike; it prints the engine's own command and files."""
         serving = [
             (name.removeprefix(_SERVE), own[0]) for name, own in self.commands.items() if name.startswith(_SERVE)
@@ -115,38 +113,35 @@ class Advice:
         lines = []
         for command, engines in _grouped((own.removesuffix(name), name) for name, own in serving).items():
             first = usual_server() if usual_server() in engines else engines[0]
-            lines += ["", f"# {_SERVE}{first}", _broken(command + first, width)]
+            lines += ["", f"# {_SERVE}{first}", _broken(command + first)]
             if others := ", ".join(name for name in engines if name != first):
-                lines.append(wrapped(f"or --engine {others}", "# ", "# ", width=width))
+                lines.append(wrapped(f"or --engine {others}", "# ", "# "))
         return lines
 
-    def _measured(self, width: int) -> list[str]:
+    def _measured(self) -> list[str]:
         """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
         fitting = [each for each in self.methods if each.fits]
         lines = ["Without training, measured on:"]
-        lines += [wrapped(f"the {model}", "  ", "    ", width=width) for model in measured_models()]
+        lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
         lines.append(
             wrapped(
                 "A rise is in bits per byte, over the loss of the model as loaded at its context length. They do not "
                 "agree, and what decides it is not known: they differ in size, text, dims and base. Which candidate "
                 "reads best here is known when it is measured, by the first command below.",
-                width=width,
             )
         )
         if fitting:
             head = ("helped", "kind", "inputs within the context length", "rise at this length")
             rows = ((m.method, m.kind, m.short_inputs, " / ".join(signed(m.measured.values()))) for m in fitting)
-            lines += ["", text_table([head, *rows], width=width), "", "take"]
-            lines += [
-                wrapped(f"{each.method} when {each.when}", "  ", "    ", width=width) for each in fitting if each.when
-            ]
+            lines += ["", text_table([head, *rows]), "", "take"]
+            lines += [wrapped(f"{each.method} when {each.when}", "  ", "    ") for each in fitting if each.when]
             costs = _grouped((each.decode, each.method) for each in fitting if each.decode != NOTHING)
-            lines += ["time of a generated token", *_explained(costs, width)]
+            lines += ["time of a generated token", *_explained(costs)]
         if others := _grouped((each.why, each.method) for each in self.methods if not each.fits):
-            lines += ["", "not shown to help at this length", *_explained(others, width)]
+            lines += ["", "not shown to help at this length", *_explained(others)]
         return lines
 
-    def _served(self, width: int) -> list[str]:
+    def _served(self) -> list[str]:
         """How each engine serves the methods that fit, and why engines refuse the method that was chosen first."""
         told = []
         for each in self.methods:
@@ -160,19 +155,19 @@ class Advice:
             for name, reason in refusals.items()
             if name not in self.served
         )
-        return [*(["", "served"] if told else []), *_explained(_grouped(told), width), *_explained(refused, width)]
+        return [*(["", "served"] if told else []), *_explained(_grouped(told)), *_explained(refused)]
 
 
-def _explained(groups: Mapping[str, Sequence[str]], width: int) -> list[str]:
+def _explained(groups: Mapping[str, Sequence[str]]) -> list[str]:
     """What several names have in common, a line for each of their groups."""
-    return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ", width=width) for text, names in groups.items()]
+    return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ") for text, names in groups.items()]
 
 
-def _broken(command: str, width: int) -> str:
+def _broken(command: str) -> str:
     """A command line, its options on further lines where it is long."""
     lines = [""]
     for part in command.replace(" --", "\n--").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(part) > width - 3:
+        if lines[-1] and len(lines[-1]) + len(part) > line_width() - 3:
             lines.append("  " + part)
         else:
             lines[-1] += (" " if lines[-1] else "") + part
@@ -201,11 +196,11 @@ def _size(number: int) -> str:
     return f"{number / 1e9:,.2f} GB" if number >= 1e8 else f"{number / 1e6:,.2f} MB"
 
 
-def _memory_table(memory: Iterable[CacheMemory], width: int) -> str:
+def _memory_table(memory: Iterable[CacheMemory]) -> str:
     rows: dict[tuple[int, int], dict[str, str]] = {}
     for each in memory:
         rows.setdefault((each.tokens, each.batch), {})[each.dtype] = _size(each.bytes)
     head = ("keys and values", "inputs at a time", *next(iter(rows.values())))
     table = [head, *((f"{tokens:,} tokens", str(batch), *cells.values()) for (tokens, batch), cells in rows.items())]
     note = "Every generated token reads those of its own input once; weights and activations come on top."
-    return f"{text_table(table, width=width)}\n{wrapped(note, width=width)}"
+    return f"{text_table(table)}\n{wrapped(note)}"

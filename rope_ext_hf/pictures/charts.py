@@ -29,6 +29,7 @@ from rope_ext_hf.pictures.drawing import (
     plot_text,
     short_length,
     space_out,
+    write_note,
 )
 
 WIDTH = 360.0
@@ -157,9 +158,8 @@ class LineChart:
         if self.threshold is not None:
             axes.axhline(self.threshold, **RULE | {"linestyle": "--"})
         axes.axvline(self.context_length, **RULE)
-        at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (4, -4), "textcoords": "offset points"}
-        note = "context length of the model as loaded"
-        axes.annotate(note, (self.context_length, 1), **at, va="top", fontsize=8, color="#666666")
+        note, at = "context length of the model as loaded", (self.context_length, 1)
+        write_note(axes, note, at, ("data", "axes fraction"), (4, -4), va="top", fontsize=8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(self._lengths, _tick_texts(self._lengths, self.context_length))
         axes.minorticks_off()
