@@ -24,7 +24,7 @@ from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import published_length, recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.terminal import wrapped
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Description:
 
     def __str__(self) -> str:
         longer = sum(wavelength > self.trained_length for wavelength in self.wavelengths)
+        shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
         named = [
             ("method", _call(self.method, self.params)),
             *(("over", str(scaling)) for scaling in reversed(self.underneath)),
@@ -101,21 +102,15 @@ class Description:
             ("theta", f"{self.theta:g}"),
             ("rotating layers", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
             ("attention factor", f"{self.attention_factor:.4f}"),
+            ("wavelengths", f"{len(self.wavelengths)} pairs, {longer} of them longer than the trained length"),
+            ("  tokens by pair", ", ".join(f"{pair}: {self.wavelengths[pair]:.4g}" for pair in shown)),
             ("saved as", self.save_route),
             *((("published", self.recipe),) if self.recipe else ()),
             *(("short inputs", text) for text in self.short_inputs),
             *(("note", note) for note in self.notes),
-            ("wavelengths", f"{len(self.wavelengths)} pairs, {longer} of them longer than the trained length"),
         ]
-        shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
-        pairs = [("pair", *map(str, shown)), ("tokens", *(f"{self.wavelengths[i]:.4g}" for i in shown))]
-        return "\n".join(
-            [
-                f"{self.model_type}, {'patched' if self.patched else 'as loaded'}",
-                *(wrapped(text, f"  {name:<18}") for name, text in named),
-                text_table(((f"      {name:<12}", *cells) for name, *cells in pairs), "lr"),
-            ]
-        )
+        heading = f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
+        return "\n".join([heading, *(wrapped(text, f"  {name:<18}") for name, text in named)])
 
 
 def _call(method: str, params: Mapping[str, Any]) -> str:

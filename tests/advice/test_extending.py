@@ -61,7 +61,7 @@ def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, mo
     assert (tmp_path / "reference-512" / "config.json").stat().st_mtime_ns == written
     result = json.loads(again.stdout)
     verdict = result["verdict"]
-    assert verdict["text"] in text.stdout
+    assert verdict["text"] in unwrapped(text.stdout)
     assert verdict["refusal"] == ""
     assert result["serving"]["command"][:3] == ["vllm", "serve", "reference-512"]
 
@@ -115,7 +115,7 @@ def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     worse = extend("reference", "--target-length", "256", "--context-length", "128")
     assert worse.exit_code == 2
     assert "gain at 256 tokens: the loss is higher by 0." in " ".join(worse.stderr.split())
-    assert "documents: at 256 tokens the loss is higher by 0." in worse.stdout
+    assert "documents: at 256 tokens the loss is higher by 0." in unwrapped(worse.stdout)
     assert not list(tmp_path.glob("*-256"))
     anyway = extend(*flat, "--anyway")
     assert anyway.exit_code == 0, anyway.output
