@@ -12,8 +12,10 @@ rope_ext_hf/methods/measured.json, is made first: tables of the code show it as 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 from .figures import (  # noqa: F401, each registers its figures
     code_tables,
@@ -35,6 +37,9 @@ from .figures.registry import FIGURE, FIGURES, ROOT
 
 __all__ = ["FIGURES", "fill", "pages"]
 
+_COLUMNS = "120"
+"""Of what commands print on a page."""
+
 
 def pages() -> list[Path]:
     """README.md and every page."""
@@ -47,7 +52,8 @@ def fill(page: str) -> str:
     Raises:
         KeyError: a figure of a name that is not in FIGURES.
     """
-    return FIGURE.sub(lambda match: match[1] + FIGURES[match[2]]() + match[4], page)
+    with mock.patch.dict(os.environ, COLUMNS=_COLUMNS):  # what is printed is as wide as the terminal
+        return FIGURE.sub(lambda match: match[1] + FIGURES[match[2]]() + match[4], page)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ Nothing here reads a model, a run or a file; `needs.py` measures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -13,6 +13,7 @@ from typing import Any
 
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
+from rope_ext_hf.terminal import text_table, wrapped
 
 _MOST_RISE = 0.02
 """Nats per token by which the loss may be higher than at the context length."""
@@ -183,21 +184,19 @@ class NeedReport:
         return asdict(self) | follows | {"conclusion": self.conclusion}
 
     def __str__(self) -> str:
-        def row(name: str, cells: Iterable[str]) -> str:
-            return f"{name:>28}" + "".join(f"{cell:>11}" for cell in cells)
-
-        def ends(at: int) -> list[str]:
-            return ["-", *("-" if each[at] is None else f"{each[at]:+.3f}" for each in self.rises.values())]
-
-        lines = [
-            row("tokens", (f"{length:,}" for length in self.lengths)),
-            row("loss, nats per token", [f"{self.loss:.3f}", *(f"{each.value:+.3f}" for each in self.rises.values())]),
-            *(row("from" if at == 1 else "to", ends(at)) for at in (1, 2)),
+        rises = list(self.rises.values())
+        ends = [["-" if each[at] is None else f"{each[at]:+.3f}" for each in rises] for at in (1, 2)]
+        rows = [
+            ["tokens", *(f"{length:,}" for length in self.lengths)],
+            ["loss, nats per token", f"{self.loss:.3f}", *(f"{each.value:+.3f}" for each in rises)],
+            ["from", "-", *ends[0]],
+            ["to", "-", *ends[1]],
         ]
         for task, at in self.scores.items():
             cells = (f"{at[length].value:.0%}" if length in at else "-" for length in self.lengths)
-            lines.append(row(f"{task}, answered", cells))
-        return "\n".join([*lines, "", *self.architecture, *self.notes, "", self.conclusion])
+            rows.append([f"{task}, answered", *cells])
+        sentences = ["", *self.architecture, *self.notes, "", self.conclusion]
+        return "\n".join([text_table(rows, "r"), *map(wrapped, sentences)])
 
 
 def tells(score: Estimate) -> bool:

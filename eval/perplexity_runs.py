@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, printable, short
 from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result, difference, perplexity_from_loss
-from rope_ext_hf.pictures.result_plots import curves
-from rope_ext_hf.pictures.svg_charts import line_chart
+from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.protocols import PROTOCOLS
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting
@@ -107,14 +105,8 @@ class PerplexityRuns(RunKind):
             view.add_row(Text(name), *cells)
         return view
 
-    def draw(self, run: Run[Result], path: Path | None, title: str) -> Any:
-        return curves(_loss_lines(run.results), run.context_length, path, title, "bits per byte (lower is better)")
-
-    def chart(self, run: Run[Result]) -> str:
-        caption = (
-            "Bits per byte by context length, lower is better. The dotted line is the length that the model is for."
-        )
-        return line_chart(_loss_lines(run.results), run.context_length, caption)
+    def chart(self, run: Run[Result]) -> Chart:
+        return LineChart(_loss_lines(run.results), run.context_length, "Bits per byte; lower is better")
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""

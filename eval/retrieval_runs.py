@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.pictures.result_plots import heat_map
-from rope_ext_hf.pictures.svg_charts import heat_charts
+from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
@@ -167,20 +165,28 @@ class RetrievalRuns(RunKind):
         )
         view = length_table(run, title, caption, "method", "depth")
         lengths = sorted({result.length for result in run.results})
-        for name, depths in by_method_and_depth(run.results).items():
-            for index, (depth, row) in enumerate(depths.items()):
-                cells = [_retrieval_cell(run, row.get(length)) for length in lengths]
-                last = index == len(depths) - 1
-                view.add_row(Text("" if index else name), f"{depth:.0%}", *cells, end_section=last)
+        for name, row in by_method(run.results).items():
+            depths = sorted({result.depth for result in row})
+            at = {(result.depth, result.length): result for result in row}
+            for depth in depths:
+                cells = [_retrieval_cell(run, at.get((depth, length))) for length in lengths]
+                view.add_row(
+                    Text(name if depth == depths[0] else ""), f"{depth:.0%}", *cells, end_section=depth == depths[-1]
+                )
         return view
 
-    def draw(self, run: Run[Retrieval], path: Path | None, title: str) -> Any:
+    def chart(self, run: Run[Retrieval]) -> Chart:
         one = run.results[0]
         note = (
-            f"{one.trials} prompts per cell; rank among {one.distractors + 1} answers (luck: {one.chance_rank:g}), "
-            "grey where no better than chance"
+            "Exact answers by context length and depth (0% first); below, the mean rank of the right answer among "
+            f"{one.distractors + 1} (luck: {one.chance_rank:g}), faint where no better than chance. "
+            f"{one.trials} prompts per cell."
         )
-        return heat_map(by_method_and_depth(run.results), run.context_length, path, title, note)
+        panels = {
+            name: {(r.depth, r.length): HeatCell(r.exact_match, r.rank, not r.above_chance) for r in row}
+            for name, row in by_method(run.results).items()
+        }
+        return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
         """Exact answers, or where there are none how often the right answer ranks first; an item is a trial.
@@ -200,10 +206,6 @@ class RetrievalRuns(RunKind):
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
         return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
-
-    def chart(self, run: Run[Retrieval]) -> str:
-        caption = "Exact answers by context length and depth (0% first); below, the mean rank of the right answer."
-        return heat_charts(by_method_and_depth(run.results), run.context_length, caption)
 
 
 @dataclass
@@ -327,16 +329,6 @@ def _rank(losses: Tensor) -> float:
     losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
     others = losses[1:]
     return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
-
-
-def by_method_and_depth(results: Sequence[Retrieval]) -> dict[str, dict[float, dict[int, Retrieval]]]:
-    """Results by label, depth and length; methods in the order they came."""
-    rows: dict[str, dict[float, dict[int, Retrieval]]] = {}
-    for name, of_method in by_method(results).items():
-        rows[name] = {depth: {} for depth in sorted({result.depth for result in of_method})}
-        for result in of_method:
-            rows[name][result.depth][result.length] = result
-    return rows
 
 
 def _retrieval_cell(run: Run[Retrieval], result: Retrieval | None) -> Text:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.pictures.result_plots import curves
-from rope_ext_hf.pictures.svg_charts import line_chart
+from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
@@ -157,16 +155,10 @@ class TaskRuns(RunKind):
                 view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
         return view
 
-    def draw(self, run: Run[TaskResult], path: Path | None, title: str) -> Any:
-        up = f"score of {short(printable(run.results[0].suite))}, percent (higher is better)"
-        return curves(_lines(run), run.context_length, path, title, up, threshold=_threshold(run))
-
-    def chart(self, run: Run[TaskResult]) -> str:
-        caption = (
-            "Score by context length, in percent, higher is better. The dotted line is the length that the model is "
-            f"for, the dashed one {_THRESHOLD:.0%} of the score at the shortest length."
-        )
-        return line_chart(_lines(run), run.context_length, caption, threshold=_threshold(run))
+    def chart(self, run: Run[TaskResult]) -> Chart:
+        axis = f"Score of {short(printable(run.results[0].suite))}, percent; higher is better"
+        text = f"{_THRESHOLD:.0%} of the score at the shortest length"
+        return LineChart(_lines(run), run.context_length, axis, _threshold(run), text)
 
     def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
         items = {

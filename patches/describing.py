@@ -24,6 +24,7 @@ from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import published_length, recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.terminal import wrapped
 
 
 @dataclass(frozen=True)
@@ -90,27 +91,26 @@ class Description:
 
     def __str__(self) -> str:
         longer = sum(wavelength > self.trained_length for wavelength in self.wavelengths)
-        extended = f"{self.extended_length:,} tokens" if self.extended_length else "follows the input"
         shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
-        lines = [
-            f"{self.model_type}, {'patched' if self.patched else 'as loaded'}",
-            f"  method            {_call(self.method, self.params)}",
-            *(f"  over              {scaling}" for scaling in reversed(self.underneath)),
-            f"  pairing           {self.pairing or 'unknown (family not in the table)'}",
-            f"  trained length    {self.trained_length:,} tokens",
-            f"  context length    {self.context_length:,} tokens ({self.context_rule})",
-            f"  extended length   {extended}",
-            f"  theta             {self.theta:g}",
-            f"  rotating layers   {self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers",
-            f"  attention factor  {self.attention_factor:.4f}",
-            f"  wavelengths       {len(self.wavelengths)} pairs, {longer} of them longer than the trained length",
-            f"      pair          {'  '.join(f'{i:>9}' for i in shown)}",
-            f"      tokens        {'  '.join(f'{self.wavelengths[i]:>9.4g}' for i in shown)}",
-            f"  saved as          {self.save_route}",
+        named = [
+            ("method", _call(self.method, self.params)),
+            *(("over", str(scaling)) for scaling in reversed(self.underneath)),
+            ("pairing", self.pairing or "unknown (family not in the table)"),
+            ("trained length", f"{self.trained_length:,} tokens"),
+            ("context length", f"{self.context_length:,} tokens ({self.context_rule})"),
+            ("extended length", f"{self.extended_length:,} tokens" if self.extended_length else "follows the input"),
+            ("theta", f"{self.theta:g}"),
+            ("rotating layers", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
+            ("attention factor", f"{self.attention_factor:.4f}"),
+            ("wavelengths", f"{len(self.wavelengths)} pairs, {longer} of them longer than the trained length"),
+            ("  tokens by pair", ", ".join(f"{pair}: {self.wavelengths[pair]:.4g}" for pair in shown)),
+            ("saved as", self.save_route),
+            *((("published", self.recipe),) if self.recipe else ()),
+            *(("short inputs", text) for text in self.short_inputs),
+            *(("note", note) for note in self.notes),
         ]
-        lines += [f"  published         {self.recipe}"] if self.recipe else []
-        lines += [f"  short inputs      {text}" for text in self.short_inputs]
-        return "\n".join([*lines, *(f"  note              {note}" for note in self.notes)])
+        heading = f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
+        return "\n".join([heading, *(wrapped(text, f"  {name:<18}") for name, text in named)])
 
 
 def _call(method: str, params: Mapping[str, Any]) -> str:

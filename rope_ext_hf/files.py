@@ -177,6 +177,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def write_text(path: Path, text: str) -> Path:
+    """Write a text whole or not at all, whatever names it holds; the path.
+
+    Raises:
+        FileError: anything the disk refuses.
+    """
+    with atomic_file(path) as part:
+        part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+    return path
+
+
 def check_regular(folder: Path) -> None:
     """Check that whatever stands in a folder is a file or a folder, or leads to one; no folder, no check.
 

@@ -22,7 +22,7 @@ PACKAGE = "rope_ext_hf"
 FOLDERS = {ROOT / PACKAGE: PACKAGE, ROOT / "patches": f"{PACKAGE}.patches", ROOT / "eval": f"{PACKAGE}.eval"}
 FLOORS = (
     ("errors", "lazy", "reference"),
-    ("bounds", "foreign_logs", "installing", "locks"),
+    ("bounds", "foreign_logs", "installing", "locks", "terminal"),
     ("files", "questions"),
     ("downloads", "method_choice"),
     ("methods",),

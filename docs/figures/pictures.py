@@ -89,7 +89,7 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
         "angles": lambda file: draw_angles(file, rotary),
         "similarity": lambda file: draw_similarity(file, rotary, methods, extended),
         "bound": lambda file: draw_bound(file, rotary, methods, extended),
-        "scores": lambda file: draw_scores(file, own, over_own, 8 * own.context_length, trained=trained),
+        "scores": lambda file: draw_scores(file, own, over_own, 8 * own.context_length, trained),
         "rotated": lambda file: draw_rotated(file, rotary),
     }
     for name, draw_into in drawings.items():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_ext_hf.engines.base import list_engines
+from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
+from rope_ext_hf.terminal import line_width, text_table, wrapped
 
-_SHORT_COMMAND = 400
-"""Characters; a longer command line is left out of the text: `serve-config`, which stands before it, prints it."""
-_WIDTH = 100
+_SERVE = "serve with "
 
 
 @dataclass(frozen=True)
@@ -102,99 +100,94 @@ class Advice:
         return asdict(self)
 
     def __str__(self) -> str:
-        extended = [f"  extended by     {each}" for each in self.extended_by] or ["  extended by     nothing"]
-        lines = [
-            f"{self.model} ({self.model_type})",
-            f"  made for        {self.context_length:,} tokens ({self.context_rule})",
-            *extended,
-            f"  asked for       {self.target_length:,} tokens, {self.factor:.3g} times as many",
-            *(line for note in self.notes for line in _note(note)),
+        named = [
+            ("made for", f"{self.context_length:,} tokens ({self.context_rule})"),
+            *(("extended by", each) for each in self.extended_by or ("nothing",)),
+            ("asked for", f"{self.target_length:,} tokens, {self.factor:.3g} times as many"),
+            *(("note", note) for note in self.notes),
         ]
+        lines = [f"{self.model} ({self.model_type})"]
+        lines += [wrapped(text, f"  {name:<16}") for name, text in named]
         if not self.methods:
             lines += ["", "No method is needed."]
         if self.choices:
-            lines += ["", *_columns([("for", "candidates"), *((key, ", ".join(v)) for key, v in self.choices.items())])]
+            rows = [("for", "candidates"), *((key, ", ".join(names)) for key, names in self.choices.items())]
+            lines += ["", text_table(rows)]
         if self.methods:
-            lines += ["", *self._measured_table()]
-            engines = [name for name in list_engines() if any(name in each.engines for each in self.methods)]
-            served = [each for each in self.methods if each.fits and each.engines]
-            if served:
-                rows = [(name, *(_brief(each.engines[name]) for each in served)) for name in engines]
-                lines += ["", *_columns([("served by", *(each.method for each in served)), *rows])]
-            lines += [f"  {names}: {reason}" for names, reason in self._refusals()]
-        lines += ["", *_memory_table(self.memory)]
+            lines += ["", *self._measured(), *self._served()]
+        lines += ["", _memory_table(self.memory)]
         for purpose, commands in self.commands.items():
-            lines += ["", f"# {purpose}", *(_wrapped(each) for each in commands if len(each) <= _SHORT_COMMAND)]
-        return "\n".join(lines)
+            if not purpose.startswith(_SERVE):
+                lines += ["", f"# {purpose}", *(_broken(each) for each in commands)]
+        return "\n".join([*lines, *self._serving()])
 
-    def _measured_table(self) -> list[str]:
-        """The methods that fit, with their measurements and what sets each apart; then why the others do not fit."""
+    def _serving(self) -> list[str]:
+        """One command for the engines that serve the model alike; it prints the engine's own command and files."""
+        serving = [
+            (name.removeprefix(_SERVE), own[0]) for name, own in self.commands.items() if name.startswith(_SERVE)
+        ]
+        lines = []
+        for command, engines in _grouped((own.removesuffix(name), name) for name, own in serving).items():
+            first = usual_server() if usual_server() in engines else engines[0]
+            lines += ["", f"# {_SERVE}{first}", _broken(command + first)]
+            if others := ", ".join(name for name in engines if name != first):
+                lines.append(wrapped(f"or --engine {others}", "# ", "# "))
+        return lines
+
+    def _measured(self) -> list[str]:
+        """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
         fitting = [each for each in self.methods if each.fits]
-        lines = ["Without training, measured on:", *(f"  the {model}" for model in measured_models())]
-        lines.append("A rise is in bits per byte, over the loss of the model as loaded at its context length.")
-        lines.append("They do not agree, and what decides it is not known: they differ in size, text, dims and base.")
-        lines.append("Which candidate reads best here is known when it is measured, by the first command below.")
+        lines = ["Without training, measured on:"]
+        lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
+        lines.append(
+            wrapped(
+                "A rise is in bits per byte, over the loss of the model as loaded at its context length. They do not "
+                "agree, and what decides it is not known: they differ in size, text, dims and base. Which candidate "
+                "reads best here is known when it is measured, by the first command below.",
+            )
+        )
         if fitting:
             head = ("helped", "kind", "inputs within the context length", "rise at this length")
             rows = ((m.method, m.kind, m.short_inputs, " / ".join(signed(m.measured.values()))) for m in fitting)
-            lines += ["", *_columns([head, *rows]), ""]
-            lines += ["take", *(f"  {each.method} when {each.when}" for each in fitting if each.when)]
+            lines += ["", text_table([head, *rows]), "", "take"]
+            lines += [wrapped(f"{each.method} when {each.when}", "  ", "    ") for each in fitting if each.when]
             costs = _grouped((each.decode, each.method) for each in fitting if each.decode != NOTHING)
-            lines += ["time of a generated token", *(f"  {', '.join(names)}: {cost}" for cost, names in costs.items())]
-        others = _grouped((each.why, each.method) for each in self.methods if not each.fits)
-        if others:
-            lines += [
-                "",
-                "not shown to help at this length",
-                *(f"  {', '.join(names)}: {why}" for why, names in others.items()),
-            ]
+            lines += ["time of a generated token", *_explained(costs)]
+        if others := _grouped((each.why, each.method) for each in self.methods if not each.fits):
+            lines += ["", "not shown to help at this length", *_explained(others)]
         return lines
 
-    def _refusals(self) -> list[tuple[str, str]]:
-        """The engines that refuse the method of the first engine that serves one, and their reasons."""
+    def _served(self) -> list[str]:
+        """How each engine serves the methods that fit, and why engines refuse the method that was chosen first."""
+        told = []
+        for each in self.methods:
+            if each.fits and each.engines:
+                ways = _grouped((_brief(encoding), name) for name, encoding in each.engines.items())
+                told.append(("; ".join(f"{way} in {', '.join(names)}" for way, names in ways.items()), each.method))
         chosen = next((name for name in self.served.values() if name), None)
-        each = next((m for m in self.methods if m.method == chosen), None)
-        refused = [(reason, name) for name, reason in each.refusals.items() if name not in self.served] if each else []
-        grouped = _grouped((reason[max(0, reason.find("cannot")) :], name) for reason, name in refused)
-        return [(", ".join(names), reason) for reason, names in grouped.items()]
+        refusals = next((each.refusals for each in self.methods if each.method == chosen), {})
+        refused = _grouped(
+            (reason[max(0, reason.find("cannot")) :], name)
+            for name, reason in refusals.items()
+            if name not in self.served
+        )
+        return [*(["", "served"] if told else []), *_explained(_grouped(told)), *_explained(refused)]
 
 
-def _note(text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH + 10,
-        initial_indent="  note            ",
-        subsequent_indent=" " * 18,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _explained(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """What several names have in common, a line for each of their groups."""
+    return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ") for text, names in groups.items()]
 
 
-def _wrapped(command: str) -> str:
-    """A command line, its options on further lines where it is long, and JSON broken after commas."""
+def _broken(command: str) -> str:
+    """A command line, its options on further lines where it is long."""
     lines = [""]
     for part in command.replace(" --", "\n--").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(part) > _WIDTH - 3:
+        if lines[-1] and len(lines[-1]) + len(part) > line_width() - 3:
             lines.append("  " + part)
         else:
             lines[-1] += (" " if lines[-1] else "") + part
-    return " \\\n".join(_json_wrapped(line) for line in lines)
-
-
-def _json_wrapped(line: str) -> str:
-    """A line with JSON in single quotes, where line ends change nothing, on lines that are not too long."""
-    command, quote, json = line.partition("'{")
-    if not quote:
-        return line
-    wrapped = textwrap.wrap(
-        quote + json,
-        _WIDTH,
-        initial_indent=" " * len(command),  # outside the quotes, a line end would end the command
-        subsequent_indent=" " * 4,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return command + "\n".join(wrapped)[len(command) :]
+    return " \\\n".join(lines)
 
 
 def signed(values: Iterable[float]) -> list[str]:
@@ -211,25 +204,19 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _brief(encoding: str | None) -> str:
-    """How a method is written for an engine, in one word or two; a dash where the engine refuses it."""
-    return "-" if encoding is None else encoding.partition(" in ")[0].removesuffix(" with equal lists")
+    """How a method is written for an engine, in one word or two."""
+    return "refused" if encoding is None else encoding.partition(" in ")[0].removesuffix(" with equal lists")
 
 
 def _size(number: int) -> str:
     return f"{number / 1e9:,.2f} GB" if number >= 1e8 else f"{number / 1e6:,.2f} MB"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _memory_table(memory: Iterable[CacheMemory]) -> list[str]:
+def _memory_table(memory: Iterable[CacheMemory]) -> str:
     rows: dict[tuple[int, int], dict[str, str]] = {}
     for each in memory:
         rows.setdefault((each.tokens, each.batch), {})[each.dtype] = _size(each.bytes)
-    dtypes = next(iter(rows.values()))
-    head = ("keys and values", "inputs at a time", *dtypes)
+    head = ("keys and values", "inputs at a time", *next(iter(rows.values())))
     table = [head, *((f"{tokens:,} tokens", str(batch), *cells.values()) for (tokens, batch), cells in rows.items())]
     note = "Every generated token reads those of its own input once; weights and activations come on top."
-    return [*_columns(table), note]
+    return f"{text_table(table)}\n{wrapped(note)}"

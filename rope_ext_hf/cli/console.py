@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from rope_ext_hf.errors import CheckpointError, FileError, bounded, duration, printable
+from rope_ext_hf.terminal import terminal_width
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,9 +106,7 @@ def print_table(table: Table) -> None:
     from rich.text import Text
 
     with _results_stream() as stream:
-        console = Console(file=stream)
-        if not console.is_terminal and "COLUMNS" not in os.environ:
-            console = Console(file=stream, width=160)
+        console = Console(file=stream, width=terminal_width())
         title, caption = table.title, table.caption
         table.title = table.caption = None
         if title:

@@ -29,6 +29,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.questions import Question, asked
+from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +173,7 @@ def demo(
         whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict()}
         print_text(json_text(whole | {"conclusion": str(comparison.conclusion)}))
     else:
-        print_text(f"\n{comparison.conclusion}\n\nreport   {page}\npicture  {note}")
+        print_text(f"\n{wrapped(str(comparison.conclusion))}\n\nreport   {page}\npicture  {note}")
 
 
 def ppl(context: typer.Context, given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
@@ -250,7 +251,7 @@ def report(
     print_table(comparison.table())
     if (agreement := comparison.agreement_table()) is not None:
         print_table(agreement)
-    print_text(f"{comparison.conclusion}\nreport   {page}")
+    print_text(f"{wrapped(str(comparison.conclusion))}\nreport   {page}")
 
 
 @dataclass(frozen=True)
@@ -442,9 +443,9 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
         if speed := run.kind.speed(run):
             print_text(f"speed    {speed}")
         if text := str(run.conclusion):
-            print_text(f"\n{text}\n")
+            print_text(f"\n{wrapped(text)}\n")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
-    if run.kind.has_picture and not (run.folder / f"{run.kind.name}.png").exists():
+    if run.chart is not None and not (run.folder / f"{run.kind.name}.png").exists():
         print_text(f"picture  none; pictures need matplotlib: {install_command('eval')}")
 
 

@@ -27,6 +27,7 @@ from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice
+from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from rope_ext_hf.engines.base import ServingConfig
@@ -60,7 +61,7 @@ def extend(
     plan = plan_extension(model, question, reading=reading, **load.version)
     written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
-        print_text(f"method    {plan.reason}\nexpected  {plan.expected}")
+        print_text(f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}")
         if plan.perplexity is not None:
             given = RunOptions(model, plan.patch, load)
             prepared = prepare(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"])
@@ -73,7 +74,7 @@ def extend(
         if plan.perplexity is not None:
             print_text(f"\n$ {plan.commands['ppl']}")
             verdict = judge(plan, prepared.measure())
-            print_text(f"verdict   {verdict}")
+            print_text(wrapped(str(verdict), "verdict   "))
             if verdict.refusal and not question.anyway:
                 raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")
         if not written:

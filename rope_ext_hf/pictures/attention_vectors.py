@@ -10,8 +10,6 @@ spectrum, whatever the frequencies: one forward pass serves all methods and all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 _NAME = "rope_ext_hf.record"
 _SHIFT, _PROBED = 5, 16  # how far, and how many tokens, the second pass is moved to find out how a layer rotates
 
-_RECORDS: ContextVar[list[_Record] | None] = ContextVar("rope_ext_hf_attention_vectors", default=None)
+_RECORDS: ContextVar[list[_Record]] = ContextVar("rope_ext_hf_attention_vectors")
 
 
 class _Record(NamedTuple):
@@ -50,9 +48,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     """Attend as "sdpa" does, and keep queries and keys."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    records = _RECORDS.get()
-    assert records is not None
-    records.append(_Record(query.detach(), key.detach()))
+    _RECORDS.get().append(_Record(query.detach(), key.detach()))
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
@@ -83,9 +79,8 @@ def spectra(model: PreTrainedModel, ids: Tensor) -> Tensor:
         raise UnsupportedModelError(f"{type(model).__name__} does not run on transformers' 'sdpa' attention")
     decoder = decoder_of(model, slot.parent)
     inv_freq, _ = Default().frequencies(rotary, tokens)
-    with _recording(model):
-        here = _run(decoder, ids, 0)
-        moved = _run(decoder, ids[:_PROBED], _SHIFT)
+    here = _record(model, decoder, ids, 0)
+    moved = _record(model, decoder, ids[:_PROBED], _SHIFT)
     table, at_zero = RotationTable(inv_freq), RemappedPosition(torch.zeros(1, 1, dtype=torch.int64))
     means = []
     for record, shifted in zip(here, moved, strict=True):
@@ -113,33 +108,25 @@ def mean_scores(vectors: Tensor, inv_freq: Tensor, distances: Tensor) -> Tensor:
     return (vectors @ torch.polar(torch.ones_like(angles), angles)).real
 
 
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[None]:
+def _record(model: Any, decoder: Any, ids: Tensor, start: int) -> list[_Record]:
+    """What every attention call gets when the text begins at this position."""
     from transformers.masking_utils import sdpa_mask
 
     register_attention(_NAME, _attention, sdpa_mask)
-    token = _RECORDS.set([])
-    try:
-        with evaluating(model), use_attention(model, _NAME):
-            yield
-    finally:
-        _RECORDS.reset(token)
-
-
-def _run(decoder: Any, ids: Tensor, start: int) -> list[_Record]:
-    """What every attention call gets when the text begins at this position."""
-    records = _RECORDS.get()
-    assert records is not None
-    records.clear()
+    records: list[_Record] = []
+    token = _RECORDS.set(records)
     device = next(decoder.parameters()).device
     positions = torch.arange(start, start + len(ids), device=device)[None]
     try:
-        decoder(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
+        with evaluating(model), use_attention(model, _NAME):
+            decoder(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} does not run on plain text: {one_line(error)}"
         ) from error
-    return list(records)
+    finally:
+        _RECORDS.reset(token)
+    return records
 
 
 def _layout(record: _Record, moved: _Record, table: RotationTable, dim: int) -> KeyLayout | None:

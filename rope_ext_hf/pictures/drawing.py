@@ -19,10 +19,9 @@ from rope_ext_hf.installing import install_command
 COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
 PLAIN = "#222222"
-"""The colour of plain RoPE, and of a model as loaded."""
-LOADED = "as loaded"
+"""The colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text."""
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
-NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
+_NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 """Name, x, y, and matplotlib's settings, a colour among them."""
 
@@ -109,8 +108,14 @@ def distance_axis(axes: Any, length: int) -> None:
 def mark_distance(axes: Any, tokens: int, text: str) -> None:
     """A dotted line at a distance, the text beside its upper end."""
     axes.axvline(tokens, **RULE)
-    at: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points"}
-    axes.annotate(text, (tokens, 1), **at, ha="right", va="top", rotation=90, **NOTE)
+    write_note(axes, text, (tokens, 1), ("data", "axes fraction"), (-3, -4), ha="right", va="top", rotation=90)
+
+
+def write_note(
+    axes: Any, text: str, at: tuple[float, float], of: str | tuple[str, str], moved: tuple[float, float], **how: Any
+) -> None:
+    """A small text in grey at a place, in matplotlib's coordinates `of` the axes, and moved from it by some points."""
+    axes.annotate(text, at, xycoords=of, xytext=moved, textcoords="offset points", **_NOTE | how)
 
 
 def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> Any:

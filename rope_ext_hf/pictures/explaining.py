@@ -5,7 +5,6 @@ page = explain("rope-explained", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(fa
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,16 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable
-from rope_ext_hf.files import atomic_file
+from rope_ext_hf.files import atomic_file, write_text
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
-from rope_ext_hf.pictures.html_page import embedded_picture, html_page, html_table, provenance
+from rope_ext_hf.pictures.html_page import (
+    embedded_picture,
+    heading,
+    html_page,
+    html_table,
+    paragraph,
+    provenance_section,
+)
 from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
 from rope_ext_hf.pictures.rope_plots import check_size, draw, pairs_without_full_cycle, unseen_angles
 
@@ -29,15 +35,6 @@ class Explanation:
 
     page: Path
     pictures: dict[str, Path]
-
-
-@dataclass(frozen=True)
-class _Section:
-    """A picture, and what to look for in it."""
-
-    heading: str
-    text: str
-    draw: Callable[[Path], None]
 
 
 def explain(
@@ -70,15 +67,11 @@ def explain(
     """
     check_size(rotary, length)
     pictures, parts = {}, []
-    for name, section in _sections(rotary, methods, length, title, trained, note).items():
+    for name, (what, text, draw_on) in _sections(rotary, methods, length, title, trained, note).items():
         pictures[name] = Path(folder) / f"{name}.png"
         with atomic_file(pictures[name]) as part:
-            section.draw(part)
-        parts += [
-            f"<h2>{html.escape(section.heading)}</h2>",
-            f"<p>{html.escape(printable(section.text))}</p>",
-            embedded_picture(name, pictures[name].read_bytes()),
-        ]
+            draw_on(part)
+        parts.append(heading(what) + paragraph(text) + embedded_picture(name, pictures[name].read_bytes()))
     summary = (
         f"{rotary.dim} rotated dims in {rotary.dim // 2} pairs, theta {rotary.theta:,.10g}, trained at "
         f"{rotary.trained_length:,} tokens, drawn up to {length:,}. Position m turns pair i by the angle m theta_i, "
@@ -89,59 +82,55 @@ def explain(
         "length": length,
         "methods": {name: method.to_dict() for name, method in methods.items()},
     }
-    page = Path(folder) / "explanation.html"
-    made = html_page(
+    page = html_page(
         printable(title),
         summary,
         *parts,
         html_table(_table(rotary, methods, length)),
-        provenance("What the pictures are of", settings),
+        provenance_section("What the pictures are of", settings),
     )
-    with atomic_file(page) as part:
-        part.write_text(made, encoding="utf-8", errors="backslashreplace", newline="\n")
-    return Explanation(page, pictures)
+    return Explanation(write_text(Path(folder) / "explanation.html", page), pictures)
 
 
 def _sections(
     rotary: Rotary, methods: Mapping[str, RopeMethod], length: int, title: str, trained: Tensor | None, note: str
-) -> dict[str, _Section]:
-    """Every picture by the name of its file."""
+) -> dict[str, tuple[str, str, Callable[[Path], None]]]:
+    """By the name of each picture its title, what to look for in it, and what draws it."""
     slow = pairs_without_full_cycle(rotary.inv_freq(), rotary.trained_length)
-
     return {
-        "angles": _Section(
+        "angles": (
             "What pairs are rotated by: cos and sin",
             "Each row is a pair of dims. Fast pairs come round every few tokens and tell neighbours apart; slow ones "
             "hardly move and tell far from near.",
             lambda path: draw_angles(path, rotary),
         ),
-        "similarity": _Section(
+        "similarity": (
             "Similarity by offset",
             "The mean of cos((m - n) theta_i) over the pairs: 1 at offset 0, falling with distance, with ripples. "
             "It is the mean score of a random vector with itself. Interpolating methods stretch the curve.",
             lambda path: draw_similarity(path, rotary, methods, length),
         ),
-        "bound": _Section(
+        "bound": (
             "Long-range decay",
             "Summation by parts (Abel) bounds a score by max |h_(i+1) - h_i| times sum |S_j|, where S_j is the sum of "
             "the first j exp(1j (m - n) theta_i): the curve is the mean of |S_j| over the d/2 pairs (Su et al. 2021, "
             "sec. 3.4.3). It bounds scores of any q and k; it does not promise that they fall.",
             lambda path: draw_bound(path, rotary, methods, length),
         ),
-        "scores": _Section(
+        "scores": (
             "Scores, not bounds",
             "Independent random q and k show no decay at all: their mean is 0 at every distance and their spread does "
             "not change. Equal ones fall as the similarity does. Training gives queries and keys means that are not 0, "
             f"and with them a preference for some distances. {note}".strip(),
-            lambda path: draw_scores(path, rotary, methods, length, trained=trained),
+            lambda path: draw_scores(path, rotary, methods, length, trained),
         ),
-        "rotated": _Section(
+        "rotated": (
             "Rotated vectors",
             "t-SNE puts similar vectors side by side. The slow pairs put the positions of a vector in one straight "
             "line; the fast ones wind it at each of their cycles, and alone may break it into pieces.",
             lambda path: draw_rotated(path, rotary),
         ),
-        "wavelengths": _Section(
+        "wavelengths": (
             "Wavelengths against the trained length, and what methods change",
             f"{slow} of {rotary.dim // 2} pairs have no full cycle in {rotary.trained_length:,} tokens. Beyond that "
             "length they reach angles that training never showed, which is why plain RoPE fails there; methods slow "

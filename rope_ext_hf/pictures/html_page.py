@@ -34,6 +34,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-sp
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
 td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
+@media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
 @media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
@@ -90,7 +91,7 @@ def _lines(text: str) -> str:
     return first + "".join(f"<br><small>{line}</small>" for line in others)
 
 
-def provenance(summary: str, values: Mapping[str, Any]) -> str:
+def provenance_section(summary: str, values: Mapping[str, Any]) -> str:
     """A section that opens to these values, as JSON."""
     return heading("Provenance") + collapsed(summary, as_json(values))
 

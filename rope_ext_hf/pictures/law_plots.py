@@ -1,6 +1,7 @@
 """Pictures of the laws of RoPE: angles, similarity by distance, the bound on scores, mean scores, rotated vectors.
 
-`rope_plots.draw` lays methods over one another in one picture; each function here draws one subject, as a PNG.
+`rope_plots.draw` lays methods over one another in one picture; each function here draws one subject, as a PNG, and
+raises ImportError where matplotlib is not installed.
 """
 
 from __future__ import annotations
@@ -27,15 +28,13 @@ from rope_ext_hf.pictures.rope_plots import (
 
 _BOUND = "mean |S_j|"
 _NEAR = 256  # the distances of the figure that introduced RoPE
+_SAMPLES = 500  # random queries and keys
+_ROTATED = 128  # positions of rotated vectors
 
 
-def draw_angles(path: str | Path, rotary: Rotary, positions: int = _NEAR) -> None:
-    """cos and sin of every pair at the first positions, as two heat maps.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    angles = torch.arange(positions).double()[:, None] * rotary.inv_freq()
+def draw_angles(path: str | Path, rotary: Rotary) -> None:
+    """cos and sin of every pair at the first positions, as two heat maps."""
+    angles = torch.arange(_NEAR).double()[:, None] * rotary.inv_freq()
     with picture(path, 9, 3.6) as figure:
         for axes, name, values in zip(
             figure.subplots(1, 2, sharey=True), ("cos", "sin"), (angles.cos(), angles.sin()), strict=True
@@ -52,9 +51,6 @@ def draw_similarity(path: str | Path, rotary: Rotary, methods: Mapping[str, Rope
     """The mean of cos((m - n) theta_i) over pairs: near by for plain RoPE, and up to `length` for each method.
 
     That is the mean score of a random vector with itself at another position, in units of its squared length.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     with picture(path, 10.5, 3.8) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
@@ -66,11 +62,7 @@ def draw_similarity(path: str | Path, rotary: Rotary, methods: Mapping[str, Rope
 
 
 def draw_bound(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
-    """RoFormer's bound on scores by distance: of this rotary embedding, by theta, by dims, and under each method.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """RoFormer's bound on scores by distance: of this rotary embedding, by theta, by dims, and under each method."""
     near = torch.arange(_NEAR + 1)
 
     def lines(geometries: Iterable[tuple[str, Rotary]], *, relative: bool = False) -> list[Line]:
@@ -102,15 +94,9 @@ def draw_bound(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMetho
 
 
 def draw_scores(
-    path: str | Path,
-    rotary: Rotary,
-    methods: Mapping[str, RopeMethod],
-    length: int,
-    *,
-    trained: Tensor | None = None,
-    samples: int = 500,
+    path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int, trained: Tensor | None = None
 ) -> None:
-    """Mean scores by distance: of random queries and keys and, if given, of a trained model's.
+    """Mean scores by distance: of random queries and keys of plain RoPE and, if given, of a trained model's.
 
     Args:
         path: the file; an existing one is replaced.
@@ -118,24 +104,20 @@ def draw_scores(
         methods: what is drawn beside plain RoPE, by name; with trained vectors only.
         length: how far the trained ones are drawn, in tokens.
         trained: what `attention_vectors.spectra` gives, (heads, pairs) complex; None: no such panel.
-        samples: how many random queries and keys.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     near = torch.arange(_NEAR + 1)
     widths = (1.0,) if trained is None else (1.0, 1.35)
     with picture(path, 4.5 * sum(widths), 3.9) as figure:
         panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
         for colour, name, values in (
-            ("C0", "k = q", _random_scores(rotary, samples, near, same=True)),
-            ("C1", "q and k independent", _random_scores(rotary, samples, near, same=False)),
+            ("C0", "k = q", _random_scores(rotary, near, same=True)),
+            ("C1", "q and k independent", _random_scores(rotary, near, same=False)),
         ):
             mean, spread = values.mean(0), values.std(0)
             panels[0].fill_between(near, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
             panels[0].plot(near, mean, color=colour, linewidth=1.4, label=f"{name}: mean, and one standard deviation")
         panels[0].legend(fontsize=7.5, frameon=False)
-        finish_axes(panels[0], f"{samples} random q and k, plain RoPE", DISTANCE, "cosine of rotated q and k")
+        finish_axes(panels[0], f"{_SAMPLES} random q and k, plain RoPE", DISTANCE, "cosine of rotated q and k")
         if trained is not None:
             curves = method_curves(rotary, methods, length)
 
@@ -151,8 +133,8 @@ def draw_scores(
             finish_axes(panels[1], title, DISTANCE, "")
 
 
-def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, contents: int = 2) -> None:
-    """t-SNE of a few random vectors, each rotated to every position: by all pairs, the fast ones, the slow ones.
+def draw_rotated(path: str | Path, rotary: Rotary) -> None:
+    """t-SNE of two random vectors, each rotated to every position: by all pairs, the fast ones, the slow ones.
 
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
@@ -162,18 +144,17 @@ def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, cont
     except ImportError as error:
         raise ImportError(f"t-SNE needs scikit-learn: {install_command('eval')}") from error
     inv_freq = rotary.inv_freq()
-    pairs, few = len(inv_freq), positions // 4
-    vectors = torch.randn(contents, 1, pairs, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
-    angles = torch.arange(positions).double()[:, None] * inv_freq
-    rotated = vectors * torch.polar(torch.ones_like(angles), angles)  # (contents, positions, pairs)
+    pairs, few = len(inv_freq), _ROTATED // 4
+    vectors = torch.randn(2, 1, pairs, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(_ROTATED).double()[:, None] * inv_freq
+    rotated = vectors * torch.polar(torch.ones_like(angles), angles)  # (2, positions, pairs)
     fast = pairs - pairs_without_full_cycle(inv_freq, few)
-    slow = pairs_without_full_cycle(inv_freq, positions)
+    slow = pairs_without_full_cycle(inv_freq, _ROTATED)
     parts = {
         f"all {pairs} pairs": slice(None),
         f"{fast} fast pairs, a cycle in {few} tokens": slice(fast),
-        f"{slow} slow pairs, no cycle in {positions} tokens": slice(pairs - slow, None),
+        f"{slow} slow pairs, no cycle in {_ROTATED} tokens": slice(pairs - slow, None),
     }
-    marks = "o^sDv"
     with picture(path, 10.5, 3.8) as figure:
         for axes, (name, part) in zip(figure.subplots(1, 3), parts.items(), strict=True):
             axes.set_title(name, fontsize=9)
@@ -183,22 +164,20 @@ def draw_rotated(path: str | Path, rotary: Rotary, *, positions: int = 128, cont
             if not flat.size:
                 continue
             places = TSNE(perplexity=30, random_state=0, init="pca").fit_transform(flat)
-            places = places.reshape(contents, positions, -1)
-            for index, own in enumerate(places):
-                image = axes.scatter(*own.T[:2], c=range(positions), s=7, marker=marks[index % 5], cmap="viridis")
+            places = places.reshape(2, _ROTATED, -1)
+            for own, mark in zip(places, "o^", strict=True):
+                image = axes.scatter(*own.T[:2], c=range(_ROTATED), s=7, marker=mark, cmap="viridis")
         colour_bar(figure, image, figure.axes, "position")
-        figure.suptitle(
-            f"t-SNE of {contents} vectors (marks), each rotated to positions 0 to {positions - 1}", fontsize=10
-        )
+        figure.suptitle(f"t-SNE of 2 vectors (marks), each rotated to positions 0 to {_ROTATED - 1}", fontsize=10)
 
 
 def _cosines(inv_freq: Tensor, distances: Tensor) -> Tensor:
     return (distances.double()[:, None] * inv_freq.double()).cos().mean(-1)
 
 
-def _random_scores(rotary: Rotary, samples: int, distances: Tensor, *, same: bool) -> Tensor:
-    """The cosine of random q and k at each distance, (samples, distances); k = q if `same`."""
+def _random_scores(rotary: Rotary, distances: Tensor, *, same: bool) -> Tensor:
+    """The cosine of random q and k at each distance, (_SAMPLES, distances); k = q if `same`."""
     generator = torch.Generator().manual_seed(0)
-    pairs = torch.randn(2, samples, rotary.dim // 2, dtype=torch.complex128, generator=generator)
+    pairs = torch.randn(2, _SAMPLES, rotary.dim // 2, dtype=torch.complex128, generator=generator)
     q, k = pairs / pairs.abs().square().sum(-1, keepdim=True).sqrt()
     return mean_scores(q * (q if same else k).conj(), rotary.inv_freq(), distances)

@@ -24,7 +24,6 @@ from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.pictures.drawing import (
-    NOTE,
     PLAIN,
     RULE,
     Line,
@@ -37,6 +36,7 @@ from rope_ext_hf.pictures.drawing import (
     picture,
     plot_text,
     short_length,
+    write_note,
 )
 
 _MOST_DIMS = 4_096  # one line a pair; the widest published heads have 512 dims
@@ -277,18 +277,8 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve],
     axes.axhspan(rotary.trained_length, top, color=_SHADE, linewidth=0, zorder=0)
     for value, text in _lengths(rotary, length):
         axes.axhline(value, **RULE)
-        axes.annotate(
-            f"{text} length {value:,}",
-            (0.01, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            **NOTE,
-        )
-    axes.set_yscale("log")
-    axes.set_ylim(bottom, top)
-    axes.set_xlim(-0.5, pairs - 0.5)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+        write_note(axes, f"{text} length {value:,}", (0.01, value), ("axes fraction", "data"), (0, 3))
+    _set_limits(axes, (-0.5, pairs - 0.5), (bottom, top))
     mirror = axes.twinx()
     mirror.set_yscale("log")
     mirror.set_ylim(TWO_PI / bottom, TWO_PI / top)
@@ -324,27 +314,24 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], leng
         edge = [max(boundary, first - 0.5), last + 0.5]
         floor = [trained * rotary.theta ** (-2 * pair / rotary.dim) / TWO_PI for pair in edge]
         axes.fill_between(edge, floor, top, color=_SHADE, linewidth=0, zorder=0)  # straight: the scale is logarithmic
-    axes.set_yscale("log")
-    axes.set_ylim(bottom, top)
-    axes.set_xlim(first - 0.5, last + 0.5)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    positions = [
-        (round(multiple * trained), float(plain[last]) * multiple) for multiple in multiples if plain[last] > 0
-    ]
-    name_ends(
-        axes,
-        [
-            (cycles, f"at {short_length(p)}" + (" (trained)" if p == trained else ""), "#666666")
-            for p, cycles in positions
-        ],
-    )
-    axes.annotate(
-        f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}",
-        (0.015, 0.02),
-        xycoords="axes fraction",
-        **NOTE,
-    )
+    _set_limits(axes, (first - 0.5, last + 0.5), (bottom, top))
+    ends = []
+    for multiple in multiples if plain[last] > 0 else ():
+        position = round(multiple * trained)
+        text = f"at {short_length(position)}{' (trained)' if position == trained else ''}"
+        ends.append((float(plain[last]) * multiple, text, "#666666"))
+    name_ends(axes, ends)
+    note = f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}"
+    write_note(axes, note, (0.015, 0.02), "axes fraction", (0, 0))
     finish_axes(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
+
+
+def _set_limits(axes: Any, pairs: tuple[float, float], values: tuple[float, float]) -> None:
+    """Pairs across, in whole numbers, and a logarithmic scale up."""
+    axes.set_yscale("log")
+    axes.set_ylim(*values)
+    axes.set_xlim(*pairs)
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _multiples(extension: float) -> list[float]:

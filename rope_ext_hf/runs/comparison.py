@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import FileError, multiple_text, printable
-from rope_ext_hf.files import atomic_file
-from rope_ext_hf.pictures.drawing import picture, plot_text
+from rope_ext_hf.files import write_text
+from rope_ext_hf.pictures.charts import LineChart, draw_side_by_side
 from rope_ext_hf.pictures.html_page import (
     as_json,
     collapsed,
@@ -36,15 +34,13 @@ from rope_ext_hf.pictures.html_page import (
     paragraph,
     side_by_side,
 )
-from rope_ext_hf.pictures.result_plots import draw_curves, line_styles
-from rope_ext_hf.pictures.svg_charts import line_chart
 from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
 from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure, kendall_tau
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.runs.tables import BEYOND
+from rope_ext_hf.runs.tables import BEYOND, results_table
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
 
 _ENOUGH = 16
@@ -114,17 +110,9 @@ class Comparison:
         """Those of all runs, the one closest to use first; those that decide nothing last."""
         return self.findings.ordered
 
-    @property
-    def _loaded(self) -> str:
-        return self.findings.loaded
-
-    @property
-    def _context(self) -> int:
-        return self.findings.context_length
-
     def cost(self, key: str) -> Estimate | None:
         """A method's seconds per token as a share of those of the model as loaded, timed in one run; None: in none."""
-        ratios = (time_ratio(times, key, self._loaded) for times in self.findings.times)
+        ratios = (time_ratio(times, key, self.findings.loaded) for times in self.findings.times)
         return next((ratio for ratio in ratios if ratio is not None), None)
 
     def agreements(self) -> list[_Agreement]:
@@ -132,7 +120,7 @@ class Comparison:
         rows = []
         for one, other in combinations(self.findings.informative, 2):
             lengths = {n for row in one.items.values() for n in row} & {n for row in other.items.values() for n in row}
-            for length in sorted(n for n in lengths if n > self._context):
+            for length in sorted(n for n in lengths if n > self.findings.context_length):
                 keys = [key for key in one.measured(length) if key in other.measured(length)]
                 if len(keys) >= 3:
                     rows.append(_agreement(one, other, length, keys))
@@ -145,12 +133,11 @@ class Comparison:
 
         `detailed` with 95% intervals in a second line.
         """
+        context = self.findings.context_length
         caption = (
-            f"Below each measure the length; 1x: {self._context:,} tokens, where the change against the model as "
+            f"Below each measure the length; 1x: {context:,} tokens, where the change against the model as "
             "loaded stands. * best of a column, and all that their 95% intervals do not tell from it"
         )
-        view = Table(title=Text(f"{self._title}, by method"), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
-        view.add_column("method", overflow="fold")
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
         costs = {key: self.cost(key) for key in self.names}
         if any(costs.values()):
@@ -160,8 +147,7 @@ class Comparison:
                 if cost and cost.low is not None
             }
             columns.append(("time per token\nas loaded: 1", cells))
-        for head, _ in columns:
-            view.add_column(head, justify="right", overflow="fold")
+        view = results_table(f"{self._title}, by method", caption, "method", *(head for head, _ in columns))
         for key, name in self.names.items():
             view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
         return view
@@ -175,13 +161,13 @@ class Comparison:
             over = BEYOND if known.beyond(key, far) else ""
             values[key] = f"{measure.text(measure.value(key, far))}{'*' if key in equal else ' '}{over}"
             values[key] += _between(measure.estimate(key, far), measure.text) if detailed else ""
-        head = f"{measure.name}\n{far:,} ({multiple_text(far, self._context)})"
+        head = f"{measure.name}\n{far:,} ({multiple_text(far, self.findings.context_length)})"
         columns: list[tuple[str, Mapping[str, str]]] = [(head, values)]
+        loaded, context = known.loaded, known.context_length
         changes = {
             key: change
             for key in self.names
-            if key != self._loaded
-            and (change := measure.change((key, self._context), (self._loaded, self._context))) is not None
+            if key != loaded and (change := measure.change((key, context), (loaded, context))) is not None
         }
         if changes:
             shown = {
@@ -205,9 +191,7 @@ class Comparison:
             "interval over documents and prompts"
         )
         title = "Do the measures agree beyond the context length?"
-        view = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
-        for index, head in enumerate(("measures", "length", "methods", "tau")):
-            view.add_column(head, justify="right" if index else "left", overflow="fold")
+        view = results_table(title, caption, "measures", "length", "methods", "tau")
         for row in rows:
             between = "" if math.isnan(row.low) else f" [{row.low:.2f} to {row.high:.2f}]"
             tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}{between}"
@@ -251,14 +235,12 @@ class Comparison:
             self._title,
             str(self.conclusion),
             html_table(self.table(detailed=True)),
-            side_by_side(map(self._chart, self.measures)),
+            side_by_side(self._chart(measure).svg() for measure in self.measures),
             "" if agreement is None else html_table(agreement),
             heading("The runs"),
             *map(_run_section, self.runs),
         )
-        with atomic_file(Path(path)) as part:
-            part.write_bytes(page.encode("utf-8", errors="backslashreplace"))
-        return Path(path)
+        return write_text(Path(path), page)
 
     def _repr_html_(self) -> str:
         return paragraph(str(self.conclusion)) + html_table(self.table(detailed=True))
@@ -277,38 +259,25 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        measures = self.findings.informative or self.measures
-        styles = line_styles(list(dict.fromkeys(name for measure in measures for name in self._points(measure))))
-        with picture(path, 6.2 * len(measures), 5.2) as figure:
-            for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
-                draw_curves(axes, self._points(measure), styles, self._context)
-                axes.set_ylabel(_axis_text(measure))
-            figure.suptitle(plot_text(title or self._title), fontsize=13)
-            figure.supxlabel(fill(plot_text(str(self.conclusion), 1000), 75 * len(measures)), fontsize=8.3)
-        return figure
+        charts = map(self._chart, self.findings.informative or self.measures)
+        return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
 
-    def _points(self, measure: Measure) -> dict[str, list[tuple[int, float]]]:
-        """Finite values by label, shares in percent; labels are short where that tells the measure's methods apart."""
-        scale = 100 if measure.unit == "%" else 1
+    def _chart(self, measure: Measure) -> LineChart:
+        """Finite values, shares in percent; labels are short where that tells the measure's methods apart."""
+        scale, unit = (100, "percent") if measure.shares else (1, measure.unit)
         keys = [key for key in self.names if key in measure.items]
-        rows = [[(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys]
-        finite = [[(n, value) for n, value in row if math.isfinite(value)] for row in rows]
-        return dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
-
-    def _chart(self, measure: Measure) -> str:
-        threshold = None if measure.threshold is None else measure.threshold * (100 if measure.unit == "%" else 1)
-        return line_chart(self._points(measure), self._context, f"{_axis_text(measure)}.", threshold=threshold)
+        rows = ([(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys)
+        finite = ([point for point in row if math.isfinite(point[1])] for row in rows)
+        points = dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
+        better = "higher" if measure.higher_is_better else "lower"
+        axis = f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
+        threshold = None if measure.threshold is None else scale * measure.threshold
+        return LineChart(points, self.findings.context_length, axis, threshold)
 
 
 def _between(given: Estimate, text: Callable[[float], str]) -> str:
     """The interval on a line of its own; empty where there is none."""
     return "" if given.low is None or given.high is None else f"\n{text(given.low)} to {text(given.high)}"
-
-
-def _axis_text(measure: Measure) -> str:
-    unit = "percent" if measure.unit == "%" else measure.unit
-    better = "higher" if measure.higher_is_better else "lower"
-    return f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rope_ext_hf.methods.base import RopeMethod
+    from rope_ext_hf.pictures.charts import Chart
     from rope_ext_hf.reading.scorer import TokenScorer
     from rope_ext_hf.runs.measures import Measure
 
@@ -142,6 +143,11 @@ class Run(Generic[R_co]):
         return self.kind.table(self, detailed=detailed) if self.results else None
 
     @property
+    def chart(self) -> Chart | None:
+        """The results as a chart; None where nothing is complete, or the kind of run has none."""
+        return self.kind.chart(self) if self.results else None
+
+    @property
     def title(self) -> str:
         """The model, and what it read."""
         return printable(f"{Path(self.settings['model']).name or 'model'} on {self.settings['data']}")
@@ -189,13 +195,15 @@ class Run(Generic[R_co]):
         """
         if not self.results:
             raise ValueError("there is nothing to plot: no result is complete")
-        return self.kind.draw(self, None if path is None else Path(path), self.title)
+        if self.chart is None:
+            raise ValueError(f"runs of the kind {self.kind.name!r} have no picture")
+        return self.chart.draw(path, self.title)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the conclusion, the chart and the table of the HTML page."""
         if (table := self.table(detailed=True)) is None:
             return paragraph("Nothing is finished yet.")
-        return paragraph(str(self.conclusion)) + self.kind.chart(self) + html_table(table)
+        return paragraph(str(self.conclusion)) + (self.chart.svg() if self.chart else "") + html_table(table)
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and results, as results.json has them."""
@@ -264,23 +272,9 @@ class RunKind(ABC):
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
         """The table of a run with at least one result."""
 
-    @property
-    def has_picture(self) -> bool:
-        """Whether this kind draws a picture."""
-        return type(self).draw is not RunKind.draw
-
-    def draw(self, run: Run[Any], path: Path | None, title: str) -> Any:
-        """Draw a run with at least one result as a PNG, or without a file; the matplotlib figure.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: this kind of run has no picture.
-        """
-        raise ValueError(f"runs of the kind {self.name!r} have no picture")
-
-    def chart(self, run: Run[Any]) -> str:
-        """The results as an SVG figure of the HTML page; empty where there is nothing to draw."""
-        return ""
+    def chart(self, run: Run[Any]) -> Chart | None:
+        """A run with at least one result as a chart; None: this kind of run has none."""
+        return None
 
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
         """What this run says of each method at each length; conclusions follow from it."""

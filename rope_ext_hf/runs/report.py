@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line
-from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures.html_page import (
     MAX_PICTURE_BYTES,
     commands_section,
@@ -24,7 +24,7 @@ from rope_ext_hf.pictures.html_page import (
     html_page,
     html_table,
     paragraph,
-    provenance,
+    provenance_section,
 )
 from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.journal import plain_files, read_plain
@@ -51,10 +51,10 @@ def write_files(run: Run[Any]) -> _Files:
         FileError: anything the disk refuses.
         ValueError: the run was measured without files.
     """
-    results = _write(run.folder / "results.json", json_text(run.to_dict()) + "\n")
-    table = _write(run.folder / "results.csv", _csv(run))
+    results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
+    table = write_text(run.folder / "results.csv", _csv(run))
     picture = _draw(run, run.folder / f"{run.kind.name}.png")
-    page = _write(run.folder / "report.html", _page(run))
+    page = write_text(run.folder / "report.html", _page(run))
     return _Files(results, table, page, picture)
 
 
@@ -66,20 +66,14 @@ def _csv(run: Run[Any]) -> str:
     return text.getvalue()
 
 
-def _write(path: Path, text: str) -> Path:
-    with atomic_file(path) as part:
-        part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
-    return path
-
-
 def _draw(run: Run[Any], path: Path) -> Path | None:
     """The picture's path; None where there is nothing to draw, or no way to."""
-    if not run.results or not run.kind.has_picture:
+    if run.chart is None:
         return None
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-            run.kind.draw(run, part, run.title)
+            run.chart.draw(part, run.title)
     except ImportError:
         return None
     except FileError:
@@ -108,12 +102,12 @@ def _page(run: Run[Any]) -> str:
     return html_page(
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
-        kind.chart(run),
+        "" if run.chart is None else run.chart.svg(),
         *(_embedded(path) for path in others),
         "" if table is None else html_table(table),
         paragraph(summary),
         commands_section("To repeat or continue it", read_commands(run.folder)),
-        provenance("Everything these numbers depend on", settings | {"methods": methods}),
+        provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
     )
 
 

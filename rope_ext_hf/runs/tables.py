@@ -44,10 +44,14 @@ def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
     if run.any_beyond:
         caption += f"; {BEYOND} longer than the model is for under the method"
+    lengths = sorted({result.length for result in run.results})
+    columns = [f"{length:,}\n{multiple_text(length, run.context_length)}" for length in lengths]
+    return results_table(title, caption, *heads, *columns)
+
+
+def results_table(title: str, caption: str, *heads: str) -> Table:
+    """A table with these heads, numbers to the right of the first column."""
     table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
     for index, head in enumerate(heads):
         table.add_column(head, justify="right" if index else "left", overflow="fold")
-    for length in sorted({result.length for result in run.results}):
-        head = f"{length:,}\n{multiple_text(length, run.context_length)}"
-        table.add_column(head, justify="right", overflow="fold")
     return table

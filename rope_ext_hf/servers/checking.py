@@ -28,6 +28,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.servers.clients import Answer, connect
 from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations
 from rope_ext_hf.serving.target import open_model
+from rope_ext_hf.terminal import text_table, wrapped
 
 _CERTAIN = 6.0
 """Standard errors by which a configuration fits worse than another before it is excluded."""
@@ -108,18 +109,19 @@ class ServerReport:
                 f"serves neither what was measured ({self.method}) nor the model with a likely mistake; the closest, "
                 f"{self.closest}, differs by more than rounding explains"
             )
-        lines = [f"{self.server} at {self.url} {verdict}"]
+        sentences = [f"{self.server} at {self.url} {verdict}"]
         if self.precision is not None:
-            lines.append(f"the difference that is left is within the rounding of {self.precision}")
+            sentences.append(f"the difference that is left is within the rounding of {self.precision}")
         if self.alike:
-            lines.append(f"these answers do not tell that from the model {', '.join(self.alike)}")
+            sentences.append(f"these answers do not tell that from the model {', '.join(self.alike)}")
         if self.refused is not None:
-            lines.append(f"it does not answer a longer prompt: {self.refused}")
-        rows = self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
-        width = max(map(len, (*rows, "difference in nats")))
-        lines += ["", f"{'difference in nats':{width}}" + "".join(f"{length:>10,}" for length in self.lengths)]
-        lines += [f"{name:{width}}" + "".join(f"{value:>10.4f}" for value in values) for name, values in rows.items()]
-        return "\n".join(lines)
+            sentences.append(f"it does not answer a longer prompt: {self.refused}")
+        differences = self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
+        rows = [("difference in nats", *(f"{length:,}" for length in self.lengths))]
+        for name, values in differences.items():  # a configuration that is excluded has no values at longer lengths
+            cells = [f"{value:.4f}" for value in values]
+            rows.append((name, *cells, *[""] * (len(self.lengths) - len(cells))))
+        return "\n".join([*map(wrapped, sentences), "", text_table(rows, "lr")])
 
 
 def check_server(

@@ -34,6 +34,7 @@ from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import describe_config, refuse_adapter
+from rope_ext_hf.terminal import text_table, wrapped
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,19 @@ class Audit:
         return asdict(self) | {"agrees": self.agrees}
 
     def __str__(self) -> str:
-        lines = [self.path]
+        rows = []
         for report in self.engines:
-            computed = report.computed
-            figures = ""
-            if computed is not None:
+            figures, notes = "", tuple[str, ...]()
+            if (computed := report.computed) is not None:
                 slowest = min((value for value in computed.inv_freq if value), default=0.0)
                 longest = f"{2 * math.pi / slowest:.5g}" if slowest else "-"
                 length = f"{computed.length:,}" if computed.length else "as asked"
                 figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
-            lines.append(f"  {report.engine:<13}{report.version:<19}{figures}{report.verdict}")
-            lines += [f"      {note}" for note in (computed.notes if computed else ())]
-        lines += [f"  note         {note}" for note in self.notes]
-        return "\n".join([*lines, *(f"  problem      {problem}" for problem in self.problems)])
+                notes = computed.notes
+            rows.append((f"  {report.engine}", report.version, figures + report.verdict))
+            rows += [("", "", note) for note in notes]
+        lines = [self.path, text_table(rows), *(wrapped(note, "  note         ") for note in self.notes)]
+        return "\n".join([*lines, *(wrapped(problem, "  problem      ") for problem in self.problems)])
 
 
 def audit(path: str | Path, *, revision: str | None = None) -> Audit:

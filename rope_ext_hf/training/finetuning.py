@@ -34,6 +34,7 @@ from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
+from rope_ext_hf.terminal import text_table, wrapped
 from rope_ext_hf.training.questions import Finetuning
 from rope_ext_hf.training.recipe import Budget, Rows, train
 from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model, split
@@ -90,20 +91,18 @@ class FinetuneReport:
 
     def __str__(self) -> str:
         lengths = list(self.losses["trained"])
-        width = max(map(len, (*self.losses, "nats per token"))) + 2
         heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
-        lines = [f"{'nats per token':{width}}" + "".join(f"{head:>12}" for head in heads)]
-        for name, by_length in self.losses.items():
-            lines.append(f"{name:{width}}" + "".join(f"{by_length[length]:>12.4f}" for length in lengths))
+        rows = [[name, *(f"{loss[length]:.4f}" for length in lengths)] for name, loss in self.losses.items()]
+        lines = [text_table([["nats per token", *heads], *rows], "lr")]
         for name, told in self.verdicts.items():
             lines += ["", f"loss of the model {name!r}, against the trained one"]
-            lines += [f"{int(length):>12,}: {each}" for length, each in told.items()]
+            lines += [wrapped(str(each), f"{int(length):>12,}: ") for length, each in told.items()]
         if self.retrieval:
             lines += ["", f"prompts of {self.target_length:,} tokens that are answered exactly"]
             lines += [f"  {name}: {_share_text(share)}" for name, share in self.retrieval.items()]
         for name, gain in self.retrieval_gains.items():
             more = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
-            lines.append(f"  trained, against {name!r}: {more}")
+            lines.append(wrapped(str(more), f"  trained, against {name!r}: "))
         if any(BEYOND in head for head in heads):
             lines += ["", f"{BEYOND} longer than the model is trained for, {self.target_length:,} tokens"]
         ran = self.training["trained"]

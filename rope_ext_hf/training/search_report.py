@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.terminal import text_table, wrapped
 
 _UNMEASURED = ("as loaded", "chosen", "found")
 """The rows of a report that are no fixed method."""
@@ -104,36 +105,31 @@ class SearchReport:
         return min(fixed, key=lambda name: self.losses[name][str(self.target_length)])
 
     def __str__(self) -> str:
-        lines = _table("nats per token", self.losses, self.gains)
+        tables = [_table("nats per token", self.losses, self.gains)]
         if self.key_losses:
-            lines += ["", *_table("nats per token that counted", self.key_losses, self.key_gains), self.keys_by]
+            tables += ["", _table("nats per token that counted", self.key_losses, self.key_gains), self.keys_by]
         bound = self.settings["most_lost"]
         within = _WITHIN[verdict(self.lost, than=bound).outcome].format(bound=bound)
-        factor = f"{self.target_length / self.context_length:g}"
-        command = f"rope-ext ppl {self.folder} --lengths {self.context_length},{self.target_length}"
-        return "\n".join(
-            [
-                *lines,
-                "",
-                self.decision,
-                f"At {self.context_length:,} tokens, compared with {AS_LOADED}, the loss of what is written is "
-                f"{verdict(self.lost, item='passage')}, {within}.",
-                f"All this is of text that the search did not read; intervals are over {self.lost.items} documents or "
-                "passages of it.",
-                f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
-                f"({self.cpu_seconds:.0f} CPU seconds)",
-                f"The model, extended {factor} times, is in {self.folder}, as {self.save_route}. "
-                f"`rope_ext_hf.from_pretrained` loads it; measure it on other text with `{command} --data TEXT`.",
-            ]
+        sentences = (
+            self.decision,
+            f"At {self.context_length:,} tokens, compared with {AS_LOADED}, the loss of what is written is "
+            f"{verdict(self.lost, item='passage')}, {within}.",
+            f"All this is of text that the search did not read; intervals are over {self.lost.items} documents or "
+            "passages of it.",
+            f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
+            f"({self.cpu_seconds:.0f} CPU seconds)",
+            f"The model, extended {self.target_length / self.context_length:g} times, is in {self.folder}, as "
+            f"{self.save_route}. `rope_ext_hf.from_pretrained` loads it; measure it on other text:",
         )
+        command = f"rope-ext ppl {self.folder} --lengths {self.context_length},{self.target_length} --data TEXT"
+        return "\n".join([*tables, "", *map(wrapped, sentences), f"  {command}"])
 
 
-def _table(head: str, losses: Mapping[str, Mapping[str, float]], gains: Mapping[str, Estimate]) -> list[str]:
+def _table(head: str, losses: Mapping[str, Mapping[str, float]], gains: Mapping[str, Estimate]) -> str:
     """A line per method: its losses by length, and what its loss is compared with that of the chosen one."""
     lengths = list(next(iter(losses.values())))
-    width = max(map(len, (*losses, head))) + 2
-    lines = [f"{head:{width}}" + "".join(f"{int(n):>10,}" for n in lengths) + "   compared with the chosen one"]
+    rows = [[head, *(f"{int(length):,}" for length in lengths), "compared with the chosen one"]]
     for name, row in losses.items():
-        shown = f"   {verdict(gains[name], item='passage')}" if name in gains else ""
-        lines.append(f"{name:{width}}" + "".join(f"{row[n]:>10.4f}" for n in lengths) + shown)
-    return lines
+        compared = str(verdict(gains[name], item="passage")) if name in gains else ""
+        rows.append([name, *(f"{row[length]:.4f}" for length in lengths), compared])
+    return text_table(rows, f"l{'r' * len(lengths)}l")

@@ -24,6 +24,7 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.reading.cache_memory import cached_bytes
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
+from tests.support.wrapped_text import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -201,7 +202,7 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
                 f"helped at this length on the {' and the '.join(helped)}" if helped else "helped none of the 2 small"
             )
             assert each.why.startswith(said), each
-    assert "known when it is measured" in str(advice)
+    assert "known when it is measured" in unwrapped(advice)
     assert next(iter(advice.commands)).startswith("measure on your own text: ")
 
 
@@ -369,7 +370,7 @@ def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> 
     assert words[words.index("--max-model-len") + 1] == "131072"
     entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000}
     assert overrides["rope_parameters"] == overrides["rope_parameters"] | entry
-    assert "Inputs within the context length lose as well: with a factor of 4" in run_line(described)
+    assert "Inputs within the context length lose as well: with a factor of 4" in unwrapped(run_line(described))
     other = run_line(f"rope-ext advise {folder} --target-length 128k --context-length 40960")
     assert "context_length=32768, target_length=131072" in " ".join(other.split())
     # Of a long folder name the server's own command is not shown, but the one that prints it.

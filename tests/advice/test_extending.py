@@ -24,6 +24,7 @@ from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.statistics import Estimate
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
+from tests.support.wrapped_text import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -60,7 +61,7 @@ def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, mo
     assert (tmp_path / "reference-512" / "config.json").stat().st_mtime_ns == written
     result = json.loads(again.stdout)
     verdict = result["verdict"]
-    assert verdict["text"] in text.stdout
+    assert verdict["text"] in unwrapped(text.stdout)
     assert verdict["refusal"] == ""
     assert result["serving"]["command"][:3] == ["vllm", "serve", "reference-512"]
 
@@ -114,7 +115,7 @@ def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     worse = extend("reference", "--target-length", "256", "--context-length", "128")
     assert worse.exit_code == 2
     assert "gain at 256 tokens: the loss is higher by 0." in " ".join(worse.stderr.split())
-    assert "documents: at 256 tokens the loss is higher by 0." in worse.stdout
+    assert "documents: at 256 tokens the loss is higher by 0." in unwrapped(worse.stdout)
     assert not list(tmp_path.glob("*-256"))
     anyway = extend(*flat, "--anyway")
     assert anyway.exit_code == 0, anyway.output
@@ -194,8 +195,8 @@ def test_one_command_leads_to_the_server_of_the_card_of_qwen3(tmp_path: Path, mo
     tiny("qwen3-8b-yarn", tmp_path / "Qwen3-8B", rope_scaling=None)
     done = extend("Qwen3-8B", "--target-length", "128k", "--no-measure")
     assert done.exit_code == 0, done.output
-    assert "published for Qwen3: https://" in done.stdout
-    assert "expected  inputs within 32,768 tokens: rise by +0." in done.stdout
+    assert "published for Qwen3: https://" in unwrapped(done.stdout)
+    assert "expected inputs within 32,768 tokens: rise by +0." in unwrapped(done.stdout)
     assert "vllm serve Qwen3-8B-131072 \\\n  --max-model-len 131072" in done.stdout
     saved = json.loads((tmp_path / "Qwen3-8B-131072" / "config.json").read_text())
     entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000.0}

@@ -12,6 +12,7 @@ from rope_ext_hf.eval import NeedReport
 from rope_ext_hf.eval.need_verdicts import ALL_TASKS
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.verdicts import Outcome
+from tests.support.wrapped_text import unwrapped
 
 FLAT, RISEN = Estimate(0.01, 0.005, 0.015, 16), Estimate(0.30, 0.20, 0.40, 16)
 UNSURE, FEW = Estimate(0.01, -0.20, 0.22, 16), Estimate(0.01, None, None, 2)
@@ -104,7 +105,7 @@ NO_NEED = "It needs nothing for 1,024 tokens: as it is, it reads them; the loss 
 def test_what_follows(found: NeedReport, outcome: Outcome, reads_to: int | None, sentence: str) -> None:
     assert (found.outcome, found.reads_to) == (outcome, reads_to)
     assert sentence in found.conclusion
-    assert sentence in str(found)
+    assert sentence in unwrapped(found)
     assert ("needs nothing" in found.conclusion) == (outcome is Outcome.BETTER)
     assert ("cannot be told" in found.conclusion) == (outcome in (Outcome.NO_MEASURE, Outcome.CANNOT_TELL))
 

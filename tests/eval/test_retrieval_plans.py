@@ -18,9 +18,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import Passkey, passkey
 from rope_ext_hf.eval.retrieval_plans import make_trials, shared_trials
-from rope_ext_hf.eval.retrieval_runs import Retrieval, by_method_and_depth
+from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.patches.patching import fixed_length
-from rope_ext_hf.pictures.result_plots import heat_map
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import TokenScorer
@@ -335,12 +334,19 @@ def test_picture_and_table(tmp_path: Path) -> None:
     yarn = {"method": "yarn", "factor": 8.0}
     results = [result(m, n, d, 0.9, 1.25) for m in (None, yarn) for n in (256, 2048) for d in (0, 0.5, 1)]
     results += [result(None, 4096, 0.5, 0.05, 10.25)]  # one method measured further than the other
-    heat_map(by_method_and_depth(results), 256, tmp_path / "map.png", "Retrieval, reference", "a note")
+    settings = {
+        "kind": "passkey",
+        "context_length": 256,
+        "loaded": None,
+        "model": "reference",
+        "data": "task key-value",
+    }
+    Run(None, settings, results).plot(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(Run(None, {"kind": "passkey", "context_length": 256, "loaded": None}, results).table())
+        console.print(Run(None, settings, results).table())
     text = captured.get()
     assert [line.split()[0] for line in text.splitlines() if "loaded" in line or "yarn" in line] == ["as", "yarn"]
     assert text.count("90%  1.2") == 12

@@ -105,7 +105,8 @@ def test_table_conclusion_and_charts() -> None:
     text = str(run.conclusion)
     assert text.startswith("At 2,048 tokens (2x), yarn x4 reads best: score of ruler 75.0% [")
     assert "(as loaded 50.0%)" in text
-    chart = run.kind.chart(run)
+    assert run.chart is not None
+    chart = run.chart.svg()
     assert chart.count('stroke-dasharray="6 3"') == 1  # the threshold
     matplotlib = pytest.importorskip("matplotlib")
     figure = run.plot()

@@ -22,6 +22,7 @@ from tests.support.models import (
     logits,
     tokens,
 )
+from tests.support.wrapped_text import unwrapped
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -35,7 +36,7 @@ def test_every_layer_sliding_is_a_warning_where_it_is_asked_for() -> None:
         rope.patch(model, "yarn", factor=4, layers="sliding_attention")
     (note,) = rope.describe(model).notes
     assert "32" in note
-    assert note in str(rope.describe(model))
+    assert note in unwrapped(rope.describe(model))
 
 
 def test_a_window_that_is_not_reached_is_no_warning() -> None:
@@ -139,7 +140,7 @@ def test_what_a_patch_costs_short_inputs_is_stated() -> None:
         assert f"{row['increase']:+.2f}" in text
     assert "with a factor of 4" in text
     assert "How much this model loses is known when it is measured." in text
-    assert text in str(rope.describe(model))
+    assert text in unwrapped(rope.describe(model))
     assert rope.describe(rope.patch(model, "rerope")).short_inputs == (
         "Inputs of up to 33 tokens give the output of the model without rerope.",
     )

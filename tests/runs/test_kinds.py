@@ -25,7 +25,7 @@ from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.patches.geometry import bind
-from rope_ext_hf.pictures.drawing import picture
+from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import Setting
@@ -98,10 +98,11 @@ class GuessRuns(RunKind):
             table.add_row(label(result.method), str(result.length), f"{result.share:.0%}")
         return table
 
-    def draw(self, run: Run[GuessShare], path: Path | None, title: str) -> Any:
-        with picture(path, 2, 2) as figure:
-            figure.suptitle(title)
-        return figure
+    def chart(self, run: Run[GuessShare]) -> Chart:
+        points: dict[str, list[tuple[int, float]]] = {label(result.method): [] for result in run.results}
+        for result in run.results:
+            points[label(result.method)].append((result.length, result.share))
+        return LineChart(points, run.context_length, "Share of good guesses; higher is better")
 
 
 class GuessMeasurement(Measurement):

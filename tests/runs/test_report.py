@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval import perplexity_runs
 from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.pictures import result_plots
+from rope_ext_hf.pictures import charts
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs.commands import add_command, read_commands
 from rope_ext_hf.runs.kinds import Run
@@ -171,7 +170,7 @@ def test_a_picture_that_fails_costs_the_picture_only(tmp_path: Path, monkeypatch
 
     run = a_run(tmp_path, RESULTS)
     write_files(run)
-    monkeypatch.setattr(perplexity_runs, "curves", broken)
+    monkeypatch.setattr(charts.LineChart, "draw", broken)
     with pytest.warns(UserWarning, match=r"perplexity\.png could not be drawn: no font"):
         files = write_files(run)
     assert files.picture is None
@@ -183,7 +182,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     def missing(*_: object) -> None:
         raise ImportError("matplotlib")
 
-    monkeypatch.setattr(result_plots, "picture", missing)
+    monkeypatch.setattr(charts, "picture", missing)
     assert write_files(a_run(tmp_path, RESULTS)).picture is None
 
 

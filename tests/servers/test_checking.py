@@ -20,6 +20,7 @@ from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.servers.checking import save_answers
 from tests.support.model_servers import KINDS, logprobs, serving
+from tests.support.wrapped_text import unwrapped
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_a_right_server_of_each_kind(kind: str, folder: Path) -> None:
     assert report.agrees
     assert (report.server, report.lengths) == (kind, (64, 300))
     assert max(report.differences["as measured"]) < 1e-3
-    assert "serves what was measured: yarn x4" in str(report)
+    assert "serves what was measured: yarn x4" in unwrapped(report)
 
 
 def squared(module: Any) -> None:
@@ -174,7 +175,7 @@ def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
     with serving("vLLM 0.33.0", other) as url:
         report = rope.check_server(url, folder, lengths=[200])
     assert (report.runs, report.precision, report.agrees) == (None, None, False)
-    assert f"the closest, {report.closest}, differs by more than rounding explains" in str(report)
+    assert f"the closest, {report.closest}, differs by more than rounding explains" in unwrapped(report)
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def test_what_answers_cannot_tell_apart_is_said(tmp_path: Path) -> None:
         report = rope.check_server(url, folder, lengths=[100, 300])
     assert report.agrees
     assert "with no attention factor" in report.alike
-    assert "these answers do not tell that from the model" in str(report)
+    assert "these answers do not tell that from the model" in unwrapped(report)
 
 
 @pytest.mark.slow
@@ -201,9 +202,9 @@ def test_a_server_that_refuses_long_prompts_is_not_right(folder: Path) -> None:
     ) as url:
         report = rope.check_server(url, folder, lengths=[100, 400])
     assert (report.runs, report.agrees, report.lengths) == ("as measured", False, (100,))
-    assert "serves what was measured up to 100 tokens: yarn x4" in str(report)
-    assert "does not answer a longer prompt" in str(report)
-    assert "404" in str(report)
+    assert "serves what was measured up to 100 tokens: yarn x4" in unwrapped(report)
+    assert "does not answer a longer prompt" in unwrapped(report)
+    assert "404" in unwrapped(report)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from rope_ext_hf.training.finetuning import _Run
 from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
 from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.wrapped_text import unwrapped
 
 LONG = 4 * TRAINED
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -72,8 +73,8 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert gain.items == 1  # document: too few for an interval
     assert report.training["control"]["steps"] == report.training["trained"]["steps"] == 3
     assert json.loads((tmp_path / "run" / "report.json").read_text())["losses"] == report.losses
-    assert "loss of the model 'patched', against the trained one" in str(report)
-    assert "1 document gives no interval" in str(report)
+    assert "loss of the model 'patched', against the trained one" in unwrapped(report)
+    assert "1 document gives no interval" in unwrapped(report)
     assert "+-" not in str(report)
     assert any("training: control" in line for line in said)
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
@@ -253,7 +254,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     told = report.verdicts["as loaded"]["64"]
     assert told.outcome is outcome
     assert said in str(told)
-    assert f"          64: {told}" in str(report).splitlines()
+    assert f" 64: {told}" in unwrapped(report)
     assert report.retrieval == {}
     assert "\N{DAGGER}" not in str(report)
     assert str(replace(report, target_length=32)).count("\N{DAGGER}") == 2  # the column, and what the mark means

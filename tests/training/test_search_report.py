@@ -9,6 +9,7 @@ import pytest
 
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.training.search_report import SearchReport, decide
+from tests.support.wrapped_text import unwrapped
 
 BETTER, WORSE = Estimate(-0.2, -0.3, -0.1, 9), Estimate(0.905, 0.753, 1.095, 9)
 UNCLEAR, FEW = Estimate(-0.2, -0.5, 0.1, 9), Estimate(-0.2, None, None, 2)
@@ -52,7 +53,8 @@ def report(**values: Any) -> SearchReport:
     return SearchReport(**standard | values)
 
 
-def test_rows_state_how_they_compare_with_what_is_written() -> None:
+def test_rows_state_how_they_compare_with_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     rows = {line.split("  ")[0]: line for line in str(report()).splitlines()}
     assert rows["as loaded"].endswith("higher by 2.200 [2.100 to 2.300] nats per token")
     assert rows["found"].endswith("higher by 0.900 [0.800 to 1.000] nats per token")
@@ -70,4 +72,4 @@ def test_rows_state_how_they_compare_with_what_is_written() -> None:
     ],
 )
 def test_what_short_inputs_lose_is_held_against_the_bound(lost: Estimate, said: str) -> None:
-    assert said in str(report(lost=lost))
+    assert said in unwrapped(report(lost=lost))

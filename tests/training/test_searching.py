@@ -28,6 +28,7 @@ from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.training import search
 from rope_ext_hf.training.search_trials import Reader, Trial
 from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.wrapped_text import unwrapped
 
 ROOT = Path(__file__).parents[2]
 LONG = 4 * TRAINED
@@ -83,7 +84,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
         rf"is not told apart: .* nats per token: {report.label} is written.",
         report.decision,
     )
-    assert "lower by -" not in str(report)
+    assert "lower by -" not in unwrapped(report)
     gain = report.gains["found"]
     assert gain.value == pytest.approx(report.losses["found"][str(LONG)] - report.losses["chosen"][str(LONG)])
     assert gain.low is not None
@@ -91,7 +92,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert gain.low <= gain.value <= gain.high
     lost = report.losses["chosen"][str(TRAINED)] - report.losses["as loaded"][str(TRAINED)]
     assert report.lost.value == pytest.approx(lost)
-    assert "tokens, compared with the model as loaded, the loss of what is written is" in str(report)
+    assert "tokens, compared with the model as loaded, the loss of what is written is" in unwrapped(report)
     assert json.loads((run / "report.json").read_text())["losses"] == report.losses
     assert f"rope-ext ppl {run / 'model'} --lengths 64,256" in str(report).splitlines()[-1]
     assert any("trial 1, methods: linear x4" in line for line in said)
@@ -244,7 +245,7 @@ def test_other_methods_are_tried_as_they_are_fitted(small: Path, tmp_path: Path)
     report = search(small, tmp_path / "run", **QUICK, trials=2, methods=["rerope"], most_lost=9.0)
     assert report.method["method"] == "rerope"
     assert "plain loading stops" in report.save_route
-    assert "plain loading stops with that name" in str(report)
+    assert "plain loading stops with that name" in unwrapped(report)
     assert rope.describe(rope.from_pretrained(tmp_path / "run" / "model")).extended_length == LONG
 
 
@@ -254,7 +255,7 @@ def test_answers_of_a_retrieval_task_may_count_instead(small: Path, tmp_path: Pa
     assert report.keys_by == "the answers of 5 prompts, in text that the search did not read"
     assert list(report.key_losses) == list(report.losses)
     assert report.key_gains["yarn x4"].value == 0
-    assert "nats per token that counted" in str(report)
+    assert "nats per token that counted" in unwrapped(report)
 
 
 @pytest.mark.thorough
@@ -264,7 +265,7 @@ def test_key_tokens_may_count_instead(tmp_path: Path) -> None:
     assert list(report.key_losses) == list(report.losses)
     for name, gain in report.key_gains.items():
         assert gain.value == pytest.approx(report.key_losses[name]["512"] - report.key_losses["chosen"]["512"])
-    shown = str(report)
+    shown = unwrapped(report)
     assert "nats per token that counts: " in report.decision
     assert re.search(r"key tokens: [1-9]\d* of 1024, found with the model under \w+", shown)
     assert json.loads((tmp_path / "run" / "report.json").read_text())["key_losses"] == report.key_losses

@@ -1,26 +1,18 @@
-"""Charts of a page: what is drawn where, by parsing the SVG as XML."""
+"""Charts of results: what is drawn where, by parsing the SVG as XML, and by matplotlib from the same value."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from rope_ext_hf.pictures.charts import LINE, WIDTH, HeatCell, HeatMaps, LineChart, line_styles
 from rope_ext_hf.pictures.drawing import COLOURS
-from rope_ext_hf.pictures.svg_charts import LINE, WIDTH, heat_charts, line_chart
 
 POINTS = {"as loaded": [(256, 1.0), (1024, 5.0)], "yarn x4": [(256, 1.25), (512, 1.5), (1024, 2.0)]}
-
-
-@dataclass(frozen=True)
-class Cell:
-    exact_match: float
-    rank: float = 1.0
-    above_chance: bool = True
 
 
 def numbers(element: ElementTree.Element, *names: str) -> list[float]:
@@ -28,8 +20,8 @@ def numbers(element: ElementTree.Element, *names: str) -> list[float]:
 
 
 def test_points_stand_where_their_values_are() -> None:
-    figure = ElementTree.fromstring(line_chart(POINTS, 256, "Bits per byte."))
-    assert figure.findtext("figcaption") == "Bits per byte."
+    figure = ElementTree.fromstring(LineChart(POINTS, 256, "Bits per byte").svg())
+    assert str(figure.findtext("figcaption")).startswith("Bits per byte. ")
     groups = {group.findtext("title"): group for group in figure.iter("g")}
     assert set(groups) == set(POINTS)
     where = {
@@ -48,7 +40,7 @@ def test_points_stand_where_their_values_are() -> None:
 def test_names_do_not_cover_each_other() -> None:
     """However close the lines end, and however many they are."""
     points = {f"method {i}": [(256, 1.0), (512, 1.0 + i / 1000)] for i in range(24)}
-    figure = ElementTree.fromstring(line_chart(points, 256, ""))
+    figure = ElementTree.fromstring(LineChart(points, 256, "").svg())
     heights = sorted(numbers(text, "y")[0] for group in figure.iter("g") for text in group.iter("text"))
     assert all(b - a >= LINE - 0.11 for a, b in pairwise(heights))
     (svg,) = figure.iter("svg")
@@ -60,33 +52,48 @@ def test_names_do_not_cover_each_other() -> None:
 
 @pytest.mark.parametrize("value", [1.0, 0.0, 1e-9, 1e300])
 def test_one_value_alone_is_drawn(value: float) -> None:
-    figure = ElementTree.fromstring(line_chart({"as loaded": [(256, value)]}, 64, ""))
+    figure = ElementTree.fromstring(LineChart({"as loaded": [(256, value)]}, 64, "").svg())
     (circle,) = figure.iter("circle")
     assert all(map(math.isfinite, numbers(circle, "cx", "cy")))
 
 
 def test_without_points_there_is_no_chart() -> None:
-    assert line_chart({"as loaded": []}, 256, "") == heat_charts({}, 256, "") == ""
+    assert LineChart({"as loaded": []}, 256, "").svg() == HeatMaps({}, 256, "").svg() == ""
 
 
 def test_a_heat_map_has_a_cell_per_depth_and_length() -> None:
-    rows = {0.0: {256: Cell(1.0), 512: Cell(0.25, 3.5)}, 1.0: {256: Cell(0.5, 9.0, above_chance=False)}}
-    figure = ElementTree.fromstring(heat_charts({"yarn x4": rows, "as loaded": rows}, 256, "Exact answers."))
+    rows = {(0.0, 256): HeatCell(1.0, 1.0), (0.0, 512): HeatCell(0.25, 3.5), (1.0, 256): HeatCell(0.5, 9.0, faint=True)}
+    figure = ElementTree.fromstring(HeatMaps({"yarn x4": rows, "as loaded": rows}, 256, "Exact answers.").svg())
     charts = list(figure.iter("svg"))
     assert len(charts) == 2
     rects = list(charts[0].iter("rect"))
     assert [float(rect.attrib["fill-opacity"]) for rect in rects] == [0.65, 0.2, 0.35]
     texts = [text.text for text in charts[0].iter("text")]
     assert [text for text in texts if text in ("100%", "25%", "50%", "1.0", "3.5", "9.0")] == [
-        *("100%", "1.0", "25%", "3.5", "100%", "50%", "9.0")  # the second 100% is a depth
+        *("100%", "100%", "1.0", "25%", "3.5", "50%", "9.0")  # the first 100% is a depth
     ]
 
 
 def test_names_are_text() -> None:
     name = "</svg><script>alert(1)</script>\x1b"
-    for chart in (line_chart({name: [(1, 1.0)]}, 1, name), heat_charts({name: {0.5: {1: Cell(1.0)}}}, 1, name)):
-        assert "script" not in {element.tag for element in ElementTree.fromstring(chart).iter()}
-        assert "\x1b" not in chart
+    for chart in (LineChart({name: [(1, 1.0)]}, 1, name), HeatMaps({name: {(0.5, 1): HeatCell(1.0, 1.0)}}, 1, name)):
+        assert "script" not in {element.tag for element in ElementTree.fromstring(chart.svg()).iter()}
+        assert "\x1b" not in chart.svg()
+
+
+def test_a_method_keeps_its_colour_and_its_factors_share_one() -> None:
+    styles = line_styles(["as loaded", "yarn x4", "yarn x8", "rerope"])
+    assert styles["yarn x4"].colour == styles["yarn x8"].colour != styles["rerope"].colour
+    assert styles["yarn x4"].dash != styles["yarn x8"].dash
+
+
+@pytest.mark.slow
+def test_the_png_has_the_lines_and_marks_of_the_page() -> None:
+    (axes,) = LineChart(POINTS, 256, "Bits per byte", 3.5).draw(None, "a title").axes
+    assert [list(zip(*line.get_data(), strict=True)) for line in axes.lines[2:]] == list(POINTS.values())
+    assert axes.lines[0].get_ydata()[0] == 3.5
+    assert axes.lines[1].get_xdata()[0] == 256
+    assert axes.get_ylabel() == "Bits per byte"
 
 
 # Machado, Oliveira and Fernandes 2009 (doi 10.1109/TVCG.2009.113), severity 1, for linear RGB
