@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import math
 import os
@@ -175,6 +176,11 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object in the form that transformers gives its configs; not atomic by itself."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of a value as JSON, in hexadecimal; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_regular(folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.meta_export import MetaExport
 from rope_ext_hf.checkpoints.meta_import import MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
@@ -79,8 +80,8 @@ def convert_checkpoint(
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
         if source_pairing not in (None, "interleaved"):
             raise CheckpointError(f"weights in Meta's format are interleaved, got source_pairing={source_pairing!r}")
-        if context_length is not None and (type(context_length) is not int or context_length < 1):
-            raise CheckpointError(f"context_length must be a positive whole number of tokens, got {context_length!r}")
+        if context_length is not None:
+            whole("context_length", context_length, error=CheckpointError)
         conversion: Conversion = MetaImport(source, dst, to, context_length=context_length)
     elif context_length is not None:
         raise CheckpointError(

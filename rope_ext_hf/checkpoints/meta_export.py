@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.meta_params import (
     EMBEDDING,
     HF_EMBEDDING,
@@ -156,8 +157,7 @@ def _check_tensors(view: TensorView, folder: Path, llama: Llama, weights: tuple[
 
 def _check_count(parts: int, llama: Llama) -> int:
     """Return the number of parts, if the model can be divided into that many."""
-    if type(parts) is not int or parts < 1:
-        raise CheckpointError(f"model_parallel must be a positive whole number, got {parts!r}")
+    whole("model_parallel", parts, error=CheckpointError)
     for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
         if getattr(llama, size) % parts:
             raise CheckpointError(f"{size} {getattr(llama, size)} cannot be divided among {parts} parts")

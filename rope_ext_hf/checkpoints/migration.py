@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.bounds import Length, parse_length, whole
+from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.patches.evaluating import evaluating
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) ->
 
     family, head = _family_and_head(model)
     target_length = parse_length(target_length)
-    if target_length is not None and (not isinstance(target_length, int) or target_length < 1):
-        raise MethodError(f"target_length must be a whole number of at least 1 token, got {target_length!r}")
+    if target_length is not None:
+        whole("target_length", target_length)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(f"the weights of this {type(model).__name__} are not in memory; load the whole model")
     positions = _positions(model)

@@ -697,7 +697,7 @@ def test_a_corrected_guess_is_one_no_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [0, -5, 2.5, "4096", True])
 def test_an_impossible_length_is_refused(given: Any, tmp_path: Path) -> None:
     save_meta(tmp_path / "meta", CASES["2"])
-    with pytest.raises(CheckpointError, match="context_length must be a positive whole number of tokens, got"):
+    with pytest.raises(CheckpointError, match="context_length must be a whole number of at least 1, got"):
         convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half", context_length=given)
     assert not (tmp_path / "hf").exists()
 
