@@ -126,13 +126,12 @@ def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) ->
 
     family, head = _family_and_head(model)
     target_length = parse_length(target_length)
-    if target_length is not None:
-        whole("target_length", target_length)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(f"the weights of this {type(model).__name__} are not in memory; load the whole model")
     positions = _positions(model)
     rows, padding = positions.num_embeddings, positions.padding_idx
-    length = target_length or rows - (0 if padding is None else padding + 1)  # RoBERTa counts from there
+    first = 0 if padding is None else padding + 1  # the first position of RoBERTa
+    length = rows - first if target_length is None else whole("target_length", target_length)
     config = transformers.RoFormerConfig(**_settings(model.config), max_position_embeddings=length)
     migrated = getattr(transformers, f"RoFormer{head}")(config)
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
