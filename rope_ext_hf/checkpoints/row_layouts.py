@@ -369,15 +369,6 @@ def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, 
     }
 
 
-def attention_modules(config: Any, tensors: RotaryTensors) -> frozenset[str]:
-    """Return the rotated modules of every layer, named as `locate` does, for a family without a class."""
-    text = config.get_text_config()
-    pattern = family(text.model_type).remote_attention
-    assert pattern is not None  # other families have a model whose modules can be listed
-    layers = int(config_number(text, "num_hidden_layers"))
-    return frozenset(f"{pattern.format(layer)}.{module}" for layer in range(layers) for module in tensors.modules)
-
-
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     """Return at most so many of the items, evenly spaced, the first and the last among them."""
     steps = torch.linspace(0, len(items) - 1, min(most, len(items)))

@@ -4,7 +4,8 @@
     file.tensors["lm_head.weight"].shape
     file.read("lm_head.weight")               # reads this one tensor
 
-A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`.
+A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`; the names of its files
+stand in `downloads.WEIGHT_FILES`.
 
 safetensors (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header, then the tensors
 without gaps. The header is parsed here because the safetensors library gives neither the offsets, by which files are
@@ -241,29 +242,11 @@ WeightFile = SafetensorsFile | TorchFile
 """A file that holds tensors by name; none of them is in memory before it is read."""
 
 
+FORMATS: dict[str, Callable[[Path], WeightFile]] = {".safetensors": SafetensorsFile, ".bin": TorchFile}
+"""The class of each format, by the suffix of its files."""
+
+
 # --- all formats ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """A file format of weights.
-
-    Attributes:
-        stems: names of a model's and of an adapter's single file, without suffix.
-        suffix: of its files; an index is `STEM.SUFFIX.index.json`.
-        open: reads the header of a file.
-    """
-
-    stems: tuple[str, str]
-    suffix: str
-    open: Callable[[Path], WeightFile]
-
-
-# In the order in which transformers looks for them.
-FORMATS = (
-    WeightFormat(("model", "adapter_model"), ".safetensors", SafetensorsFile),
-    WeightFormat(("pytorch_model", "adapter_model"), ".bin", TorchFile),
-)
 
 
 def file_matches(

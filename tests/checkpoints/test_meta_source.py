@@ -611,7 +611,7 @@ def test_arguments(tmp_path: Path) -> None:
     new = tmp_path / "new"
     refused: list[tuple[Any, str]] = [
         (lambda: hf_to_meta(source, new, model_parallel=3), "kv_heads 4 cannot be divided among 3 parts"),
-        (lambda: hf_to_meta(source, new, model_parallel=0), "must be a positive"),
+        (lambda: hf_to_meta(source, new, model_parallel=0), "must be a whole number of at least 1"),
         (lambda: hf_to_meta(source, new, model_parallel=8), "kv_heads 4 cannot be divided"),
         (lambda: convert_checkpoint(tmp_path / "meta", new, "neox"), "got to='neox'"),
         (
