@@ -280,7 +280,7 @@ class Llama:
             "n_kv_heads": self.kv_heads if self.kv_heads != self.heads else None,
             "multiple_of": multiple_of,
             "ffn_dim_multiplier": multiplier,
-            # The code of Llama 1 and 2 takes no such key; meta_export tells the user.
+            # The code of Llama 1 and 2 takes no such key; meta_conversion tells the user.
             "rope_theta": self.theta if scaled or self.theta != 1e4 else None,
             "use_scaled_rope": scaled or None,
             "rope_scaling_factor": self.factor if self.factor != _usual_factor(self.tied) else None,

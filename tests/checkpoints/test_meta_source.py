@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints import meta_import
+from rope_ext_hf.checkpoints import meta_conversion
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 from rope_ext_hf.checkpoints.meta_params import Llama, Weight
 from rope_ext_hf.checkpoints.meta_source import read_meta
@@ -41,10 +41,10 @@ LENGTH = 192  # long enough for the scaling of Llama 3.1 to show in the logits
 
 
 def meta_to_hf(
-    src: Path, dst: Path, to: str = "half", *, max_shard_bytes: int = meta_import.MAX_SHARD_BYTES, **options: Any
+    src: Path, dst: Path, to: str = "half", *, max_shard_bytes: int = meta_conversion.MAX_SHARD_BYTES, **options: Any
 ) -> ConversionReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meta_import, "MAX_SHARD_BYTES", max_shard_bytes)
+        patch.setattr(meta_conversion, "MAX_SHARD_BYTES", max_shard_bytes)
         return convert_checkpoint(src, dst, to, **options)
 
 
