@@ -31,7 +31,7 @@ from rope_ext_hf.checkpoints.weight_files import (
     write_safetensors,
 )
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import Progress, atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
+from rope_ext_hf.files import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
@@ -137,9 +137,9 @@ class _PairingConversion(Conversion):
             notes=self.warnings,
         )
 
-    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
+    def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
         for name, file in self.source.files.items():
-            self._write_file(file, staging / safetensors_name(name), progress)
+            self._write_file(file, staging / safetensors_name(name), advance)
         config_name = ADAPTER_CONFIG if self.source.is_adapter else "config.json"
         skipped = copy_other_files(self.source.folder, staging, [*self.source.files, config_name])
         if self.source.index is not None:
@@ -157,20 +157,20 @@ class _PairingConversion(Conversion):
         logits = compare_logits(self.folder, other_pairing(self.to), staging, self.to, self.report.bytes)
         return f"{scores}; {logits}"
 
-    def _write_file(self, file: WeightFile, target: Path, progress: Progress) -> None:
+    def _write_file(self, file: WeightFile, target: Path, advance: Callable[[int], None]) -> None:
         """Write one weight file, unless an interrupted conversion has written it."""
 
         def read(tensor: str) -> Tensor:
             return self._read_converted(file, tensor)
 
         if file_matches(target, file.tensors, read, header=file.header):
-            progress.advance(size_of(file.tensors))
+            advance(size_of(file.tensors))
             return
         with atomic_file(target, fsync=False) as part:
             if file.header is not None:
-                self._copy_by_ranges(file, file.header, part, progress)
+                self._copy_by_ranges(file, file.header, part, advance)
             else:
-                write_safetensors(part, file.tensors, read, {"format": "pt"}, progress.advance)
+                write_safetensors(part, file.tensors, read, {"format": "pt"}, advance)
         copy_mode(file.path, target)
 
     def _read_converted(self, file: WeightFile, name: str) -> Tensor:
@@ -178,18 +178,18 @@ class _PairingConversion(Conversion):
         tensor = file.read(name)
         return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
 
-    def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, progress: Progress) -> None:
+    def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, advance: Callable[[int], None]) -> None:
         """Copy the header and all bytes but those of tensors that rotate."""
         with file.path.open("rb") as source, part.open("wb") as target:
             target.write(header)
             at = len(header)
             for name, info in file.tensors.items():
                 if name in self.layouts:
-                    copy_range(source, target, at, info.begin, progress.advance)
+                    copy_range(source, target, at, info.begin, advance)
                     target.write(tensor_bytes(self._read_converted(file, name)))
-                    progress.advance(info.size)
+                    advance(info.size)
                     at = info.end
-            copy_range(source, target, at, file.path.stat().st_size, progress.advance)
+            copy_range(source, target, at, file.path.stat().st_size, advance)
 
     def _write_config(self, name: str, staging: Path) -> None:
         config = read_json(self.source.folder / name)

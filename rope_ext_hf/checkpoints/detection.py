@@ -60,36 +60,23 @@ _TEXT_MARGIN = 0.1  # nats per token by which the better loss must beat the othe
 
 @dataclass(frozen=True)
 class _LayerScore:
-    """The score of one layer.
+    """The score of one layer: correlations of energies with the likenesses of either pairing, means over heads."""
 
-    Attributes:
-        name: of its attention module.
-        heads: query heads.
-        half, interleaved: correlation of the energies with the likenesses of either pairing, mean over heads.
-    """
-
-    name: str
-    heads: int
+    name: str  # of its attention module
+    heads: int  # query heads
     half: float
     interleaved: float
 
 
 @dataclass(frozen=True)
 class TextLosses:
-    """The loss on a text with the weights read as either pairing.
-
-    Attributes:
-        half, interleaved: nats per token.
-        error: standard error of their difference, over spans.
-        tokens: predicted tokens.
-        pairing: the clearly better one; None: neither is, or the model cannot predict such text.
-    """
+    """The loss on a text with the weights read as either pairing, in nats per token."""
 
     half: float
     interleaved: float
-    error: float
-    tokens: int
-    pairing: str | None
+    error: float  # standard error of their difference, over spans
+    tokens: int  # that were predicted
+    pairing: str | None  # the clearly better one; None: neither is, or the model cannot predict such text
 
 
 @dataclass(frozen=True)

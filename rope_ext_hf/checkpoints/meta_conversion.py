@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from rope_ext_hf.checkpoints.weight_files import (
     write_safetensors,
 )
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import Progress, atomic_file, copy_mode, read_json, write_json
+from rope_ext_hf.files import atomic_file, copy_mode, read_json, write_json
 from rope_ext_hf.patches.config import PATCH_KEY
 
 MAX_SHARD_BYTES = 5_000_000_000  # transformers' own default for years
@@ -79,14 +79,14 @@ class MetaImport(Conversion):
             notes=tuple(dict.fromkeys([*filter(None, [length.note]), *self.warnings])),
         )
 
-    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
+    def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
         shards = _shards(self.view.tensors, MAX_SHARD_BYTES)
         for name, shard in shards.items():
             if file_matches(staging / name, shard, self.view.read):
-                progress.advance(size_of(shard))
+                advance(size_of(shard))
                 continue
             with atomic_file(staging / name, fsync=False) as part:
-                write_safetensors(part, shard, self.view.read, {"format": "pt"}, progress.advance)
+                write_safetensors(part, shard, self.view.read, {"format": "pt"}, advance)
             copy_mode(self.source.parts[0].path, staging / name)
         if len(shards) > 1:
             weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
@@ -154,10 +154,10 @@ class MetaExport(Conversion):
             notes=(*self.warnings, *_theta_note(self.llama)),
         )
 
-    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
+    def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
         paths = [staging / part_name(index) for index in range(self.count)]
         todo = [index for index, path in enumerate(paths) if not self._is_written(path, index)]
-        progress.advance((self.count - len(todo)) * size_of(self.own))
+        advance((self.count - len(todo)) * size_of(self.own))
         tensors = {name: (TORCH_DTYPES[info.dtype], info.shape) for name, info in self.own.items()}
         with ExitStack() as stack:
             parts = [stack.enter_context(atomic_file(paths[index], fsync=False)) for index in todo]
@@ -165,7 +165,7 @@ class MetaExport(Conversion):
             for name, info in self.own.items():
                 for tensor, write in zip(self._read(name, todo), writes, strict=True):
                     write(name, tensor_bytes(tensor))
-                    progress.advance(info.size)
+                    advance(info.size)
         for path in paths:
             copy_mode(next(iter(self.source.files.values())).path, path)
         skipped = copy_other_files(self.folder, staging, [*self.source.files, "config.json", "params.json"])

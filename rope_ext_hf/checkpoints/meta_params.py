@@ -84,20 +84,13 @@ _FFN: tuple[tuple[int, float | None], ...] = ((256, None), (256, 1.5), (4096, 1.
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor in both formats.
+    """One tensor in both formats."""
 
-    Attributes:
-        meta, hf: its names.
-        shape: of the whole tensor.
-        split: the dimension that model-parallel parts divide; None: every part holds a full copy.
-        heads: heads in its rotated rows; None: no row rotates.
-    """
-
-    meta: str
-    hf: str
-    shape: tuple[int, ...]
-    split: int | None
-    heads: int | None
+    meta: str  # its name in Meta's format
+    hf: str  # its name in Hugging Face's
+    shape: tuple[int, ...]  # of the whole tensor
+    split: int | None  # the dimension that model-parallel parts divide; None: every part holds a full copy
+    heads: int | None  # in its rotated rows; None: no row rotates
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
         """Return the shape of a part, of so many."""
@@ -113,31 +106,19 @@ class Weight:
 
 
 class _Generation(NamedTuple):
-    """What follows from a Llama's generation.
+    """What follows from a Llama's generation."""
 
-    Attributes:
-        name: what Meta calls it.
-        length: its trained length in tokens.
-        split: the dimension of the embeddings that its code divides among model-parallel parts.
-    """
-
-    name: str
-    length: int
-    split: int
+    name: str  # what Meta calls it
+    length: int  # trained, in tokens
+    split: int  # the dimension of the embeddings that its code divides among model-parallel parts
 
 
 class _ContextLength(NamedTuple):
-    """The length that a model is for.
-
-    Attributes:
-        tokens: the length.
-        note: where it comes from, as a sentence; "" where the caller gave it.
-        guessed: neither stated nor that of a released model of these sizes.
-    """
+    """The length that a model is for."""
 
     tokens: int
-    note: str
-    guessed: bool
+    note: str  # where it comes from, as a sentence; "" where the caller gave it
+    guessed: bool  # neither stated nor that of a released model of these sizes
 
 
 class _Release(NamedTuple):
@@ -181,29 +162,18 @@ _RELEASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A model, by what both formats contain.
+    """A model, by what both formats contain."""
 
-    Attributes:
-        dim: hidden size.
-        layers, heads, kv_heads: their numbers.
-        ffn: width of the feed-forward layers.
-        vocab: vocabulary size.
-        eps: epsilon of its norms.
-        theta: base of its rotary embedding.
-        factor: of Llama 3.1's scaling; None: not scaled.
-        tied: its output weights are its embeddings.
-    """
-
-    dim: int
+    dim: int  # the hidden size
     layers: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int  # width of the feed-forward layers
     vocab: int
-    eps: float
-    theta: float
-    factor: float | None
-    tied: bool
+    eps: float  # epsilon of its norms
+    theta: float  # base of its rotary embedding
+    factor: float | None  # of Llama 3.1's scaling; None: not scaled
+    tied: bool  # its output weights are its embeddings
 
     @property
     def head_dim(self) -> int:
@@ -241,9 +211,8 @@ class Llama:
         if given is not None:
             return _ContextLength(given, "", False)
         if stated is not None:
-            return _ContextLength(
-                stated, f"the context length of {stated:,} tokens is max_seq_len of params.json", False
-            )
+            note = f"the context length of {stated:,} tokens is max_seq_len of params.json"
+            return _ContextLength(stated, note, False)
         if (release := self.release) is not None:
             like = f"that of {release.name}, which has these sizes, theta and scaling"
             note = f"the context length of {release.length:,} tokens is {like}; params.json states none"

@@ -30,31 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of weights, read as far as the headers.
-
-    Attributes:
-        folder: where it is.
-        config: the Hugging Face config of the model; for an adapter, of the model that it was trained on.
-        model: that model on the meta device; None for a family without a class in transformers.
-        rotary: its rotary embedding.
-        files: its weight files by name, in the order of the index.
-        index: the index without its weight map; None for a single file.
-        inputs: stamps of the files, taken before they were read.
-        tensors: what rotates.
-        expected: the rotated modules of the model, as `tensors.locate` names them; empty for an adapter.
-        pairing: of the weights, by the folder or the family table; None where neither has it.
-    """
+    """A folder of weights, read as far as the headers."""
 
     folder: Path
-    config: Any
-    model: PreTrainedModel | None
-    rotary: Rotary
-    files: dict[str, WeightFile]
-    index: dict[str, Any] | None
-    inputs: FileStamps
+    config: Any  # of the model; for an adapter, of the model that it was trained on
+    model: PreTrainedModel | None  # that model on the meta device; None: transformers has no class of its family
+    rotary: Rotary  # of that model
+    files: dict[str, WeightFile]  # by name, in the order of the index
+    index: dict[str, Any] | None  # without its weight map; None: there is a single file
+    inputs: FileStamps  # of the files, taken before they were read
     tensors: RotaryTensors
-    expected: frozenset[str]
-    pairing: str | None
+    expected: frozenset[str]  # the rotated modules of the model, as `tensors.locate` names them; none for an adapter
+    pairing: str | None  # of the weights, by the folder or the family table; None: neither states it
 
     @property
     def is_adapter(self) -> bool:

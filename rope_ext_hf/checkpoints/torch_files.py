@@ -56,17 +56,11 @@ _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.
 
 @dataclass(frozen=True)
 class _TensorLocation:
-    """Where a tensor is stored in its file.
-
-    Attributes:
-        dtype, shape: of the tensor.
-        stride: in numbers, counted from `begin`.
-        begin, end: the bytes that hold its numbers, possibly with numbers of other tensors between them.
-    """
+    """Where a tensor is stored in its file: bytes that may hold numbers of other tensors between its own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in numbers, counted from `begin`
     begin: int
     end: int
 
@@ -343,15 +337,13 @@ class _NewTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _StorageId(NamedTuple):
-    """A storage to be pickled as torch.save would."""
-
-    persistent_id: tuple[Any, ...]
+class _StorageId(tuple[Any, ...]):
+    """The persistent id of a storage, as torch.save gives it."""
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return value.persistent_id if isinstance(value, _StorageId) else None
+        return tuple(value) if isinstance(value, _StorageId) else None
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, _NewTensor):

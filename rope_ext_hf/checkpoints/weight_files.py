@@ -46,17 +46,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a file states about one tensor.
+    """What the header of a file states about one tensor."""
 
-    Attributes:
-        dtype: a name of `DTYPE_BITS`.
-        shape: its sizes.
-        begin, end: bytes of the file that hold it.
-    """
-
-    dtype: str
+    dtype: str  # a name of `DTYPE_BITS`
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # the first byte of the file that holds it
     end: int
 
     @classmethod
@@ -77,12 +71,7 @@ def size_of(tensors: Mapping[str, TensorInfo]) -> int:
 
 @dataclass(frozen=True)
 class TensorView:
-    """Tensors by name, wherever they are stored.
-
-    Attributes:
-        tensors: by name.
-        read: returns one of them, in memory of its own.
-    """
+    """Tensors by name, wherever they are stored; `read` returns one of them, in memory of its own."""
 
     tensors: Mapping[str, TensorInfo]
     read: Callable[[str], Tensor]
@@ -173,16 +162,15 @@ def write_safetensors(
     tensors: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
-    progress: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> None:
     """Write a new file of these tensors, with one of them in memory at a time.
 
     Args:
-        path: the new file.
         tensors: dtypes and shapes, in the order of the file.
         read: returns one of them.
         metadata: strings for the header.
-        progress: called with the bytes of each tensor written.
+        advance: called with the bytes of each tensor written.
     """
     at, fields = 0, {}
     for name, info in tensors.items():
@@ -195,7 +183,7 @@ def write_safetensors(
         for name in tensors:
             data = tensor_bytes(read(name))
             file.write(data)
-            progress(len(data))
+            advance(len(data))
 
 
 # --- torch.save ----------------------------------------------------------------------------------------------------
@@ -220,22 +208,17 @@ class TorchFile:
             raise CheckpointError(
                 f"{str(path)!r} cannot be read as tensors alone (weights_only): {one_line(error)}"
             ) from error
-        self.tensors = {
-            name: TensorInfo.from_shape(_dtype_name(name, where.dtype), where.shape)
-            for name, where in self._locations.items()
-        }
+        self.tensors = {}
+        for name, where in self._locations.items():
+            if where.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name!r} is {where.dtype}, which safetensors has no name for")
+            self.tensors[name] = TensorInfo.from_shape(_DTYPE_NAMES[where.dtype], where.shape)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, with the strides that it was saved with, into memory of its own."""
         where = self._locations[name]
         numbers = _read_numbers(self.path, where.begin, where.end, where.dtype)
         return numbers.as_strided(where.shape, where.stride)
-
-
-def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in _DTYPE_NAMES:
-        raise CheckpointError(f"{name!r} is {dtype}, which safetensors has no name for")
-    return _DTYPE_NAMES[dtype]
 
 
 WeightFile = SafetensorsFile | TorchFile
@@ -260,7 +243,6 @@ def file_matches(
     """Return whether a file exists, is valid, and holds exactly these tensors, bit for bit.
 
     Args:
-        path: the file.
         tensors: dtypes and shapes that it should have.
         read: returns one of the tensors it should hold.
         open_file: the class of its format.
@@ -270,11 +252,8 @@ def file_matches(
         file = open_file(path)
     except CheckpointError:
         return False
-    if header is not None and file.header != header:
-        return False
-    if {name: (info.dtype, info.shape) for name, info in file.tensors.items()} != {
-        name: (info.dtype, info.shape) for name, info in tensors.items()
-    }:
+    there, wanted = ({n: (info.dtype, info.shape) for n, info in each.items()} for each in (file.tensors, tensors))
+    if there != wanted or (header is not None and file.header != header):
         return False
     return all(equal_bytes(read(name), file.read(name)) for name in tensors)
 
