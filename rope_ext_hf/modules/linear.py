@@ -120,7 +120,14 @@ def linear_attention(
                 key=features.key.masked_fill(hidden, 0),
                 denominator_key=features.denominator_key.masked_fill(hidden, 0),
             )
-        numerator, denominator = (_CAUSAL if causal else _FULL)[form](features, values, chunk_size)
+        if form == "parallel":
+            numerator, denominator = _parallel(features, values, causal)
+        elif not causal:
+            numerator, denominator = _full(features, values)
+        elif form == "chunked":
+            numerator, denominator = _chunked(features, values, chunk_size)
+        else:
+            numerator, denominator = _recurrent(features, values)
         if state is not None:
             if state.numerator is not None and state.denominator is not None:
                 numerator = numerator + features.query @ state.numerator
@@ -165,15 +172,11 @@ def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor)
 _Sums = tuple[Tensor, Tensor]  # (batch, heads, length, value_dim) and (batch, heads, length, 1)
 
 
-def _parallel(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
-    weights = (features.query @ features.key.mT).tril()
-    norms = (features.denominator_query @ features.denominator_key.mT).tril()
+def _parallel(features: _Features, value: Tensor, causal: bool) -> _Sums:
+    weights, norms = features.query @ features.key.mT, features.denominator_query @ features.denominator_key.mT
+    if causal:
+        weights, norms = weights.tril(), norms.tril()
     return weights @ value, norms.sum(-1, keepdim=True)
-
-
-def _parallel_full(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
-    norms = features.denominator_query @ features.denominator_key.mT
-    return features.query @ features.key.mT @ value, norms.sum(-1, keepdim=True)
 
 
 def _chunked(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
@@ -190,7 +193,7 @@ def _chunked(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
     return numerator.flatten(2, 3)[:, :, :length], denominator
 
 
-def _recurrent(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
+def _recurrent(features: _Features, value: Tensor) -> _Sums:
     numerator = value.new_zeros(*value.shape[:2], features.key.shape[-1], value.shape[-1])
     denominator = value.new_zeros(*value.shape[:2], features.denominator_key.shape[-1], 1)
     sums = []
@@ -204,21 +207,9 @@ def _recurrent(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
     return torch.cat(above, -2), torch.cat(below, -2)
 
 
-def _full(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
+def _full(features: _Features, value: Tensor) -> _Sums:
     norms = features.denominator_query @ features.denominator_key.sum(-2)[..., None]
     return features.query @ (features.key.mT @ value), norms
-
-
-_CAUSAL: dict[str, Callable[[_Features, Tensor, int], _Sums]] = {
-    "chunked": _chunked,
-    "parallel": _parallel,
-    "recurrent": _recurrent,
-}
-_FULL: dict[str, Callable[[_Features, Tensor, int], _Sums]] = {
-    "chunked": _full,
-    "parallel": _parallel_full,
-    "recurrent": _full,
-}
 
 
 def _extend(state: LinearAttentionState, kernel: str, features: _Features, value: Tensor) -> None:
