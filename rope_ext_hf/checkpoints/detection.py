@@ -62,7 +62,7 @@ _TEXT_MARGIN = 0.1  # nats per token by which the better loss must beat the othe
 class _LayerScore:
     """The score of one layer: correlations of energies with the likenesses of either pairing, means over heads."""
 
-    name: str  # of its attention module
+    name: str  # the name of its attention module
     heads: int  # query heads
     half: float
     interleaved: float
@@ -75,7 +75,7 @@ class TextLosses:
     half: float
     interleaved: float
     error: float  # standard error of their difference, over spans
-    tokens: int  # that were predicted
+    tokens: int  # the predicted tokens
     pairing: str | None  # the clearly better one; None: neither is, or the model cannot predict such text
 
 

@@ -39,8 +39,8 @@ class AttentionWeights:
     tensors: RotaryTensors
     rotary: Rotary
     norms: dict[str, nn.Module]  # one of each kind, by the last part of its name, to be called
-    shapes: Mapping[str, Sequence[int]]  # of all tensors, by name
-    read: Callable[[str], Tensor]  # returns one of them
+    shapes: Mapping[str, Sequence[int]]  # the shape of every tensor, by its name
+    read: Callable[[str], Tensor]  # returns a tensor, by its name
     stated: str | None  # the pairing by the config or the family table
     load: Callable[[], PreTrainedModel]  # returns the model itself
 

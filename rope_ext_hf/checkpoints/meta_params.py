@@ -88,9 +88,9 @@ class Weight:
 
     meta: str  # its name in Meta's format
     hf: str  # its name in Hugging Face's
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # the shape of the whole tensor
     split: int | None  # the dimension that model-parallel parts divide; None: every part holds a full copy
-    heads: int | None  # in its rotated rows; None: no row rotates
+    heads: int | None  # the heads in its rotated rows; None: no row rotates
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
         """Return the shape of a part, of so many."""
@@ -172,7 +172,7 @@ class Llama:
     vocab: int
     eps: float  # epsilon of its norms
     theta: float  # base of its rotary embedding
-    factor: float | None  # of Llama 3.1's scaling; None: not scaled
+    factor: float | None  # the factor of Llama 3.1's scaling; None: not scaled
     tied: bool  # its output weights are its embeddings
 
     @property
@@ -205,7 +205,7 @@ class Llama:
         """The length that the model is for, which Meta's format has no required place for.
 
         Args:
-            given: by the caller, in tokens; it decides.
+            given: the length that the caller states, in tokens; it decides.
             stated: max_seq_len in params.json; else the length of the release of these sizes, else of the generation.
         """
         if given is not None:

@@ -40,7 +40,7 @@ class MetaSource:
     parts: tuple[TorchFile, ...]  # its files, in order: each holds the tensors of one model-parallel process
     split: int  # the dimension of the embeddings that the parts divide
     stated_length: int | None  # the context length in tokens by params.json, which usually has none
-    inputs: FileStamps  # of params.json and the parts, taken before they were read
+    inputs: FileStamps  # stamps of params.json and the parts, taken before they were read
 
     def view(self, to: str = "interleaved") -> TensorView:
         """The whole tensors that a Hugging Face folder of this model holds, by their names there, in this pairing."""

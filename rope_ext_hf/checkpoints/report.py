@@ -60,10 +60,10 @@ class Conversion(ABC):
     """A conversion that was checked and not yet written. Its class is made from a source and what is asked for."""
 
     folder: Path  # the folder that is read
-    inputs: FileStamps  # of the files in it
+    inputs: FileStamps  # stamps of the files in it
     plan: Mapping[str, Any]  # JSON-ready: the settings with which an interrupted conversion may be continued
     report: ConversionReport  # what is known before anything is written
-    warnings: tuple[str, ...] = ()  # those of its notes that call for attention
+    warnings: tuple[str, ...] = ()  # the notes of the report that call for attention
 
     @abstractmethod
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class HeadBlock:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The rows of a tensor: the same head blocks, in the order in which they are stored, so many times."""
+    """The rows of a tensor: `repeat` times the same head blocks, in the order in which they are stored."""
 
     repeat: int
     blocks: tuple[HeadBlock, ...]
@@ -96,7 +96,7 @@ class ScaleBlocks:
         ValueError: a conversion would spread the rows of one block over several, each with a scale of its own.
     """
 
-    layout: RowLayout  # of the quantised tensor
+    layout: RowLayout  # the layout of the quantised tensor
     size: int  # rows per block
 
     def __post_init__(self) -> None:

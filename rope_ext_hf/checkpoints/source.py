@@ -33,15 +33,15 @@ class Source:
     """A folder of weights, read as far as the headers."""
 
     folder: Path
-    config: Any  # of the model; for an adapter, of the model that it was trained on
+    config: Any  # the config of the model; for an adapter, of the model that it was trained on
     model: PreTrainedModel | None  # that model on the meta device; None: transformers has no class of its family
-    rotary: Rotary  # of that model
+    rotary: Rotary  # the rotary embedding of that model
     files: dict[str, WeightFile]  # by name, in the order of the index
     index: dict[str, Any] | None  # without its weight map; None: there is a single file
-    inputs: FileStamps  # of the files, taken before they were read
+    inputs: FileStamps  # stamps of the files, taken before they were read
     tensors: RotaryTensors
     expected: frozenset[str]  # the rotated modules of the model, as `tensors.locate` names them; none for an adapter
-    pairing: str | None  # of the weights, by the folder or the family table; None: neither states it
+    pairing: str | None  # the pairing of the weights by the folder or the family table; None: neither states it
 
     @property
     def is_adapter(self) -> bool:

@@ -38,7 +38,7 @@ class LinearAttentionState:
     Start with `LinearAttentionState()` and give it to every call of `linear_attention`, which updates it.
 
     Attributes:
-        kernel: of the calls so far; None: none yet.
+        kernel: the kernel of the calls so far; None: there was no call.
         length: tokens read so far, padding included.
         numerator: sum over keys of features x values, (batch, heads, features, value_dim), float32 or float64.
         denominator: sum over keys of features, (batch, heads, features), in the same dtype.
@@ -91,7 +91,7 @@ def linear_attention(
             between them; time and memory linear in the length. "parallel": all scores at once, (length x length).
             "recurrent": one token after the other. Full attention sums over all keys once, except under "parallel".
         chunk_size: tokens of a chunk.
-        eps: added to the denominator. Without it that of "relu" can be 0, and that of a row without keys is.
+        eps: added to the denominator. The denominator of "relu" can be 0, and that of a row without keys is.
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of value, computed in float32, or in float64 where an input is.
