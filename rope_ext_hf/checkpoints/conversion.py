@@ -170,7 +170,7 @@ class _PairingConversion(Conversion):
             if file.header is not None:
                 self._copy_by_ranges(file, file.header, part, advance)
             else:
-                write_safetensors(part, file.tensors, read, {"format": "pt"}, advance)
+                write_safetensors(part, file.tensors, read, advance)
         copy_mode(file.path, target)
 
     def _read_converted(self, file: WeightFile, name: str) -> Tensor:

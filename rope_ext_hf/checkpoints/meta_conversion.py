@@ -86,7 +86,7 @@ class MetaImport(Conversion):
                 advance(size_of(shard))
                 continue
             with atomic_file(staging / name, fsync=False) as part:
-                write_safetensors(part, shard, self.view.read, {"format": "pt"}, advance)
+                write_safetensors(part, shard, self.view.read, advance)
             copy_mode(self.source.parts[0].path, staging / name)
         if len(shards) > 1:
             weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}

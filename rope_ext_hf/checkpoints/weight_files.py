@@ -161,7 +161,6 @@ def write_safetensors(
     path: Path,
     tensors: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
     advance: Callable[[int], None],
 ) -> None:
     """Write a new file of these tensors, with one of them in memory at a time.
@@ -169,14 +168,13 @@ def write_safetensors(
     Args:
         tensors: dtypes and shapes, in the order of the file.
         read: returns one of them.
-        metadata: strings for the header.
         advance: called with the bytes of each tensor written.
     """
     at, fields = 0, {}
     for name, info in tensors.items():
         fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.size]}
         at += info.size
-    header = json.dumps({"__metadata__": dict(metadata)} | fields, separators=(",", ":")).encode()
+    header = json.dumps({"__metadata__": {"format": "pt"}} | fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
+from rope_ext_hf.modules.standalone import apply_rotary_pos_emb, check_padding_mask
 
 _Kernel = Literal["elu", "relu", "cosine"]
 _Form = Literal["chunked", "parallel", "recurrent"]
@@ -239,13 +239,7 @@ def _check(
             "key must have the shape of query, and value must differ in its last dimension alone; got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if padding_mask is not None and (
-        padding_mask.dtype != torch.bool or padding_mask.shape != (query.shape[0], query.shape[2])
-    ):
-        raise ValueError(
-            f"padding_mask must be bool ({query.shape[0]}, {query.shape[2]}), False for padding; got "
-            f"{padding_mask.dtype} {tuple(padding_mask.shape)}"
-        )
+    check_padding_mask(padding_mask, query.shape[0], query.shape[2])
 
 
 def _check_state(state: LinearAttentionState, query: Tensor, value: Tensor, kernel: str, causal: bool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
+from rope_ext_hf.modules.standalone import apply_rotary_pos_emb, check_padding_mask
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 
@@ -208,11 +208,7 @@ class RotaryAttention(nn.Module):
             raise ValueError(
                 f"position_ids must be ({batch}, {length}) or (1, {length}), got {tuple(position_ids.shape)}"
             )
-        if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != (batch, length)):
-            raise ValueError(
-                f"padding_mask must be bool ({batch}, {length}), False for padding; got {padding_mask.dtype} "
-                f"{tuple(padding_mask.shape)}"
-            )
+        check_padding_mask(padding_mask, batch, length)
         if cache is not None and not self.causal:
             raise ValueError("a cache holds the tokens before these, and full attention needs those after, too")
         if cache is not None and cache.key is not None and cache.key.shape[0] != batch:
