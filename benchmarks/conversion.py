@@ -78,7 +78,6 @@ def make(folder: Path, size: int) -> int:
             folder / file,
             part,
             lambda name: noise[: math.prod(shapes[name])].view(shapes[name]),
-            {"format": "pt"},
             lambda count: None,
         )
     index = {"metadata": {"total_size": sum(info.size for info in infos.values())}, "weight_map": where}

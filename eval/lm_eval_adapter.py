@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.bounds import Length
+from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.installing import install_command
@@ -269,8 +269,7 @@ def _max_length(model: PreTrainedModel, asked: int | None) -> int:
     extended = description.extended_length  # None: it follows the input, as far as anyone asks
     if asked is None:
         return extended or description.trained_length
-    if not isinstance(asked, int) or asked < 2:
-        raise MethodError(f"max_length must be a whole number of at least 2 tokens, got {asked!r}")
+    whole("max_length", asked, least=2)
     if extended is not None and asked > extended:
         raise MethodError(
             f"max_length={asked} is above the {extended} tokens this model reaches with {description.method}; extend "

@@ -61,11 +61,6 @@ class LengthsQuestion(Question):
         metavar="LENGTHS",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lengths or min(self.lengths) < 1:
-            raise MethodError(f"lengths must be one or more whole numbers of at least 1, got {list(self.lengths)}")
-
     def plan(
         self,
         model: PreTrainedModel,

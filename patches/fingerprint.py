@@ -9,7 +9,6 @@ leaves a config that looks right.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import CheckpointError, FingerprintError, UnsupportedModelError
+from rope_ext_hf.files import json_digest
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import read_rope
@@ -92,7 +92,7 @@ class Fingerprint:
             short = layer.short_inv_freq
             numbers = _rounded((layer.attention_factor, *layer.inv_freq, *(short or ())))
             values.append([name, layer.positions, short is None, numbers])
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+        return json_digest(values)[:12]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""

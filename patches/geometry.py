@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -74,8 +75,8 @@ def _check_over(over: str, context_length: int | None) -> None:
     if over not in get_args(_Over):
         known = get_args(_Over)
         raise MethodError(f"over must be one of {', '.join(known)}; got {over!r}.{did_you_mean(str(over), known)}")
-    if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
-        raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
+    if context_length is not None:
+        whole("context_length", context_length)
 
 
 def base_rope_of_config(

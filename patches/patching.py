@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 
-from rope_ext_hf.bounds import Length
+from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, is_number
 from rope_ext_hf.patches.applying import apply_plan, replay, take_off
@@ -187,8 +187,7 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
         MethodError: a length below 1.
         UnsupportedModelError: an unpatched model whose own config is length-dependent; patch it first.
     """
-    if not isinstance(length, int) or length < 1:
-        raise MethodError(f"length must be a whole number of at least 1 token, got {length!r}")
+    whole("length", length)
     slots = () if patched_slots(model) else find_slots(model)
     for own in (rope for slot in slots for rope in slot.as_loaded.values()):
         if own.method.depends_on_length(own.plain):

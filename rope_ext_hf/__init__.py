@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.checkpoints.detection import PairingReport as PairingReport
     from rope_ext_hf.checkpoints.detection import detect_pairing as detect_pairing
     from rope_ext_hf.checkpoints.live_model import convert as convert
-    from rope_ext_hf.checkpoints.migration import migrate_to_rope as migrate_to_rope
     from rope_ext_hf.checkpoints.report import ConversionReport as ConversionReport
     from rope_ext_hf.engines.base import ServingConfig as ServingConfig
     from rope_ext_hf.errors import CheckpointError as CheckpointError
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.registry import frequencies as frequencies
     from rope_ext_hf.methods.registry import list_methods as list_methods
     from rope_ext_hf.methods.registry import register_method as register_method
+    from rope_ext_hf.modules.migration import migrate_to_rope as migrate_to_rope
     from rope_ext_hf.modules.standalone import NTKAwareRoPE as NTKAwareRoPE
     from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
     from rope_ext_hf.patches.applying import apply_plan as apply_plan

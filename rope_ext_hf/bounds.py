@@ -8,13 +8,14 @@ And lengths in tokens, as users write them: 4096, "4k", "1M".
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, overload
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
 Length = int | str
 """A number of tokens, or its text: "4096", "4k", "1M"."""
@@ -56,13 +57,37 @@ def limits(**values: int) -> Iterator[None]:
     for name, value in values.items():
         if name not in LIMITS:
             raise MethodError(f"unknown limit {name!r}.{did_you_mean(name, LIMITS)} Known: {', '.join(LIMITS)}")
-        if type(value) is not int or value < 1:
-            raise MethodError(f"the limit {name} must be a whole number of at least 1, got {value!r}")
+        whole(f"the limit {name}", value)
     token = _raised.set(_raised.get() | values)
     try:
         yield
     finally:
         _raised.reset(token)
+
+
+def whole(
+    name: str, value: object, least: float = 1, most: float = math.inf, error: type[RopeExtError] = MethodError
+) -> int:
+    """Return a value that must be a whole number; True and False are none.
+
+    Args:
+        name: what the message calls the value.
+        least, most: the smallest and the largest number allowed.
+        error: the class of the exception.
+
+    Raises:
+        MethodError, or `error`: another value.
+    """
+    if type(value) is int and least <= value <= most:
+        return value
+    raise error(f"{name} must be a whole number{range_text(least, most)}, got {short(repr(value))}")
+
+
+def range_text(least: float, most: float) -> str:
+    """` from 1 to 1,000`, ` of at least 1`, or nothing where there is no least number."""
+    if least == -math.inf:
+        return ""
+    return f" of at least {least:,}" if most == math.inf else f" from {least:,} to {most:,}"
 
 
 @overload
@@ -84,13 +109,16 @@ def parse_length(given: Length | None) -> int | None:
     return int(tokens)
 
 
-def parse_lengths(given: Length | Iterable[Length]) -> list[int]:
+def parse_lengths(given: Length | Iterable[Length], least: int = 1) -> list[int]:
     """One length, several, or a comma list of them.
 
     Raises:
-        MethodError: a text that is no length.
+        MethodError: no lengths, or one that is not a whole number of at least `least`.
     """
-    return [parse_length(part) for part in (given.split(",") if isinstance(given, str) else listed(given))]
+    lengths = [parse_length(part) for part in (given.split(",") if isinstance(given, str) else listed(given))]
+    if not lengths:
+        raise MethodError("lengths must be one or more whole numbers, got none")
+    return [whole("lengths", length, least, MOST_TOKENS) for length in lengths]
 
 
 def listed(given: Any) -> list[Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
 )
-_WEIGHTS = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
+WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
 """Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
 _SECONDS_TO_ANSWER = 5.0
 
@@ -73,7 +73,7 @@ def download(
         chosen = [file for file in own if any(fnmatch(file, pattern) for pattern in patterns)]
         chosen = [file for file in chosen if Path(file).suffix not in WEIGHT_SUFFIXES]
         if weights:
-            known = [file for singles in _WEIGHTS for file in _first_of(singles, files, fetch)]
+            known = [file for singles in WEIGHT_FILES for file in _first_of(singles, files, fetch)]
             chosen += known or [file for file in own if fnmatch(file, "consolidated.*.pth")]
         if not chosen:
             raise CheckpointError(f"{name!r} on the Hub holds no files of a model")

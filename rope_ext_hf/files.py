@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import math
 import os
@@ -25,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -188,6 +188,11 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
+def json_digest(value: Any) -> str:
+    """SHA-256 of a value as JSON, in hexadecimal; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def check_regular(folder: Path) -> None:
     """Check that whatever stands in a folder is a file or a folder, or leads to one; no folder, no check.
 
@@ -233,11 +238,11 @@ def copy_mode(source: Path, target: Path) -> None:
     target.chmod(stat.S_IMODE(source.stat().st_mode) | stat.S_IWUSR)
 
 
-def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, progress: Callable[[int], None]) -> None:
+def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance: Callable[[int], None]) -> None:
     """Append bytes begin..end of one open file to another, inside the kernel where it supports that.
 
     Args:
-        progress: called with the count of every block.
+        advance: called with the bytes of every block.
 
     Raises:
         FileError: the source ends before `end`.
@@ -256,22 +261,7 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, progres
         if not copied:
             raise FileError(f"a file ended at byte {at} while it was being copied; it was expected to have {end}")
         at += copied
-        progress(copied)
-
-
-@dataclass
-class Progress:
-    """A count of bytes written, passed on to a callback as (written, total)."""
-
-    total: int
-    callback: Callable[[int, int], None] | None
-    done: int = 0
-
-    def advance(self, count: int) -> None:
-        """Add bytes to the count."""
-        self.done += count
-        if self.callback is not None:
-            self.callback(self.done, self.total)
+        advance(copied)
 
 
 # --- whole or not at all -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from rope_ext_hf.bounds import listed
+from rope_ext_hf.bounds import listed, range_text
 from rope_ext_hf.errors import MethodError, short
 
 P = ParamSpec("P")
@@ -67,10 +67,7 @@ class Asked:
         right = number if kind in ("int", "float") else kind != "bool" or isinstance(value, bool)
         if right and (not number or self.least <= value <= self.most):
             return
-        limits = ""
-        if self.least > -math.inf:
-            limits = f" from {self.least:,} to {self.most:,}"
-            limits = f" of at least {self.least:,}" if self.most == math.inf else limits
+        limits = range_text(self.least, self.most)
         raise MethodError(f"{name} must be {_KINDS[kind]}{limits}, got {short(repr(value))}")
 
 

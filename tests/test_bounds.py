@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ import transformers
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
-from rope_ext_hf.bounds import LIMITS, limit
+from rope_ext_hf.bounds import LIMITS, limit, whole
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import empty_model, load_model
 from rope_ext_hf.reference import path
@@ -72,6 +74,22 @@ def test_limits_that_are_none() -> None:
     for wrong in (0, 1.5, "5", True):
         with pytest.raises(rope.MethodError, match="whole number of at least 1"), rope.limits(layers=wrong):  # type: ignore[arg-type]
             pass
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "most", "allowed"),
+    [
+        (0, 1, math.inf, " of at least 1"),
+        (2.0, -math.inf, math.inf, ""),
+        (True, 0, 1_000, " from 0 to 1,000"),
+        ("5", 9, 9, " from 9 to 9"),
+    ],
+)
+def test_a_whole_number_out_of_its_bounds(value: object, least: float, most: float, allowed: str) -> None:
+    message = f"width must be a whole number{allowed}, got {value!r}"
+    with pytest.raises(rope.CheckpointError, match=f"^{re.escape(message)}$"):
+        whole("width", value, least, most, error=rope.CheckpointError)
+    assert [whole("width", edge, 1, 3) for edge in (1, 3)] == [1, 3]
 
 
 DESCRIBE = ("describe", "reference")

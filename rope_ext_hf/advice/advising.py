@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, signed
-from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length
+from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.hub import empty_model, foreign_errors
@@ -75,8 +75,7 @@ def advise(
     target_length = parse_length(target_length)
     given = [("target_length", target_length), *(("a batch", each) for each in batches)]
     for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
-        if not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
-            raise MethodError(f"{name} must be a whole number from 1 to {MOST_TOKENS:,}, got {value!r}")
+        whole(name, value, 1, MOST_TOKENS)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     name = str(model) if isinstance(model, (str, Path)) else opened.name  # "reference" is no folder of the user's
     specs = opened.specs if over == "own" and context_length is None else []

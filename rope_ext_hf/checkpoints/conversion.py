@@ -2,8 +2,10 @@
 
     report = convert_checkpoint("path/or/hub-id", "converted", to="interleaved")
 
-The folder is read and checked first (`source`, `meta_source`). Everything is written into a hidden folder beside the
-destination, which is renamed once it is complete and on disk.
+The folder is read and checked first (`source`, `meta_source`): every tensor of an attention module is known to rotate,
+known not to, or a reason to stop (`row_layouts`). Everything is written into a hidden folder beside the destination,
+which is renamed once it is complete and on disk. Each weight file is copied in ranges of bytes inside the kernel; only
+tensors that rotate go through memory, one at a time.
 """
 
 from __future__ import annotations
@@ -11,14 +13,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rope_ext_hf.checkpoints.meta_export import MetaExport
-from rope_ext_hf.checkpoints.meta_import import MetaImport
+from torch import Tensor
+
+from rope_ext_hf.bounds import whole
+from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
-from rope_ext_hf.checkpoints.pairing_conversion import PairingConversion
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
+from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
+from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
+from rope_ext_hf.checkpoints.weight_files import (
+    SafetensorsFile,
+    TensorView,
+    WeightFile,
+    file_matches,
+    size_of,
+    tensor_bytes,
+    write_safetensors,
+)
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import check_destination
-from rope_ext_hf.rotary.pairing import PAIRINGS
+from rope_ext_hf.files import atomic_file, check_destination, copy_mode, copy_range, read_json, write_json
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
+from rope_ext_hf.patches.config import PAIRING_KEY
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, with_pairing
+from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
 
 def convert_checkpoint(
@@ -79,8 +98,8 @@ def convert_checkpoint(
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
         if source_pairing not in (None, "interleaved"):
             raise CheckpointError(f"weights in Meta's format are interleaved, got source_pairing={source_pairing!r}")
-        if context_length is not None and (type(context_length) is not int or context_length < 1):
-            raise CheckpointError(f"context_length must be a positive whole number of tokens, got {context_length!r}")
+        if context_length is not None:
+            whole("context_length", context_length, error=CheckpointError)
         conversion: Conversion = MetaImport(source, dst, to, context_length=context_length)
     elif context_length is not None:
         raise CheckpointError(
@@ -90,5 +109,114 @@ def convert_checkpoint(
     elif to == "meta":
         conversion = MetaExport(source, dst, model_parallel=model_parallel, source_pairing=source_pairing)
     else:
-        conversion = PairingConversion(source, dst, to, source_pairing=source_pairing, force=force)
+        conversion = _PairingConversion(source, dst, to, source_pairing=source_pairing, force=force)
     return conversion.run(resume=resume, verify=verify, progress=progress)
+
+
+class _PairingConversion(Conversion):
+    """A copy of a checkpoint whose weights are in the other pairing; see `convert_checkpoint`."""
+
+    def __init__(self, source: Source, dst: Path, to: str, *, source_pairing: str | None, force: bool) -> None:
+        _check_pairing(source, to, source_pairing, force)
+        self.source, self.to, self.layouts = source, to, source.layouts()
+        self.folder, self.inputs, self.plan = source.folder, source.inputs, {"to": to}
+        loads_natively = class_pairing(source.config, after=to) == to
+        if not loads_natively:
+            self.warnings = (
+                f"{str(dst)!r} holds {to} weights, which the code of {source.tensors.model_type!r} models does not "
+                f"run; for transformers, convert it back: rope-ext convert {dst} NEW --to {other_pairing(to)}",
+            )
+        self.report = ConversionReport(
+            path=str(dst),
+            source=other_pairing(to),
+            to=to,
+            converted=len(self.layouts),
+            tensors=len(source.view.tensors),
+            bytes=size_of(source.view.tensors),
+            loads_natively=loads_natively,
+            notes=self.warnings,
+        )
+
+    def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
+        for name, file in self.source.files.items():
+            self._write_file(file, staging / safetensors_name(name), advance)
+        config_name = ADAPTER_CONFIG if self.source.is_adapter else "config.json"
+        skipped = copy_other_files(self.source.folder, staging, [*self.source.files, config_name])
+        if self.source.index is not None:
+            weight_map = {t: safetensors_name(n) for n, file in self.source.files.items() for t in file.tensors}
+            stem = "adapter_model" if self.source.is_adapter else "model"
+            write_json(staging / f"{stem}.safetensors.index.json", self.source.index | {"weight_map": weight_map})
+        self._write_config(config_name, staging)
+        return skipped
+
+    def verify(self, staging: Path) -> str:
+        written = TensorView.from_files(SafetensorsFile(staging / safetensors_name(name)) for name in self.source.files)
+        scores = compare_scores(self.source.tensors, self.source.view, written, self.to)
+        if self.source.is_adapter:
+            return scores
+        logits = compare_logits(self.folder, other_pairing(self.to), staging, self.to, self.report.bytes)
+        return f"{scores}; {logits}"
+
+    def _write_file(self, file: WeightFile, target: Path, advance: Callable[[int], None]) -> None:
+        """Write one weight file, unless an interrupted conversion has written it."""
+
+        def read(tensor: str) -> Tensor:
+            return self._read_converted(file, tensor)
+
+        if file_matches(target, file.tensors, read, header=file.header):
+            advance(size_of(file.tensors))
+            return
+        with atomic_file(target, fsync=False) as part:
+            if file.header is not None:
+                self._copy_by_ranges(file, file.header, part, advance)
+            else:
+                write_safetensors(part, file.tensors, read, advance)
+        copy_mode(file.path, target)
+
+    def _read_converted(self, file: WeightFile, name: str) -> Tensor:
+        """Read a tensor, in the new pairing."""
+        tensor = file.read(name)
+        return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
+
+    def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, advance: Callable[[int], None]) -> None:
+        """Copy the header and all bytes but those of tensors that rotate."""
+        with file.path.open("rb") as source, part.open("wb") as target:
+            target.write(header)
+            at = len(header)
+            for name, info in file.tensors.items():
+                if name in self.layouts:
+                    copy_range(source, target, at, info.begin, advance)
+                    target.write(tensor_bytes(self._read_converted(file, name)))
+                    advance(info.size)
+                    at = info.end
+            copy_range(source, target, at, file.path.stat().st_size, advance)
+
+    def _write_config(self, name: str, staging: Path) -> None:
+        config = read_json(self.source.folder / name)
+        model_type = self.source.tensors.model_type
+        switch = family(model_type).pairing_switch
+        if switch is not None and not self.source.is_adapter:
+            parts = [part for part in config.values() if isinstance(part, dict)]
+            text = next((part for part in parts if part.get("model_type") == model_type), config)
+            text[switch] = self.to == "interleaved"
+        for part in [config, *config.values()] if switch is not None else ():
+            for key, value in part.items() if isinstance(part, dict) else ():
+                if isinstance(value, dict) and FINGERPRINT_KEY in value:
+                    part[key] = with_pairing(value, self.to)
+        write_json(staging / name, config | {PAIRING_KEY: self.to})
+        copy_mode(self.source.folder / name, staging / name)
+
+
+def _check_pairing(source: Source, to: str, source_pairing: str | None, force: bool) -> None:
+    now = source_pairing or source.pairing
+    if now is None:
+        raise CheckpointError(
+            f"the family table has no pairing for {source.tensors.model_type!r}, and the config does not state one; "
+            "state the pairing of the weights (source_pairing, --from)"
+        )
+    if now == to and not force:
+        reason = "as stated" if source_pairing else "by the config or the family"
+        raise CheckpointError(
+            f"the weights in {str(source.folder)!r} are {to} already, {reason}; to convert them "
+            "nevertheless, use force (force=True, --force)"
+        )

@@ -12,10 +12,12 @@ e^(-distance / r), so that the two dims of a pair have the greatest likeness. Th
 energy with the likeness of the half pairing, minus that of the interleaved pairing. Correlations leave out the diagonal
 and the means of rows and columns, so that dims with large weights do not count as similar.
 
-The verdict is the sign of the mean score over heads. It needs `MIN_SIGMA` standard errors (from the differences between
-heads or, if larger, from energies in random order) and `_MIN_LAYER_AGREEMENT` of the layers; else the answer is None.
+The verdict is the sign of the mean score over heads. It needs `_MIN_SIGMA` standard errors (from the differences
+between heads or, if larger, from energies in random order) and `_MIN_LAYER_AGREEMENT` of the layers; else it is None.
 
 `benchmarks/detection.py` measures it: docs/detection.md has the scores, and how many random initialisations got none.
+
+Where a text is given, the loss on it is measured with the rows in either order as well.
 
 The energies of pairs alone, without their neighbours, left half-paired models with norms of q and k undecided:
 neighbouring frequencies are similar too, which raises adjacent dims of half-paired weights.
@@ -24,6 +26,7 @@ neighbouring frequencies are similar too, which raises adjacent dims of half-pai
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,33 +35,48 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_path
-from rope_ext_hf.checkpoints.detection_text import MIN_SIGMA, TextLosses, compare_losses
+from rope_ext_hf.checkpoints.live_model import reordered
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
+from rope_ext_hf.hub import leading_token, load_tokenizer
+from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.patching import fixed_length
+from rope_ext_hf.patches.slots import patched_slots
+from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 _MAX_LAYERS_READ = 8  # evenly spaced over the depth
 _MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
+_MIN_SIGMA = 4.5  # standard errors; chance alone exceeds them 7 times in a million
 _DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives every model above the right sign, and none is best on all
+SPAN_TOKENS, SPANS = 256, 8  # tokens of a text read at a time, and how many times
+TEXT_CHARACTERS = 20 * SPAN_TOKENS * SPANS  # of a text that are tokenised: a whole book would take long
+_TEXT_MARGIN = 0.1  # nats per token by which the better loss must beat the other, and the loss of a uniform guess
 
 
 @dataclass(frozen=True)
 class _LayerScore:
-    """The score of one layer.
+    """The score of one layer: correlations of energies with the likenesses of either pairing, means over heads."""
 
-    Attributes:
-        name: of its attention module.
-        heads: query heads.
-        half, interleaved: correlation of the energies with the likenesses of either pairing, mean over heads.
-    """
-
-    name: str
-    heads: int
+    name: str  # the name of its attention module
+    heads: int  # query heads
     half: float
     interleaved: float
+
+
+@dataclass(frozen=True)
+class TextLosses:
+    """The loss on a text with the weights read as either pairing, in nats per token."""
+
+    half: float
+    interleaved: float
+    error: float  # standard error of their difference, over spans
+    tokens: int  # the predicted tokens
+    pairing: str | None  # the clearly better one; None: neither is, or the model cannot predict such text
 
 
 @dataclass(frozen=True)
@@ -149,9 +167,10 @@ def detect_pairing(
     else:
         weights = weights_from_path(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
     report = _from_weights(weights)
-    if text is None:
-        return report
-    return combine_evidence(report, compare_losses(weights, text, tokenizer))
+    return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
+
+
+# --- the weights ----------------------------------------------------------------------------------------------------
 
 
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
@@ -217,7 +236,7 @@ def _from_weights(weights: AttentionWeights) -> PairingReport:
     score, error = float(by_head.mean()), max(spread, _null_std(inv_freq)) / math.sqrt(len(by_head))
     report = replace(report, score=score, error=error, layers=tuple(layers), confidence=_confidence(score, error))
     agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
-    if abs(score) < MIN_SIGMA * error or not error:
+    if abs(score) < _MIN_SIGMA * error or not error:
         return replace(report, reason="the difference between the pairings is small enough to be chance")
     if agreeing < _MIN_LAYER_AGREEMENT * len(layers):
         return replace(report, reason=f"{len(layers) - agreeing} of {len(layers)} layers contradict the others")
@@ -240,3 +259,57 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
     return replace(
         report, pairing=None, confidence=0.0, reason=f"the weights show {report.pairing}, the text {text.pairing}"
     )
+
+
+# --- the loss on a text ---------------------------------------------------------------------------------------------
+
+
+def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
+    """Measure the loss on a text with the rows as they are and in the other order.
+
+    Raises:
+        CorpusError: a text that is too short, or no tokenizer.
+        CheckpointError, UnsupportedModelError: a model that cannot be run, or whose rows cannot be moved.
+    """
+    model = weights.load()
+    runs = class_pairing(model.config)
+    if runs is None:
+        raise UnsupportedModelError(f"the family table has no pairing for {weights.tensors.model_type!r}")
+    try:
+        tokenizer = tokenizer or load_tokenizer(model.name_or_path)
+    except CheckpointError as none:
+        raise CorpusError(f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)") from none
+    spans = _spans(text, tokenizer, weights.rotary.trained_length)
+    with evaluating(model), torch.no_grad():
+        losses = {runs: _losses(model, spans)}
+        with reordered(model, weights.tensors, runs):
+            losses[other_pairing(runs)] = _losses(model, spans)
+    half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())
+    differences = losses["half"] - losses["interleaved"]
+    error = float(differences.std()) / math.sqrt(len(differences))
+    clear = abs(half - interleaved) >= max(_TEXT_MARGIN, _MIN_SIGMA * error)
+    uniform = math.log(model.get_input_embeddings().weight.shape[0])
+    learned = min(half, interleaved) <= uniform - _TEXT_MARGIN
+    better = "half" if half < interleaved else "interleaved"
+    return TextLosses(half, interleaved, error, spans[:, 1:].numel(), better if clear and learned else None)
+
+
+def _spans(text: str, tokenizer: PreTrainedTokenizerBase, trained_length: int) -> Tensor:
+    """Tokenise the beginning of a text: (spans, tokens), with a BOS token if the tokenizer puts one before texts."""
+    ids = tokenizer(text[:TEXT_CHARACTERS], add_special_tokens=False, return_tensors="pt").input_ids[0]
+    length = min(SPAN_TOKENS, trained_length)
+    spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
+    if len(spans) < 2:
+        raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
+    first = leading_token(tokenizer)
+    return spans if first is None else torch.cat([spans.new_full((len(spans), 1), first), spans], 1)
+
+
+def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
+    """Nats per token of each span (spans, tokens), without its first token: (spans,), float64."""
+    device = model.get_input_embeddings().weight.device
+    with fixed_length(model, spans.shape[1]) if patched_slots(model) else nullcontext():
+        logits = (model(input_ids=span[None].to(device), use_cache=False).logits[0, :-1] for span in spans)
+        pairs = zip(logits, spans, strict=True)
+        losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
+    return torch.stack([loss.cpu().double() for loss in losses])

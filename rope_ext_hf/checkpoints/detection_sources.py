@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rope_ext_hf.checkpoints.meta_source import open_checkpoint
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import empty_model, loading
@@ -33,41 +33,27 @@ _SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The weights of a model, read one tensor at a time.
+    """The weights of a model, read one tensor at a time."""
 
-    Attributes:
-        path: how the report names them.
-        tensors: what rotates.
-        rotary: its rotary embedding.
-        norms: one module of each kind of norm, by the last part of its name; it is called to learn what it does.
-        shapes: of all tensors, by name.
-        read: returns one of them.
-        stated: the pairing by the config or the family table.
-        load: returns the model itself.
-    """
-
-    path: str
+    path: str  # how the report names them
     tensors: RotaryTensors
     rotary: Rotary
-    norms: dict[str, nn.Module]
-    shapes: Mapping[str, Sequence[int]]
-    read: Callable[[str], Tensor]
-    stated: str | None
-    load: Callable[[], PreTrainedModel]
+    norms: dict[str, nn.Module]  # one of each kind, by the last part of its name, to be called
+    shapes: Mapping[str, Sequence[int]]  # the shape of every tensor, by its name
+    read: Callable[[str], Tensor]  # returns a tensor, by its name
+    stated: str | None  # the pairing by the config or the family table
+    load: Callable[[], PreTrainedModel]  # returns the model itself
 
     def attentions(self) -> list[str]:
-        """Return the names of the attention modules that rotate as `rotary` does, in the order of their layers."""
-        names = dict.fromkeys(self._attention(name) for name in self.shapes)
-        return sorted((name for name in names if name is not None and self._rotates_alike(name)), key=_layer_order)
-
-    def _rotates_alike(self, attention: str) -> bool:
-        """Whether this module rotates as many dims as the layers that attend to everything."""
-        layouts = self.tensors.layouts_in(attention).values()
-        return any(block.rotary == self.rotary.dim for layout in layouts for block in layout.blocks)
-
-    def _attention(self, name: str) -> str | None:
-        parts = self.tensors.split_name(name)
-        return None if parts is None else ".".join(filter(None, parts[:2]))
+        """Return the names of the attention modules that rotate as many dims as `rotary`, in the order of layers."""
+        parts = filter(None, map(self.tensors.split_name, self.shapes))
+        names = {".".join(filter(None, (prefix, attention))) for prefix, attention, _ in parts}
+        alike = []
+        for name in names:
+            layouts = self.tensors.layouts_in(name).values()
+            if any(block.rotary == self.rotary.dim for layout in layouts for block in layout.blocks):
+                alike.append(name)
+        return sorted(alike, key=_layer_order)
 
     def queries_and_keys(self, attention: str) -> tuple[Tensor, Tensor]:
         """Return the rotated rows of one attention module: (heads, dims, width) and (key heads, dims, width), float32.
@@ -91,8 +77,11 @@ class AttentionWeights:
                 weight = self._gain(module, weight, layout.rows).reshape(layout.rows, 1)
             else:
                 latent = _LATENT.get(module, latent)
-            for side, part in _rotated_rows(weight, layout):
-                (gains if is_norm else sides)[side] = part
+            if weight.ndim != 2:
+                raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
+            for block, heads in layout.heads(weight):
+                if block.rotary:
+                    (gains if is_norm else sides)[block.side] = heads.narrow(1, block.start, block.rotary)
         if not {"q", "k"} <= set(sides):
             raise CheckpointError(
                 f"{attention!r} has no readable query and key weights: they are packed, or of an adapter"
@@ -103,7 +92,10 @@ class AttentionWeights:
             if weight is not None:
                 key = key * self._gain(name, weight, key.shape[-1]).square()
         if latent is not None:
-            down, norm = (self._required_weight(f"{attention}.{name}") for name in latent)
+            down, norm = (self._weight(f"{attention}.{name}") for name in latent)
+            if down is None or norm is None:
+                missing = latent[0] if down is None else latent[1]
+                raise CheckpointError(f"'{attention}.{missing}.weight' is missing")
             if down.ndim != 2 or down.shape[1] != key.shape[-1]:
                 raise CheckpointError(f"{latent[0]!r} of {attention!r} has shape {tuple(down.shape)}; {_DISAGREE}")
             key = key @ down.mT * self._gain(latent[1], norm, len(down))
@@ -133,12 +125,6 @@ class AttentionWeights:
             raise CheckpointError(f"'{path}.weight' is packed into {weight.dtype}")
         self.tensors.find(f"{path}.weight", weight.shape)  # raises if config and weights disagree
         return weight.float() if scale is None else _scaled(weight.float(), scale.float())
-
-    def _required_weight(self, module: str) -> Tensor:
-        weight = self._weight(module)
-        if weight is None:
-            raise CheckpointError(f"'{module}.weight' is missing")
-        return weight
 
     def _gain(self, name: str, weight: Tensor, size: int) -> Tensor:
         """What a norm with this weight multiplies each dim by: the weight, or in some families (Gemma) 1 + weight."""
@@ -175,16 +161,6 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
             block = -(-size // scale.shape[dim])
             scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
     return weight * scale
-
-
-def _rotated_rows(weight: Tensor, layout: RowLayout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the side and the rotated rows (heads, dims, width) of each head block."""
-    if weight.ndim != 2:
-        raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
-    for block, part in layout.parts(weight):
-        if block.rotary:
-            heads = part.reshape(layout.repeat * block.count, block.size, weight.shape[1])
-            yield block.side, heads.narrow(1, block.start, block.rotary)
 
 
 def weights_from_model(model: Any) -> AttentionWeights:

@@ -84,20 +84,13 @@ _FFN: tuple[tuple[int, float | None], ...] = ((256, None), (256, 1.5), (4096, 1.
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor in both formats.
+    """One tensor in both formats."""
 
-    Attributes:
-        meta, hf: its names.
-        shape: of the whole tensor.
-        split: the dimension that model-parallel parts divide; None: every part holds a full copy.
-        heads: heads in its rotated rows; None: no row rotates.
-    """
-
-    meta: str
-    hf: str
-    shape: tuple[int, ...]
-    split: int | None
-    heads: int | None
+    meta: str  # its name in Meta's format
+    hf: str  # its name in Hugging Face's
+    shape: tuple[int, ...]  # the shape of the whole tensor
+    split: int | None  # the dimension that model-parallel parts divide; None: every part holds a full copy
+    heads: int | None  # the heads in its rotated rows; None: no row rotates
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
         """Return the shape of a part, of so many."""
@@ -113,31 +106,19 @@ class Weight:
 
 
 class _Generation(NamedTuple):
-    """What follows from a Llama's generation.
+    """What follows from a Llama's generation."""
 
-    Attributes:
-        name: what Meta calls it.
-        length: its trained length in tokens.
-        split: the dimension of the embeddings that its code divides among model-parallel parts.
-    """
-
-    name: str
-    length: int
-    split: int
+    name: str  # what Meta calls it
+    length: int  # trained, in tokens
+    split: int  # the dimension of the embeddings that its code divides among model-parallel parts
 
 
 class _ContextLength(NamedTuple):
-    """The length that a model is for.
-
-    Attributes:
-        tokens: the length.
-        note: where it comes from, as a sentence; "" where the caller gave it.
-        guessed: neither stated nor that of a released model of these sizes.
-    """
+    """The length that a model is for."""
 
     tokens: int
-    note: str
-    guessed: bool
+    note: str  # where it comes from, as a sentence; "" where the caller gave it
+    guessed: bool  # neither stated nor that of a released model of these sizes
 
 
 class _Release(NamedTuple):
@@ -181,29 +162,18 @@ _RELEASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A model, by what both formats contain.
+    """A model, by what both formats contain."""
 
-    Attributes:
-        dim: hidden size.
-        layers, heads, kv_heads: their numbers.
-        ffn: width of the feed-forward layers.
-        vocab: vocabulary size.
-        eps: epsilon of its norms.
-        theta: base of its rotary embedding.
-        factor: of Llama 3.1's scaling; None: not scaled.
-        tied: its output weights are its embeddings.
-    """
-
-    dim: int
+    dim: int  # the hidden size
     layers: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int  # width of the feed-forward layers
     vocab: int
-    eps: float
-    theta: float
-    factor: float | None
-    tied: bool
+    eps: float  # epsilon of its norms
+    theta: float  # base of its rotary embedding
+    factor: float | None  # the factor of Llama 3.1's scaling; None: not scaled
+    tied: bool  # its output weights are its embeddings
 
     @property
     def head_dim(self) -> int:
@@ -235,15 +205,14 @@ class Llama:
         """The length that the model is for, which Meta's format has no required place for.
 
         Args:
-            given: by the caller, in tokens; it decides.
+            given: the length that the caller states, in tokens; it decides.
             stated: max_seq_len in params.json; else the length of the release of these sizes, else of the generation.
         """
         if given is not None:
             return _ContextLength(given, "", False)
         if stated is not None:
-            return _ContextLength(
-                stated, f"the context length of {stated:,} tokens is max_seq_len of params.json", False
-            )
+            note = f"the context length of {stated:,} tokens is max_seq_len of params.json"
+            return _ContextLength(stated, note, False)
         if (release := self.release) is not None:
             like = f"that of {release.name}, which has these sizes, theta and scaling"
             note = f"the context length of {release.length:,} tokens is {like}; params.json states none"
@@ -280,7 +249,7 @@ class Llama:
             "n_kv_heads": self.kv_heads if self.kv_heads != self.heads else None,
             "multiple_of": multiple_of,
             "ffn_dim_multiplier": multiplier,
-            # The code of Llama 1 and 2 takes no such key; meta_export tells the user.
+            # The code of Llama 1 and 2 takes no such key; meta_conversion tells the user.
             "rope_theta": self.theta if scaled or self.theta != 1e4 else None,
             "use_scaled_rope": scaled or None,
             "rope_scaling_factor": self.factor if self.factor != _usual_factor(self.tied) else None,

@@ -8,7 +8,7 @@ source.view().read("model.norm.weight")     # a whole tensor, by its Hugging Fac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,31 +33,19 @@ from rope_ext_hf.hub import model_folder
 
 @dataclass(frozen=True)
 class MetaSource:
-    """A folder in Meta's format, read as far as the headers.
-
-    Attributes:
-        folder: where it is.
-        llama: the model.
-        parts: its files, in order: each holds the tensors of one model-parallel process.
-        split: the dimension of the embeddings that the parts divide.
-        stated_length: the context length in tokens by params.json; None where it states none, as usual.
-        inputs: stamps of params.json and the parts, taken before they were read.
-    """
+    """A folder in Meta's format, read as far as the headers."""
 
     folder: Path
     llama: Llama
-    parts: tuple[TorchFile, ...]
-    split: int
-    stated_length: int | None
-    inputs: FileStamps
-
-    def weights(self) -> Iterator[Weight]:
-        """Return every tensor that a Hugging Face folder of this model holds."""
-        return (w for w in self.llama.weights(self.split) if not (self.llama.tied and w.meta == OUTPUT))
+    parts: tuple[TorchFile, ...]  # its files, in order: each holds the tensors of one model-parallel process
+    split: int  # the dimension of the embeddings that the parts divide
+    stated_length: int | None  # the context length in tokens by params.json, which usually has none
+    inputs: FileStamps  # stamps of params.json and the parts, taken before they were read
 
     def view(self, to: str = "interleaved") -> TensorView:
-        """The whole tensors by their Hugging Face names, in this pairing."""
-        weights = {weight.hf: weight for weight in self.weights()}
+        """The whole tensors that a Hugging Face folder of this model holds, by their names there, in this pairing."""
+        tied = {OUTPUT} if self.llama.tied else {}
+        weights = {weight.hf: weight for weight in self.llama.weights(self.split) if weight.meta not in tied}
         first = self.parts[0].tensors
         return TensorView(
             {name: TensorInfo.from_shape(first[w.meta].dtype, w.shape) for name, w in weights.items()},

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.files import FileStamps, Progress, atomic_folder
+from rope_ext_hf.files import FileStamps, atomic_folder
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,21 @@ class ConversionReport:
 
 
 class Conversion(ABC):
-    """A conversion that was checked and not yet written. Its class is made from a source and what is asked for.
+    """A conversion that was checked and not yet written. Its class is made from a source and what is asked for."""
 
-    Attributes:
-        folder: the folder that is read.
-        inputs: stamps of the files in it.
-        plan: JSON-ready: what the settings of an interrupted conversion must be, for it to be continued.
-        report: what is known before anything is written.
-        warnings: those of its notes that call for attention.
-    """
-
-    folder: Path
-    inputs: FileStamps
-    plan: Mapping[str, Any]
-    report: ConversionReport
-    warnings: tuple[str, ...] = ()
+    folder: Path  # the folder that is read
+    inputs: FileStamps  # stamps of the files in it
+    plan: Mapping[str, Any]  # JSON-ready: the settings with which an interrupted conversion may be continued
+    report: ConversionReport  # what is known before anything is written
+    warnings: tuple[str, ...] = ()  # the notes of the report that call for attention
 
     @abstractmethod
-    def write(self, staging: Path, progress: Progress) -> tuple[str, ...]:
-        """Write all files, keeping the weight files that are there and right; return those that were skipped."""
+    def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
+        """Write all files, keeping the weight files that are there and right; return those that were skipped.
+
+        Args:
+            advance: called with the bytes of weights that are there, block by block.
+        """
 
     @abstractmethod
     def verify(self, staging: Path) -> str:
@@ -89,14 +85,19 @@ class Conversion(ABC):
         self, *, resume: bool = False, verify: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> ConversionReport:
         """Write the new folder, whole or not at all. For the arguments and errors see `convert_checkpoint`."""
-        dst, verified = Path(self.report.path), None
-        done = Progress(self.report.bytes, progress)
+        dst, size, written = Path(self.report.path), self.report.bytes, 0
+
+        def advance(count: int) -> None:
+            nonlocal written
+            written += count
+            if progress is not None:
+                progress(written, size)
+
         with atomic_folder(
-            dst, source=self.folder, inputs=self.inputs, size=done.total, plan=self.plan, resume=resume
+            dst, source=self.folder, inputs=self.inputs, size=size, plan=self.plan, resume=resume
         ) as staging:
-            skipped = self.write(staging, done)
-            if verify:
-                verified = self.verify(staging)
+            skipped = self.write(staging, advance)
+            verified = self.verify(staging) if verify else None
         for warning in self.warnings:
             warnings.warn(warning, stacklevel=3)
         return replace(self.report, skipped_files=skipped, verified=verified)

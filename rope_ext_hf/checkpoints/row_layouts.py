@@ -32,31 +32,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """Consecutive heads in the rows of a tensor.
+    """Consecutive heads in the rows of a tensor."""
 
-    Attributes:
-        count: heads.
-        size: rows per head.
-        rotary: rows per head that rotate; 0: none does.
-        start: first rotated row of a head.
-        side: the scores that the rotated rows take part in: "q" with "k", "index_q" with "index_k".
-    """
-
-    count: int
-    size: int
-    rotary: int = 0
-    start: int = 0
-    side: str = field(default="", compare=False)  # rows of either side move alike
+    count: int  # heads
+    size: int  # rows per head
+    rotary: int = 0  # rows per head that rotate
+    start: int = 0  # the first of them
+    # The scores that the rotated rows take part in: "q" with "k", "index_q" with "index_k". Rows of either move alike.
+    side: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The rows of a tensor: the same head blocks, repeated.
-
-    Attributes:
-        repeat: how many times the blocks follow one another.
-        blocks: in the order in which they are stored.
-    """
+    """The rows of a tensor: `repeat` times the same head blocks, in the order in which they are stored."""
 
     repeat: int
     blocks: tuple[HeadBlock, ...]
@@ -83,32 +71,33 @@ class RowLayout:
             to_pairing(part, to, heads=block.count, rotary_dim=block.rotary, start=block.start, dim=1)
             if block.rotary
             else part
-            for block, part in self.parts(flat)
+            for block, part in self._parts(flat)
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(tensor.shape)
 
-    def parts(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
+    def _parts(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
         """Yield each block of a tensor (rows, ...) with its rows in every repeat: (repeat, count * size, ...)."""
         repeats = tensor.reshape(self.repeat, self.rows // self.repeat, *tensor.shape[1:])  # -1 fails for empty tensors
         sizes = [block.count * block.size for block in self.blocks]
         yield from zip(self.blocks, torch.split(repeats, sizes, dim=1), strict=True)
+
+    def heads(self, tensor: Tensor) -> Iterator[tuple[HeadBlock, Tensor]]:
+        """Yield each block of a tensor (rows, ...) with its heads in every repeat: (repeat * count, size, ...)."""
+        for block, part in self._parts(tensor):
+            yield block, part.reshape(self.repeat * block.count, block.size, *tensor.shape[1:])
 
 
 @dataclass(frozen=True)
 class ScaleBlocks:
     """The scales of a tensor that is quantised in blocks of rows: one row of scales per block.
 
-    Attributes:
-        layout: of the quantised tensor.
-        size: rows per block.
-
     Raises:
         ValueError: a conversion would spread the rows of one block over several, each with a scale of its own.
     """
 
-    layout: RowLayout
-    size: int
+    layout: RowLayout  # the layout of the quantised tensor
+    size: int  # rows per block
 
     def __post_init__(self) -> None:
         self._order("half")  # the other direction is the inverse of this one, so it is exact if this one is
@@ -151,8 +140,7 @@ class RotaryTensors:
     """The row layouts of the tensors of one checkpoint.
 
     Attributes:
-        model_type: of the text config.
-        layers: of each layer, by the name of a module inside its attention module; none for a layer without RoPE.
+        layers: the layouts of each layer by the names of modules inside its attention module; none without RoPE.
         unrotated: names of the modules there whose rows do not rotate.
         renamed: published names of modules, and those of the transformers class.
         scale_rows: rows that share a scale, for weights that are quantised in blocks; None for others.
@@ -189,7 +177,7 @@ class RotaryTensors:
         if match is None:
             return None
         rest = match["rest"]
-        if any(rest == module or rest.startswith(f"{module}.") for module in self.unrotated):
+        if any(f"{rest}.".startswith(f"{module}.") for module in self.unrotated):
             return None
         if _UNROTATED_PARAMETERS.fullmatch(rest):
             return None
@@ -201,12 +189,12 @@ class RotaryTensors:
                 "patches/families.toml"
             )
         parameter = re.sub(r"norms\.\d+\.", "", rest.removeprefix(f"{stored}."))
-        size = math.prod(shape)
         if _UNROTATED_PARAMETERS.fullmatch(parameter):
             return None
         layout = self._of_layer(match, shape).get(self.renamed.get(stored, stored))
         if layout is None:
             return None
+        size = math.prod(shape)
         if _PACKED.fullmatch(parameter) or (parameter == "weight" and shape[1:] == (1,) and size > layout.rows):
             raise CheckpointError(
                 f"{name!r} packs several rows into one number (GPTQ, AWQ, bitsandbytes): moving rows would not be "
@@ -367,15 +355,6 @@ def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, 
         module: _row_layout(choose(alternatives, layer), blocks, keys, module)
         for module, alternatives in family(model_type).rotated.items()
     }
-
-
-def attention_modules(config: Any, tensors: RotaryTensors) -> frozenset[str]:
-    """Return the rotated modules of every layer, named as `locate` does, for a family without a class."""
-    text = config.get_text_config()
-    pattern = family(text.model_type).remote_attention
-    assert pattern is not None  # other families have a model whose modules can be listed
-    layers = int(config_number(text, "num_hidden_layers"))
-    return frozenset(f"{pattern.format(layer)}.{module}" for layer in range(layers) for module in tensors.modules)
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:

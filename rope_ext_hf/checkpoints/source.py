@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.checkpoints.row_layouts import (
-    RotaryTensors,
-    RowLayout,
-    ScaleBlocks,
-    attention_modules,
-    rotary_tensors,
-)
-from rope_ext_hf.checkpoints.weight_files import (
-    FORMATS,
-    TORCH_DTYPES,
-    TensorView,
-    WeightFile,
-    WeightFormat,
-)
-from rope_ext_hf.downloads import WEIGHT_SUFFIXES
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
+from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
+from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamps, copy_files, file_stamps, list_files, read_json, resolve_inside
 from rope_ext_hf.hub import empty_model, loading, model_folder
@@ -39,41 +28,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_ADAPTER = "adapter_model"
-
-
 @dataclass(frozen=True)
 class Source:
-    """A folder of weights, read as far as the headers.
-
-    Attributes:
-        folder: where it is.
-        config: the Hugging Face config of the model; for an adapter, of the model that it was trained on.
-        model: that model on the meta device; None for a family without a class in transformers.
-        rotary: its rotary embedding.
-        files: its weight files by name, in the order of the index.
-        index: the index without its weight map; None for a single file.
-        inputs: stamps of the files, taken before they were read.
-        tensors: what rotates.
-        expected: the rotated modules of the model, as `tensors.locate` names them; empty for an adapter.
-        pairing: of the weights, by the folder or the family table; None where neither has it.
-    """
+    """A folder of weights, read as far as the headers."""
 
     folder: Path
-    config: Any
-    model: PreTrainedModel | None
-    rotary: Rotary
-    files: dict[str, WeightFile]
-    index: dict[str, Any] | None
-    inputs: FileStamps
+    config: Any  # the config of the model; for an adapter, of the model that it was trained on
+    model: PreTrainedModel | None  # that model on the meta device; None: transformers has no class of its family
+    rotary: Rotary  # the rotary embedding of that model
+    files: dict[str, WeightFile]  # by name, in the order of the index
+    index: dict[str, Any] | None  # without its weight map; None: there is a single file
+    inputs: FileStamps  # stamps of the files, taken before they were read
     tensors: RotaryTensors
-    expected: frozenset[str]
-    pairing: str | None
+    expected: frozenset[str]  # the rotated modules of the model, as `tensors.locate` names them; none for an adapter
+    pairing: str | None  # the pairing of the weights by the folder or the family table; None: neither states it
 
     @property
     def is_adapter(self) -> bool:
         """Whether these are the weights of an adapter."""
-        return _is_adapter(self.files)
+        return _names_adapter(next(iter(self.files)))
 
     @cached_property
     def view(self) -> TensorView:
@@ -126,8 +99,9 @@ def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
     inputs: FileStamps = {}
     files, index = _open_files(folder, inputs)
     list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
-    inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if _is_adapter(files) else "config.json")])
-    adapter = find_adapter(folder) if _is_adapter(files) else None
+    is_adapter = _names_adapter(next(iter(files)))
+    inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if is_adapter else "config.json")])
+    adapter = find_adapter(folder) if is_adapter else None
     config = _read_config(folder, adapter, trust_remote_code)
     pairing = (adapter and adapter.pairing) or getattr(config, PAIRING_KEY, None)
     if pairing not in (None, *PAIRINGS):
@@ -135,7 +109,7 @@ def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
     with loading(f"the model that the config of {str(folder)!r} describes"):
         model, rotary = _model_and_rotary(config, trust_remote_code)
         tensors = rotary_tensors(config, rotary.dim)
-        expected = _rotated_modules(config, model, tensors)
+        expected = _rotated_modules(model, tensors)
     return Source(
         folder=folder,
         config=config,
@@ -152,8 +126,8 @@ def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
 
 def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
     """Copy everything but weights, indexes, and files that are written anew; return the skipped weight files."""
-    indexes = {f"{stem}{known.suffix}.index.json" for known in FORMATS for stem in known.stems}
-    names = [name for name in list_files(folder) if name not in written and name not in indexes]
+    left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
+    names = [name for name in list_files(folder) if name not in left_out]
     skipped = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original"]
     copy_files(folder, [name for name in names if name not in skipped], staging)
     return tuple(skipped)
@@ -165,8 +139,8 @@ def safetensors_name(name: str) -> str:
     return name if path.suffix == ".safetensors" else f"{path.stem.replace('pytorch_model', 'model', 1)}.safetensors"
 
 
-def _is_adapter(files: Collection[str]) -> bool:
-    return next(iter(files)).startswith(_ADAPTER)
+def _names_adapter(file: str) -> bool:
+    return file.startswith("adapter_model")
 
 
 # --- config and model ----------------------------------------------------------------------------------------------
@@ -207,11 +181,15 @@ def _model_and_rotary(config: Any, trust_remote_code: bool) -> tuple[PreTrainedM
     return model, checkpoint_geometry(model)
 
 
-def _rotated_modules(config: Any, model: PreTrainedModel | None, tensors: RotaryTensors) -> frozenset[str]:
-    if model is None:
-        return attention_modules(config, tensors)
-    locations = (tensors.locate(name) for name in model.state_dict())
-    return frozenset(location[1] for location in locations if location is not None)
+def _rotated_modules(model: PreTrainedModel | None, tensors: RotaryTensors) -> frozenset[str]:
+    """The rotated modules of every layer, as `locate` names them."""
+    if model is not None:
+        locations = (tensors.locate(name) for name in model.state_dict())
+        return frozenset(location[1] for location in locations if location is not None)
+    pattern = family(tensors.model_type).remote_attention
+    assert pattern is not None  # other families have a class
+    layers = range(len(tensors.layers))
+    return frozenset(f"{pattern.format(layer)}.{module}" for layer in layers for module in tensors.modules)
 
 
 # --- weight files --------------------------------------------------------------------------------------------------
@@ -219,47 +197,33 @@ def _rotated_modules(config: Any, model: PreTrainedModel | None, tensors: Rotary
 
 def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:
     """Open the weight files that transformers would load; add their stamps to `inputs`."""
-    names = [(f"{stem}{known.suffix}", known) for known in FORMATS for stem in known.stems]
-    existing = [
-        (name, known) for name, known in names if (folder / name).exists() or (folder / _index_name(name)).exists()
-    ]
+    known = list(chain(*WEIGHT_FILES))
+    existing = [name for name in known if (folder / name).exists() or (folder / _index_name(name)).exists()]
     if not existing:
-        looked_for = ", ".join(each for name, _ in names for each in (_index_name(name), name))
+        looked_for = ", ".join(each for name in known for each in (_index_name(name), name))
         raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {looked_for}")
-    if len({name.startswith(_ADAPTER) for name, _ in existing}) > 1:
+    if len(set(map(_names_adapter, existing))) > 1:
         raise CheckpointError(f"{str(folder)!r} holds a model and an adapter; give each a folder of its own")
-    single, known = existing[0]
+    single = existing[0]
+
+    def open_file(name: str) -> WeightFile:
+        path = resolve_inside(folder, name)
+        inputs.update(file_stamps([path]))
+        return FORMATS[Path(single).suffix](path)
+
     if (folder / single).exists():  # transformers prefers it to an index
-        return {single: _open_file(folder, single, known, inputs)}, None
-    return _open_shards(folder, _index_name(single), known, inputs)
-
-
-def _index_name(name: str) -> str:
-    return f"{name}.index.json"
-
-
-def _open_file(folder: Path, name: str, known: WeightFormat, inputs: FileStamps) -> WeightFile:
-    path = resolve_inside(folder, name)
-    inputs |= file_stamps([path])
-    return known.open(path)
-
-
-def _open_shards(
-    folder: Path, index_name: str, known: WeightFormat, inputs: FileStamps
-) -> tuple[dict[str, WeightFile], dict[str, Any]]:
+        return {single: open_file(single)}, None
+    index_name = _index_name(single)
     inputs |= file_stamps([resolve_inside(folder, index_name)])
     index = read_json(folder / index_name)
-    weight_map = index.pop("weight_map", None)
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
-    names = list(dict.fromkeys(weight_map.values()))
-    if nested := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{nested[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
-    if len({safetensors_name(name) for name in names}) < len(names):
-        raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
-    files = {name: _open_file(folder, name, known, inputs) for name in names}
+    weight_map = _weight_map(index, index_name, folder)
+    files = {name: open_file(name) for name in dict.fromkeys(weight_map.values())}
+    _check_index(files, weight_map, index_name)
+    return files, index
+
+
+def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str], index_name: str) -> None:
+    """Check that every tensor is in one file, and in that which the index names."""
     holders: dict[str, str] = {}
     for file_name, file in files.items():
         for tensor in file.tensors:
@@ -271,4 +235,20 @@ def _open_shards(
             raise CheckpointError(f"{tensor!r} is not in {file_name!r}, where {index_name!r} has it")
     if extra := next((tensor for tensor in holders if tensor not in weight_map), None):
         raise CheckpointError(f"{extra!r} in {holders[extra]!r} is not in {index_name!r}")
-    return files, index
+
+
+def _index_name(name: str) -> str:
+    return f"{name}.index.json"
+
+
+def _weight_map(index: dict[str, Any], index_name: str, folder: Path) -> dict[str, str]:
+    """Take the file of each tensor out of an index."""
+    weight_map = index.pop("weight_map", None)
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
+        raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")
+    names = list(dict.fromkeys(weight_map.values()))
+    if nested := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{nested[0]!r} in {index_name!r} is not a valid file name in {str(folder)!r}")
+    if len({safetensors_name(name) for name in names}) < len(names):
+        raise CheckpointError(f"two files in {index_name!r} would be written under one name: {', '.join(names)}")
+    return weight_map

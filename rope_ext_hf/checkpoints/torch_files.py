@@ -56,17 +56,11 @@ _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.
 
 @dataclass(frozen=True)
 class _TensorLocation:
-    """Where a tensor is stored in its file.
-
-    Attributes:
-        dtype, shape: of the tensor.
-        stride: in numbers, counted from `begin`.
-        begin, end: the bytes that hold its numbers, possibly with numbers of other tensors between them.
-    """
+    """Where a tensor is stored in its file: bytes that may hold numbers of other tensors between its own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # in numbers, counted from `begin`
     begin: int
     end: int
 
@@ -150,12 +144,17 @@ def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
 def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
     size = file.seek(0, os.SEEK_END)
     most = min(limit("pickle_bytes"), size)
-    with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as data, _within("pickle_bytes", data, size):
-        if _unpickle(data, storages) != _MAGIC or _unpickle(data, storages) != _VERSION:
-            raise ValueError("it does not begin like a file of torch.save")
-        if _expect(_unpickle(data, storages), dict).get("little_endian") is not True:
-            raise ValueError("its numbers are big-endian")
-        value, keys, at = _unpickle(data, storages), _unpickle(data, storages), data.tell()
+    with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as data:
+        try:
+            if _unpickle(data, storages) != _MAGIC or _unpickle(data, storages) != _VERSION:
+                raise ValueError("it does not begin like a file of torch.save")
+            if _expect(_unpickle(data, storages), dict).get("little_endian") is not True:
+                raise ValueError("its numbers are big-endian")
+            value, keys, at = _unpickle(data, storages), _unpickle(data, storages), data.tell()
+        except ValueError as error:
+            if data.tell() < most or most == size:
+                raise
+            raise ValueError(f"its pickles have more than {most:,} bytes; {advice('pickle_bytes')}") from error
     if any(type(key) is not str for key in _expect(keys, list)) or sorted(keys) != sorted(storages):
         raise ValueError("the storages in the file are not those that its tensors name")
     # The storages follow the pickles in the order of `keys`: a count of 8 bytes each, then the numbers.
@@ -167,17 +166,6 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
         storage.begin = at + 8
         at = storage.begin + storage.size
     return value
-
-
-@contextmanager
-def _within(name: str, data: mmap.mmap, size: int) -> Iterator[None]:
-    """Name the limit where reading the beginning of a file of this size came to its end."""
-    try:
-        yield
-    except ValueError as error:
-        if data.tell() < len(data) or len(data) == size:
-            raise
-        raise ValueError(f"its pickles have more than {len(data):,} bytes; {advice(name)}") from error
 
 
 def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
@@ -343,15 +331,13 @@ class _NewTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _StorageId(NamedTuple):
-    """A storage to be pickled as torch.save would."""
-
-    persistent_id: tuple[Any, ...]
+class _StorageId(tuple[Any, ...]):
+    """The persistent id of a storage, as torch.save gives it."""
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return value.persistent_id if isinstance(value, _StorageId) else None
+        return tuple(value) if isinstance(value, _StorageId) else None
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, _NewTensor):

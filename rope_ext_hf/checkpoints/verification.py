@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.checkpoints.live_model import convert
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, evenly_spaced
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, ScaleBlocks, evenly_spaced
 from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json
@@ -55,9 +55,7 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
 
     Args:
         tensors: what rotates.
-        source: weights in the other pairing.
-        written: the same tensors in the pairing `to`.
-        to: "half" or "interleaved".
+        source, written: weights in the other pairing, and the same in the pairing `to`.
 
     Raises:
         CheckpointError: scores that differ.
@@ -144,9 +142,11 @@ def _scores(
     unrotated: list[Tensor] = []
     layouts = tensors.layouts_in(attention)
     for module in sorted(modules, key=lambda name: "norm" in name):  # a norm scales what its projection gave
-        outputs = _outputs(tensors, modules[module], view)
-        for side, heads in _rotated_heads(outputs, layouts[module], unrotated):
-            rotated[side] = heads * rotated.get(side, 1.0)
+        for block, rows in layouts[module].heads(_outputs(tensors, modules[module], view)):
+            heads, end = rows.permute(2, 0, 1), block.start + block.rotary
+            unrotated += [heads[..., : block.start], heads[..., end:]]
+            if block.rotary:
+                rotated[block.side] = heads[..., block.start : end] * rotated.get(block.side, 1.0)
     scores = []
     for pair in (("q", "k"), ("index_q", "index_k")):
         if sides := [rotated[side] for side in pair if side in rotated]:
@@ -170,26 +170,12 @@ def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tens
         elif layout is not None:
             tensor = tensor.reshape(layout.rows, tensor.numel() // layout.rows)
         inputs = _random(name, tensor[0].numel(), _TOKENS)
-        parts = [_finite(tensor[at : at + _ROWS].double()) @ inputs for at in range(0, len(tensor), _ROWS)]
-        applied = torch.cat(parts)
+        # NaN and infinities would make every score NaN: numbers in their place tell them apart.
+        blocks = (block.double().nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0) for block in torch.split(tensor, _ROWS))
+        applied = torch.cat([block @ inputs for block in blocks])
         out = applied if out is None else out * applied if _SCALES.search(name) else out + applied
     assert out is not None  # a module is listed because it has tensors
     return out
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    """Replace NaN and infinities, which would make every score NaN, by numbers that tell them apart."""
-    return tensor.nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0)
-
-
-def _rotated_heads(outputs: Tensor, layout: RowLayout, unrotated: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield side and rotated rows (tokens, heads, rotated dims) of each head block; add the others to `unrotated`."""
-    for block, part in layout.parts(outputs):
-        heads = part.reshape(-1, block.size, _TOKENS).permute(2, 0, 1)
-        end = block.start + block.rotary
-        unrotated += [heads[..., : block.start], heads[..., end:]]
-        if block.rotary:
-            yield block.side, heads[..., block.start : end]
 
 
 def _random(name: str, *shape: int) -> Tensor:

@@ -4,7 +4,8 @@
     file.tensors["lm_head.weight"].shape
     file.read("lm_head.weight")               # reads this one tensor
 
-A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`.
+A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`; the names of its files
+stand in `downloads.WEIGHT_FILES`.
 
 safetensors (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header, then the tensors
 without gaps. The header is parsed here because the safetensors library gives neither the offsets, by which files are
@@ -45,17 +46,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a file states about one tensor.
+    """What the header of a file states about one tensor."""
 
-    Attributes:
-        dtype: a name of `DTYPE_BITS`.
-        shape: its sizes.
-        begin, end: bytes of the file that hold it.
-    """
-
-    dtype: str
+    dtype: str  # a name of `DTYPE_BITS`
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # the first byte of the file that holds it
     end: int
 
     @classmethod
@@ -76,12 +71,7 @@ def size_of(tensors: Mapping[str, TensorInfo]) -> int:
 
 @dataclass(frozen=True)
 class TensorView:
-    """Tensors by name, wherever they are stored.
-
-    Attributes:
-        tensors: by name.
-        read: returns one of them, in memory of its own.
-    """
+    """Tensors by name, wherever they are stored; `read` returns one of them, in memory of its own."""
 
     tensors: Mapping[str, TensorInfo]
     read: Callable[[str], Tensor]
@@ -171,30 +161,27 @@ def write_safetensors(
     path: Path,
     tensors: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
-    progress: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> None:
     """Write a new file of these tensors, with one of them in memory at a time.
 
     Args:
-        path: the new file.
         tensors: dtypes and shapes, in the order of the file.
         read: returns one of them.
-        metadata: strings for the header.
-        progress: called with the bytes of each tensor written.
+        advance: called with the bytes of each tensor written.
     """
     at, fields = 0, {}
     for name, info in tensors.items():
         fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.size]}
         at += info.size
-    header = json.dumps({"__metadata__": dict(metadata)} | fields, separators=(",", ":")).encode()
+    header = json.dumps({"__metadata__": {"format": "pt"}} | fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in tensors:
             data = tensor_bytes(read(name))
             file.write(data)
-            progress(len(data))
+            advance(len(data))
 
 
 # --- torch.save ----------------------------------------------------------------------------------------------------
@@ -219,10 +206,11 @@ class TorchFile:
             raise CheckpointError(
                 f"{str(path)!r} cannot be read as tensors alone (weights_only): {one_line(error)}"
             ) from error
-        self.tensors = {
-            name: TensorInfo.from_shape(_dtype_name(name, where.dtype), where.shape)
-            for name, where in self._locations.items()
-        }
+        self.tensors = {}
+        for name, where in self._locations.items():
+            if where.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name!r} is {where.dtype}, which safetensors has no name for")
+            self.tensors[name] = TensorInfo.from_shape(_DTYPE_NAMES[where.dtype], where.shape)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, with the strides that it was saved with, into memory of its own."""
@@ -231,39 +219,15 @@ class TorchFile:
         return numbers.as_strided(where.shape, where.stride)
 
 
-def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in _DTYPE_NAMES:
-        raise CheckpointError(f"{name!r} is {dtype}, which safetensors has no name for")
-    return _DTYPE_NAMES[dtype]
-
-
 WeightFile = SafetensorsFile | TorchFile
 """A file that holds tensors by name; none of them is in memory before it is read."""
 
 
+FORMATS: dict[str, Callable[[Path], WeightFile]] = {".safetensors": SafetensorsFile, ".bin": TorchFile}
+"""The class of each format, by the suffix of its files."""
+
+
 # --- all formats ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """A file format of weights.
-
-    Attributes:
-        stems: names of a model's and of an adapter's single file, without suffix.
-        suffix: of its files; an index is `STEM.SUFFIX.index.json`.
-        open: reads the header of a file.
-    """
-
-    stems: tuple[str, str]
-    suffix: str
-    open: Callable[[Path], WeightFile]
-
-
-# In the order in which transformers looks for them.
-FORMATS = (
-    WeightFormat(("model", "adapter_model"), ".safetensors", SafetensorsFile),
-    WeightFormat(("pytorch_model", "adapter_model"), ".bin", TorchFile),
-)
 
 
 def file_matches(
@@ -277,7 +241,6 @@ def file_matches(
     """Return whether a file exists, is valid, and holds exactly these tensors, bit for bit.
 
     Args:
-        path: the file.
         tensors: dtypes and shapes that it should have.
         read: returns one of the tensors it should hold.
         open_file: the class of its format.
@@ -287,11 +250,8 @@ def file_matches(
         file = open_file(path)
     except CheckpointError:
         return False
-    if header is not None and file.header != header:
-        return False
-    if {name: (info.dtype, info.shape) for name, info in file.tensors.items()} != {
-        name: (info.dtype, info.shape) for name, info in tensors.items()
-    }:
+    there, wanted = ({n: (info.dtype, info.shape) for n, info in each.items()} for each in (file.tensors, tensors))
+    if there != wanted or (header is not None and file.header != header):
         return False
     return all(equal_bytes(read(name), file.read(name)) for name in tensors)
 

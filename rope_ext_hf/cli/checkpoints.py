@@ -79,8 +79,7 @@ def detect(
 
     Example: `rope-ext detect reference`
     """
-    from rope_ext_hf.checkpoints.detection import detect_pairing
-    from rope_ext_hf.checkpoints.detection_text import TEXT_CHARACTERS
+    from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
     from rope_ext_hf.hub import model_source
 
     sample = None

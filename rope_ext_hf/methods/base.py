@@ -24,8 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import MOST_TOKENS, limit
-from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.bounds import MOST_TOKENS, limit, whole
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.guidance import Guidance
 
@@ -478,8 +478,5 @@ def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
     """Raise MethodError for a saved size that is no whole number from 0 to its limit; one may be missing or None."""
     for key, limit_ in most.items():
         value = saved.get(key)
-        if value is not None and not (type(value) is int and 0 <= value <= limit_):
-            raise MethodError(
-                f"not a saved rotary embedding: {key} must be a whole number up to {limit_:,}, and is "
-                f"{short(repr(value))}"
-            )
+        if value is not None:
+            whole(f"not a saved rotary embedding: {key}", value, 0, limit_)

@@ -7,11 +7,12 @@ tensor(1.4434e-05, dtype=torch.float64)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.bounds import MOST_TOKENS, whole
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, is_number
 
@@ -133,8 +134,7 @@ def _factor_for(
 ) -> float | None:
     """target_length as a factor, None where the method (or its growth rule) has none."""
     takes_factor = cls.takes_factor(values)
-    if not isinstance(target_length, int):
-        raise MethodError(f"target_length must be a whole number of tokens, got {target_length!r}")
+    whole("target_length", target_length, least=-math.inf)
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
     if target_length < rotary.context_length:

@@ -9,7 +9,7 @@ one dimension (https://kexue.fm/archives/8397).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -108,10 +108,9 @@ class AxialRotaryEmbedding(nn.Module):
         self.layout, self.cast = layout, cast
         self.tables = nn.ModuleList()
         for axis, (one, length) in enumerate(zip(methods, lengths, strict=True)):
-            geometry = rotary
             if table == "own":
                 geometry = Rotary(2 * sections[axis], rotary.theta, length)
-            elif length != rotary.trained_length:
+            else:
                 geometry = replace(rotary, trained_length=length)
             self.tables.append(RotaryEmbedding(one, geometry, layout="bare", cast=False, **params))
         self._columns = _columns(self.sections, arrangement, table)
@@ -174,13 +173,11 @@ def _columns(sections: Sequence[int], arrangement: _Arrangement, table: _Table) 
     """For each pair of a head, the column of its frequency in the tables of all axes side by side."""
     order = _axis_of_pair(sections, arrangement)
     dealt = order if table == "shared" else _axis_of_pair(sections, "interleaved")
-    columns = [0] * len(order)
+    places: list[Iterator[int]] = []  # the columns of each axis
     for axis, pairs in enumerate(sections):
         if table == "own":
-            start, places = sum(sections[:axis]), list(range(pairs))
+            start = sum(sections[:axis])
+            places.append(iter(range(start, start + pairs)))
         else:
-            start, places = axis * len(order), [i for i, owner in enumerate(dealt) if owner == axis]
-        stands = [i for i, owner in enumerate(order) if owner == axis]
-        for pair, place in zip(stands, places, strict=True):
-            columns[pair] = start + place
-    return columns
+            places.append(iter([axis * len(order) + pair for pair, owner in enumerate(dealt) if owner == axis]))
+    return [next(places[axis]) for axis in order]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
+from rope_ext_hf.modules.standalone import apply_rotary_pos_emb, check_padding_mask
 
 _Kernel = Literal["elu", "relu", "cosine"]
 _Form = Literal["chunked", "parallel", "recurrent"]
@@ -38,7 +38,7 @@ class LinearAttentionState:
     Start with `LinearAttentionState()` and give it to every call of `linear_attention`, which updates it.
 
     Attributes:
-        kernel: of the calls so far; None: none yet.
+        kernel: the kernel of the calls so far; None: there was no call.
         length: tokens read so far, padding included.
         numerator: sum over keys of features x values, (batch, heads, features, value_dim), float32 or float64.
         denominator: sum over keys of features, (batch, heads, features), in the same dtype.
@@ -91,7 +91,7 @@ def linear_attention(
             between them; time and memory linear in the length. "parallel": all scores at once, (length x length).
             "recurrent": one token after the other. Full attention sums over all keys once, except under "parallel".
         chunk_size: tokens of a chunk.
-        eps: added to the denominator. Without it that of "relu" can be 0, and that of a row without keys is.
+        eps: added to the denominator. The denominator of "relu" can be 0, and that of a row without keys is.
 
     Returns:
         (batch, heads, length, value_dim) in the dtype of value, computed in float32, or in float64 where an input is.
@@ -120,7 +120,14 @@ def linear_attention(
                 key=features.key.masked_fill(hidden, 0),
                 denominator_key=features.denominator_key.masked_fill(hidden, 0),
             )
-        numerator, denominator = (_CAUSAL if causal else _FULL)[form](features, values, chunk_size)
+        if form == "parallel":
+            numerator, denominator = _parallel(features, values, causal)
+        elif not causal:
+            numerator, denominator = _full(features, values)
+        elif form == "chunked":
+            numerator, denominator = _chunked(features, values, chunk_size)
+        else:
+            numerator, denominator = _recurrent(features, values)
         if state is not None:
             if state.numerator is not None and state.denominator is not None:
                 numerator = numerator + features.query @ state.numerator
@@ -165,15 +172,11 @@ def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor)
 _Sums = tuple[Tensor, Tensor]  # (batch, heads, length, value_dim) and (batch, heads, length, 1)
 
 
-def _parallel(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
-    weights = (features.query @ features.key.mT).tril()
-    norms = (features.denominator_query @ features.denominator_key.mT).tril()
+def _parallel(features: _Features, value: Tensor, causal: bool) -> _Sums:
+    weights, norms = features.query @ features.key.mT, features.denominator_query @ features.denominator_key.mT
+    if causal:
+        weights, norms = weights.tril(), norms.tril()
     return weights @ value, norms.sum(-1, keepdim=True)
-
-
-def _parallel_full(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
-    norms = features.denominator_query @ features.denominator_key.mT
-    return features.query @ features.key.mT @ value, norms.sum(-1, keepdim=True)
 
 
 def _chunked(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
@@ -190,7 +193,7 @@ def _chunked(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
     return numerator.flatten(2, 3)[:, :, :length], denominator
 
 
-def _recurrent(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
+def _recurrent(features: _Features, value: Tensor) -> _Sums:
     numerator = value.new_zeros(*value.shape[:2], features.key.shape[-1], value.shape[-1])
     denominator = value.new_zeros(*value.shape[:2], features.denominator_key.shape[-1], 1)
     sums = []
@@ -204,21 +207,9 @@ def _recurrent(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
     return torch.cat(above, -2), torch.cat(below, -2)
 
 
-def _full(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
+def _full(features: _Features, value: Tensor) -> _Sums:
     norms = features.denominator_query @ features.denominator_key.sum(-2)[..., None]
     return features.query @ (features.key.mT @ value), norms
-
-
-_CAUSAL: dict[str, Callable[[_Features, Tensor, int], _Sums]] = {
-    "chunked": _chunked,
-    "parallel": _parallel,
-    "recurrent": _recurrent,
-}
-_FULL: dict[str, Callable[[_Features, Tensor, int], _Sums]] = {
-    "chunked": _full,
-    "parallel": _parallel_full,
-    "recurrent": _full,
-}
 
 
 def _extend(state: LinearAttentionState, kernel: str, features: _Features, value: Tensor) -> None:
@@ -248,13 +239,7 @@ def _check(
             "key must have the shape of query, and value must differ in its last dimension alone; got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if padding_mask is not None and (
-        padding_mask.dtype != torch.bool or padding_mask.shape != (query.shape[0], query.shape[2])
-    ):
-        raise ValueError(
-            f"padding_mask must be bool ({query.shape[0]}, {query.shape[2]}), False for padding; got "
-            f"{padding_mask.dtype} {tuple(padding_mask.shape)}"
-        )
+    check_padding_mask(padding_mask, query.shape[0], query.shape[2])
 
 
 def _check_state(state: LinearAttentionState, query: Tensor, value: Tensor, kernel: str, causal: bool) -> None:

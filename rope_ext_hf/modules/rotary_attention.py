@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.modules.standalone import apply_rotary_pos_emb
+from rope_ext_hf.modules.standalone import apply_rotary_pos_emb, check_padding_mask
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 
@@ -74,7 +74,7 @@ class RotaryAttention(nn.Module):
         num_kv_heads: key and value heads, a divisor of num_heads; default: num_heads.
         head_dim: default: hidden_size / num_heads.
         qk_norm: normalise every head of queries and keys by an RMSNorm before the rotation (Qwen3).
-        norm_eps: of those norms.
+        norm_eps: epsilon of those norms.
         bias: whether the four projections have one.
         causal: whether a token sees itself and earlier tokens alone; False: all tokens.
 
@@ -167,7 +167,10 @@ class RotaryAttention(nn.Module):
         if cache is not None:
             key, value, position_ids, padding_mask = cache.update(key, value, position_ids, padding_mask)
 
-        cos, sin = self._angles(query, position_ids, padding_mask)
+        # Under a length-dependent method the length of a row is that of all its tokens.
+        cos, sin = self.rotary.of_rows(
+            query, position_ids, lambda: position_ids.masked_fill(~padding_mask, 0).amax(-1) + 1
+        )
         query = apply_rotary_pos_emb(query, cos[:, -length:], sin[:, -length:])
         key = apply_rotary_pos_emb(key, cos, sin)
         out = scaled_dot_product_attention(
@@ -180,11 +183,6 @@ class RotaryAttention(nn.Module):
         )
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
-
-    def _angles(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of all keys. Under a length-dependent method a row's length is that of all its tokens."""
-        cos, sin = self.rotary.of_rows(x, position_ids, lambda: position_ids.masked_fill(~padding_mask, 0).amax(-1) + 1)
-        return cos, sin
 
     def _mask(self, padding_mask: Tensor, length: int) -> Tensor:
         """True where one of the last `length` tokens sees a key, (batch, 1, length, keys)."""
@@ -210,11 +208,7 @@ class RotaryAttention(nn.Module):
             raise ValueError(
                 f"position_ids must be ({batch}, {length}) or (1, {length}), got {tuple(position_ids.shape)}"
             )
-        if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != (batch, length)):
-            raise ValueError(
-                f"padding_mask must be bool ({batch}, {length}), False for padding; got {padding_mask.dtype} "
-                f"{tuple(padding_mask.shape)}"
-            )
+        check_padding_mask(padding_mask, batch, length)
         if cache is not None and not self.causal:
             raise ValueError("a cache holds the tokens before these, and full attention needs those after, too")
         if cache is not None and cache.key is not None and cache.key.shape[0] != batch:

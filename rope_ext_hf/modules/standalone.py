@@ -46,6 +46,14 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((out.to(x.dtype), x[..., rotated:]), dim=-1) if rotated < x.shape[-1] else out.to(x.dtype)
 
 
+def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError for a mask that is not bool (batch, length)."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
+        raise ValueError(
+            f"padding_mask must be bool ({batch}, {length}), False for padding; got {mask.dtype} {tuple(mask.shape)}"
+        )
+
+
 class NTKAwareRoPE(nn.Module):
     """NTK-aware RoPE that holds its own tables and applies itself, for models written by hand.
 

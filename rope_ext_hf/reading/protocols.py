@@ -137,11 +137,7 @@ def check_lengths(lengths: Length | Sequence[Length], targets: int | None) -> tu
     Raises:
         MethodError: no lengths, one below 2 or not a whole number, or as many targets as the shortest length.
     """
-    lengths = parse_lengths(lengths)
-    whole = all(isinstance(length, int) and not isinstance(length, bool) for length in lengths)
-    ordered = sorted(set(lengths)) if whole else []
-    if not ordered or ordered[0] < 2:
-        raise MethodError(f"lengths must be one or more whole numbers of at least 2 tokens, got {lengths!r}")
+    ordered = sorted(set(parse_lengths(lengths, least=2)))
     scored = ordered[0] // 2 if targets is None else targets
     if not isinstance(scored, int) or not 1 <= scored < ordered[0]:
         raise MethodError(f"targets must be between 1 and {ordered[0] - 1} (below the shortest length), got {scored!r}")

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError, UnsupportedModelError, one_line, short
+from rope_ext_hf.bounds import whole
+from rope_ext_hf.errors import UnsupportedModelError, one_line, short
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.forward_hooks import decoder_of
@@ -120,8 +121,8 @@ class TokenScorer:
         check_pairing(model)
         slots = find_slots(model)
         for name, value in (("chunk", chunk), ("head_bytes", head_bytes), ("longest", longest)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if value is not None:
+                whole(name, value)
         self.model = model
         width = torch.finfo(model.dtype).bits // 8
         of_chunk, of_head = budgets(self._device)

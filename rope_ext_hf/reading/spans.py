@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, short, warn_caller
 from rope_ext_hf.hub import leading_token, load_tokenizer
 from rope_ext_hf.reading.corpora import load
@@ -177,8 +178,8 @@ def make_plan(
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise MethodError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if value is not None:
+            whole(name, value)
     options = ProtocolOptions(scored, stride)
     prefix = prefix_token(tokenizer, bos, chosen.default_prefix)
     before = int(prefix is not None and chosen.prefix == "span")  # places that the cut has before the first token

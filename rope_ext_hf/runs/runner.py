@@ -11,7 +11,6 @@ are made from the folder alone.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
-from rope_ext_hf.files import atomic_file, disk_errors, parse_json_object
+from rope_ext_hf.files import atomic_file, disk_errors, json_digest, parse_json_object
 from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
@@ -323,8 +322,8 @@ def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
 
 def _short(value: Any) -> str:
     text = json.dumps(value, sort_keys=True)
-    return text.strip('"') if len(text) < 40 else hashlib.sha256(text.encode()).hexdigest()
+    return text.strip('"') if len(text) < 40 else json_digest(value)
 
 
 def _digest(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(_key(settings), sort_keys=True).encode()).hexdigest()[:10]
+    return json_digest(_key(settings))[:10]

@@ -73,7 +73,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if every < 1:
             raise MethodError(f"every must be at least 1 step, got {every}")
         self.expected = expected if isinstance(expected, Fingerprint) or expected is None else fingerprint(expected)
-        self.data, self.lengths, self.every, self.max_spans = data, parse_lengths(lengths), every, max_spans
+        self.data, self.lengths = data, parse_lengths(lengths) if lengths else []
+        self.every, self.max_spans = every, max_spans
         self.tokenizer = tokenizer
         self._first = True
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
-from rope_ext_hf.files import atomic_file, atomic_folder, disk_errors, read_json, write_json
+from rope_ext_hf.files import atomic_file, atomic_folder, disk_errors, json_digest, read_json, write_json
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.runs.model_digest import model_digest
 
@@ -148,7 +148,7 @@ def read_whole(file: Path) -> dict[str, Any]:
 
 
 def _checksum(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return json_digest(value)[:16]
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import detection as detect
-from rope_ext_hf.checkpoints import detection_text
 from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -350,7 +349,7 @@ def test_a_text_says_the_same(folders: dict[str, Path], pairing: str) -> None:
     assert report.text.pairing == pairing
     worse, better = sorted([report.text.half, report.text.interleaved], reverse=True)
     assert worse - better > 1.5  # nats per byte: 3.55 and 1.59 when this was written
-    assert report.text.tokens == detection_text.SPANS * (detection_text.SPAN_TOKENS - 1)
+    assert report.text.tokens == detect.SPANS * (detect.SPAN_TOKENS - 1)
     assert "loss on text" in str(report)
 
 
@@ -371,10 +370,10 @@ def test_the_weights_are_put_back(method: str | None) -> None:
 def test_the_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bundled()
     before = copy.deepcopy(model.state_dict())
-    forward, calls = model.forward, iter(range(detection_text.SPANS + 3))
+    forward, calls = model.forward, iter(range(detect.SPANS + 3))
 
     def failing(**arguments: Any) -> Any:
-        if next(calls) == detection_text.SPANS + 2:  # in the other order already
+        if next(calls) == detect.SPANS + 2:  # in the other order already
             raise KeyboardInterrupt
         return forward(**arguments)
 
@@ -401,10 +400,10 @@ def test_weights_and_text_are_weighed_together() -> None:
     base = rope.detect_pairing(path())
     unsure = replace(base, pairing=None, confidence=0.5, reason="chance")
     says = {
-        "half": detection_text.TextLosses(1.0, 3.0, 0.1, 99, "half"),
-        "interleaved": detection_text.TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
+        "half": detect.TextLosses(1.0, 3.0, 0.1, 99, "half"),
+        "interleaved": detect.TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
     }
-    mute = detection_text.TextLosses(3.0, 3.0, 0.1, 99, None)
+    mute = detect.TextLosses(3.0, 3.0, 0.1, 99, None)
     assert detect.combine_evidence(base, says["half"]).pairing == "half"
     assert detect.combine_evidence(base, mute).pairing == "half"
     assert detect.combine_evidence(base, says["interleaved"]).pairing is None

@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints import meta_import
+from rope_ext_hf.checkpoints import meta_conversion
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 from rope_ext_hf.checkpoints.meta_params import Llama, Weight
 from rope_ext_hf.checkpoints.meta_source import read_meta
@@ -41,10 +41,10 @@ LENGTH = 192  # long enough for the scaling of Llama 3.1 to show in the logits
 
 
 def meta_to_hf(
-    src: Path, dst: Path, to: str = "half", *, max_shard_bytes: int = meta_import.MAX_SHARD_BYTES, **options: Any
+    src: Path, dst: Path, to: str = "half", *, max_shard_bytes: int = meta_conversion.MAX_SHARD_BYTES, **options: Any
 ) -> ConversionReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meta_import, "MAX_SHARD_BYTES", max_shard_bytes)
+        patch.setattr(meta_conversion, "MAX_SHARD_BYTES", max_shard_bytes)
         return convert_checkpoint(src, dst, to, **options)
 
 
@@ -611,7 +611,7 @@ def test_arguments(tmp_path: Path) -> None:
     new = tmp_path / "new"
     refused: list[tuple[Any, str]] = [
         (lambda: hf_to_meta(source, new, model_parallel=3), "kv_heads 4 cannot be divided among 3 parts"),
-        (lambda: hf_to_meta(source, new, model_parallel=0), "must be a positive"),
+        (lambda: hf_to_meta(source, new, model_parallel=0), "must be a whole number of at least 1"),
         (lambda: hf_to_meta(source, new, model_parallel=8), "kv_heads 4 cannot be divided"),
         (lambda: convert_checkpoint(tmp_path / "meta", new, "neox"), "got to='neox'"),
         (
@@ -697,7 +697,7 @@ def test_a_corrected_guess_is_one_no_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [0, -5, 2.5, "4096", True])
 def test_an_impossible_length_is_refused(given: Any, tmp_path: Path) -> None:
     save_meta(tmp_path / "meta", CASES["2"])
-    with pytest.raises(CheckpointError, match="context_length must be a positive whole number of tokens, got"):
+    with pytest.raises(CheckpointError, match="context_length must be a whole number of at least 1, got"):
         convert_checkpoint(tmp_path / "meta", tmp_path / "hf", "half", context_length=given)
     assert not (tmp_path / "hf").exists()
 

@@ -226,7 +226,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
     }
     seen: list[int] = []
     path = tmp_path / "file.safetensors"
-    write_safetensors(path, entries, tensors.__getitem__, {"format": "pt"}, seen.append)
+    write_safetensors(path, entries, tensors.__getitem__, seen.append)
     found = load_file(path)
     assert found.keys() == tensors.keys()
     assert all(

@@ -38,7 +38,7 @@ def test_a_saved_patch_with_a_value_of_another_type_is_refused(key: str, value: 
 @pytest.mark.parametrize("value", ["64", 64.5, True, 10**30, float("inf"), [64]])
 def test_a_saved_rotary_embedding_with_an_impossible_size_is_refused(key: str, value: Any) -> None:
     saved = PatchSpec(Linear(factor=2.0), Rotary(64, 1e4, 512)).to_dict()
-    with pytest.raises(MethodError, match=f"not a saved rotary embedding: {key} must be a whole number up to"):
+    with pytest.raises(MethodError, match=f"not a saved rotary embedding: {key} must be a whole number from 0 to"):
         PatchSpec.from_dict(saved | {"rotary": saved["rotary"] | {key: value}})
 
 

@@ -12,77 +12,56 @@ every other weight has a place in it, and patching, extension and conversion wor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
+from rope_ext_hf.bounds import Length, parse_length, whole
+from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.patches.evaluating import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    """A family of encoders.
-
-    Attributes:
-        renames: parts of its tensor names and what RoFormer calls them, applied in this order.
-        heads: what may follow its name in the name of a class: with these heads RoFormer computes the same.
-    """
-
-    renames: tuple[tuple[str, str], ...]
-    heads: tuple[str, ...] = _HEADS
-
-
-_ROBERTA = _Encoder(
-    (
-        (r"^roberta\.", "roformer."),
-        (r"^lm_head\.dense\.", "cls.predictions.transform.dense."),
-        (r"^lm_head\.layer_norm\.", "cls.predictions.transform.LayerNorm."),
-        (r"^lm_head\.", "cls.predictions."),
-    )
-)
-_ENCODERS = {
-    "bert": _Encoder(((r"^bert\.", "roformer."),)),
+_ROBERTA = {
+    r"^roberta\.": "roformer.",
+    r"^lm_head\.dense\.": "cls.predictions.transform.dense.",
+    r"^lm_head\.layer_norm\.": "cls.predictions.transform.LayerNorm.",
+    r"^lm_head\.": "cls.predictions.",
+}
+_RENAMES = {
+    "bert": {r"^bert\.": "roformer."},
     "roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "xlm-roberta": _ROBERTA,
-    "electra": _Encoder(
-        (
-            (r"^electra\.", "roformer."),
-            (r"^generator_predictions\.", "cls.predictions.transform."),
-            (r"^generator_lm_head\.", "cls.predictions.decoder."),
-        ),
-        (*_HEADS, "ForSequenceClassification"),
-    ),
-    "distilbert": _Encoder(
-        (
-            (r"^distilbert\.", "roformer."),
-            (r"\btransformer\.layer\.", "encoder.layer."),
-            (r"\.attention\.q_lin\.", ".attention.self.query."),
-            (r"\.attention\.k_lin\.", ".attention.self.key."),
-            (r"\.attention\.v_lin\.", ".attention.self.value."),
-            (r"\.attention\.out_lin\.", ".attention.output.dense."),
-            (r"\.sa_layer_norm\.", ".attention.output.LayerNorm."),
-            (r"\.ffn\.lin1\.", ".intermediate.dense."),
-            (r"\.ffn\.lin2\.", ".output.dense."),
-            (r"\.output_layer_norm\.", ".output.LayerNorm."),
-            (r"^vocab_transform\.", "cls.predictions.transform.dense."),
-            (r"^vocab_layer_norm\.", "cls.predictions.transform.LayerNorm."),
-            (r"^vocab_projector\.", "cls.predictions.decoder."),
-        )
-    ),
+    "electra": {
+        r"^electra\.": "roformer.",
+        r"^generator_predictions\.": "cls.predictions.transform.",
+        r"^generator_lm_head\.": "cls.predictions.decoder.",
+    },
+    "distilbert": {
+        r"^distilbert\.": "roformer.",
+        r"\btransformer\.layer\.": "encoder.layer.",
+        r"\.attention\.q_lin\.": ".attention.self.query.",
+        r"\.attention\.k_lin\.": ".attention.self.key.",
+        r"\.attention\.v_lin\.": ".attention.self.value.",
+        r"\.attention\.out_lin\.": ".attention.output.dense.",
+        r"\.sa_layer_norm\.": ".attention.output.LayerNorm.",
+        r"\.ffn\.lin1\.": ".intermediate.dense.",
+        r"\.ffn\.lin2\.": ".output.dense.",
+        r"\.output_layer_norm\.": ".output.LayerNorm.",
+        r"^vocab_transform\.": "cls.predictions.transform.dense.",
+        r"^vocab_layer_norm\.": "cls.predictions.transform.LayerNorm.",
+        r"^vocab_projector\.": "cls.predictions.decoder.",
+    },
 }
+"""By model type, parts of the names of tensors and what RoFormer calls them, applied in this order."""
+
+_HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
+_MORE_HEADS = {"electra": ("ForSequenceClassification",)}
+"""Ends of the names of classes: with these heads RoFormer computes the same as all encoders, and as some."""
 
 _LEFT_BEHIND = re.compile(r"(^|\.)(embeddings\.(position_embeddings\.weight|position_ids|token_type_ids)|pooler\..*)")
 _SAME_SETTINGS = (
@@ -124,51 +103,51 @@ def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) ->
     """
     import transformers
 
-    family, head = _family_and_head(model)
+    model_type, head = _family_and_head(model)
     target_length = parse_length(target_length)
-    if target_length is not None and (not isinstance(target_length, int) or target_length < 1):
-        raise MethodError(f"target_length must be a whole number of at least 1 token, got {target_length!r}")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(f"the weights of this {type(model).__name__} are not in memory; load the whole model")
     positions = _positions(model)
     rows, padding = positions.num_embeddings, positions.padding_idx
-    length = target_length or rows - (0 if padding is None else padding + 1)  # RoBERTa counts from there
+    first = 0 if padding is None else padding + 1  # the first position of RoBERTa
+    length = rows - first if target_length is None else whole("target_length", target_length)
     config = transformers.RoFormerConfig(**_settings(model.config), max_position_embeddings=length)
     migrated = getattr(transformers, f"RoFormer{head}")(config)
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     migrated.to(device=like.device, dtype=like.dtype)
-    _load(migrated, _renamed(model, family))
+    _load(migrated, _renamed(model, _RENAMES[model_type]))
     _check_without_positions(model, positions, migrated)
     rotating: PreTrainedModel = migrated.train(model.training)
     return rotating
 
 
-def _family_and_head(model: nn.Module) -> tuple[_Encoder, str]:
+def _family_and_head(model: nn.Module) -> tuple[str, str]:
+    """The model type of an encoder, and the end of the name of its class."""
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     name = type(model).__name__
-    if model_type not in _ENCODERS:
+    if model_type not in _RENAMES:
         raise UnsupportedModelError(
-            f"{name} is not an encoder that can be migrated to RoPE; model types that can: {', '.join(_ENCODERS)}"
+            f"{name} is not an encoder that can be migrated to RoPE; model types that can: {', '.join(_RENAMES)}"
         )
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(f"this {name} is a decoder (is_decoder in its config); encoders can be migrated")
-    family = _ENCODERS[model_type]
+    heads = (*_HEADS, *_MORE_HEADS.get(model_type, ()))
     head = name[name.index("For") :] if "For" in name else "Model"
-    if head not in family.heads:
+    if head not in heads:
         raise UnsupportedModelError(
             f"RoFormer has no head that computes what {name} does; migrate its encoder, and train a new head: "
             f"migrate_to_rope(model.{getattr(model, 'base_model_prefix', 'base_model')}), or load it into a class with "
-            f"one of these: {', '.join(family.heads)}"
+            f"one of these: {', '.join(heads)}"
         )
-    return family, head
+    return model_type, head
 
 
 def _positions(model: nn.Module) -> nn.Embedding:
-    tables = [module for name, module in model.named_modules() if name.endswith("embeddings.position_embeddings")]
-    if len(tables) != 1 or not isinstance(tables[0], nn.Embedding):
-        raise UnsupportedModelError(f"{type(model).__name__} adds no table of positions to its embeddings")
-    return tables[0]
+    match [module for name, module in model.named_modules() if name.endswith("embeddings.position_embeddings")]:
+        case [nn.Embedding() as table]:
+            return table
+    raise UnsupportedModelError(f"{type(model).__name__} adds no table of positions to its embeddings")
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -181,14 +160,13 @@ def _settings(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _renamed(model: nn.Module, family: _Encoder) -> dict[str, Tensor]:
+def _renamed(model: nn.Module, renames: dict[str, str]) -> dict[str, Tensor]:
     renamed = {}
     for name, tensor in model.state_dict().items():
-        if _LEFT_BEHIND.search(name):
-            continue
-        for pattern, replacement in family.renames:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = tensor
+        if not _LEFT_BEHIND.search(name):
+            for pattern, replacement in renames.items():
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = tensor
     return renamed
 
 
@@ -212,14 +190,17 @@ def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated
     like = next(migrated.parameters())
     ids = torch.arange(5, 5 + tokens, device=like.device)[None] % migrated.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     table = next(module for name, module in migrated.named_modules() if name.endswith("embed_positions"))
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(_replaced_output(positions, torch.zeros_like))
-        stack.enter_context(_replaced_output(table, _no_rotation))
-        outputs = []
-        for each in (model, migrated):
-            stack.enter_context(evaluating(each))
-            outputs.append(next(iter(each(input_ids=ids, attention_mask=torch.ones_like(ids)).values())).float())
-    expected, computed = outputs
+    hooks = [
+        positions.register_forward_hook(lambda _, args, rows: torch.zeros_like(rows)),
+        table.register_forward_hook(lambda _, args, rows: _no_rotation(rows)),
+    ]
+    try:
+        with evaluating(model), evaluating(migrated), torch.no_grad():
+            both = (each(input_ids=ids, attention_mask=torch.ones_like(ids)) for each in (model, migrated))
+            expected, computed = (next(iter(outputs.values())).float() for outputs in both)
+    finally:
+        for hook in hooks:
+            hook.remove()
     gap = float((expected - computed).abs().max() / expected.std().clamp(min=1e-30))
     if not gap <= (1e-3 if like.dtype == torch.float32 else 0.2):
         raise UnsupportedModelError(
@@ -232,12 +213,3 @@ def _no_rotation(rows: Tensor) -> Tensor:
     """Rows [sin | cos] of position 0."""
     sin, cos = rows.chunk(2, -1)
     return torch.cat((torch.zeros_like(sin), torch.ones_like(cos)), -1)
-
-
-@contextmanager
-def _replaced_output(module: nn.Module, replace: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _, args, output: replace(output))
-    try:
-        yield
-    finally:
-        handle.remove()

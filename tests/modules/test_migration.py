@@ -139,7 +139,7 @@ def test_refused_models(make: Any, said: str) -> None:
 
 
 def test_refused_arguments() -> None:
-    with pytest.raises(rope.MethodError, match="target_length must be a whole number of at least 1 token, got 0"):
+    with pytest.raises(rope.MethodError, match="target_length must be a whole number of at least 1, got 0"):
         rope.migrate_to_rope(build(), target_length=0)
     with torch.device("meta"):
         empty = transformers.BertForMaskedLM(transformers.BertConfig(**FAMILIES["bert"][1]))
