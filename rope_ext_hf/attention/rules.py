@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.constants import device_constant
+from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
@@ -107,7 +106,7 @@ class RotationTable:
         """The phase of a distance in tokens, (pairs,) int64."""
         if tokens not in self._phases:
             self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
-        return device_constant(self._phases[tokens], torch.int64, device)
+        return constant(self._phases[tokens], device, torch.int64)
 
 
 @dataclass(frozen=True)

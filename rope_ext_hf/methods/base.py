@@ -24,9 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import MOST_TOKENS, limit
-from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.methods.constants import device_constant
+from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.guidance import Guidance
 
 UNBOUNDED = 2**62
@@ -174,9 +173,34 @@ def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
     return tuple(inv_freq.tolist()), attention_factor
 
 
-def constant(numbers: tuple[float, ...], device: torch.device | str) -> Tensor:
-    """Numbers as a float64 tensor on a device."""
-    return device_constant(numbers, torch.float64, torch.device(device))
+def constant(numbers: tuple[float, ...], device: torch.device | str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Numbers as a tensor (len(numbers),) on a device, which nobody may write to.
+
+    Kept between calls, because the host waits for the device when it copies; made anew inside a trace, an export or a
+    fake mode, whose tensors must not reach a later call.
+    """
+    if may_keep_tensors():
+        return _kept(numbers, dtype, torch.device(device))
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=256)
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor would fail in a later forward that needs gradients
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def may_keep_tensors() -> bool:
+    """Whether a tensor made now may outlive the call: not under torch.compile, torch.export, tracing or a fake mode."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    return type(torch.empty(0, device="cpu")) is Tensor
+
+
+def divisor_lists(rotary: Rotary, short: Tensor, long: Tensor) -> dict[str, list[float]]:
+    """The divisors of theta_i that give these frequencies, (dim // 2,) each, as transformers' longrope has them."""
+    theta = rotary.theta_inv_freq()
+    return {"short_factor": (theta / short).tolist(), "long_factor": (theta / long).tolist()}
 
 
 def is_number(value: object) -> bool:
@@ -213,6 +237,9 @@ class RopeMethod(ABC):
     guidance: ClassVar[Guidance | None] = None
     """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
 
+    least: ClassVar[Mapping[str, int]] = {"factor": 1}
+    """The smallest value of parameters, by name."""
+
     begins_search: ClassVar[bool] = False
     """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
@@ -227,9 +254,10 @@ class RopeMethod(ABC):
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
+        for name, least in self.least.items():
+            if (value := getattr(self, name, None)) is not None and value < least:
+                raise MethodError(f"{self.name}: {name} must be at least {least}, got {value:g}")
         factor = getattr(self, "factor", None)
-        if factor is not None and factor < 1:
-            raise MethodError(f"{self.name}: factor must be at least 1, got {factor:g}")
         if factor is not None and factor > MOST_TOKENS:
             raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
 
@@ -390,12 +418,10 @@ class RopeMethod(ABC):
     def longrope_parameters(self, rotary: Rotary) -> dict[str, Any]:
         """The frequencies at the context length as transformers' longrope, with explicit divisors of theta_i."""
         inv_freq, attention_factor = self.frequencies(rotary)
-        divisors = (rotary.theta_inv_freq() / inv_freq).tolist()
         return {
             "rope_type": "longrope",
             "rope_theta": rotary.theta,
-            "short_factor": divisors,
-            "long_factor": divisors,
+            **divisor_lists(rotary, inv_freq, inv_freq),
             "factor": getattr(self, "factor", None) or 1.0,
             "attention_factor": attention_factor,
             "original_max_position_embeddings": rotary.trained_length,
@@ -408,12 +434,8 @@ class RopeMethod(ABC):
         long = self.frequencies(rotary, UNBOUNDED)
         if not math.isclose(short.attention_factor, long.attention_factor, rel_tol=1e-12):
             return None
-        theta = rotary.theta_inv_freq()
-        return self.longrope_parameters(rotary) | {
-            "short_factor": (theta / short.inv_freq).tolist(),
-            "long_factor": (theta / long.inv_freq).tolist(),
-            "attention_factor": short.attention_factor,
-        }
+        lists = divisor_lists(rotary, short.inv_freq, long.inv_freq)
+        return self.longrope_parameters(rotary) | lists | {"attention_factor": short.attention_factor}
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         """`rope_parameters` for something near, known to behave otherwise; used only where the user asks for it."""
@@ -447,39 +469,11 @@ class RopeMethod(ABC):
         """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {"method": self.name} | {
-            key: list(value) if isinstance(value, tuple) else value
+            key: list(value)
+            if isinstance(value, tuple)
+            else value.to_dict()
+            if isinstance(value, RopeMethod)
+            else value
             for key, value in values.items()
             if value is not None
         }
-
-
-def rotary_from_dict(saved: Mapping[str, Any], read_method: Callable[[Mapping[str, Any]], RopeMethod]) -> Rotary:
-    """The inverse of `Rotary.to_dict`; `read_method` is the inverse of `RopeMethod.to_dict`.
-
-    Raises:
-        MethodError: not what `Rotary.to_dict` writes.
-    """
-    try:
-        values = dict(saved)
-        own = values.pop("own", None)
-        _check_whole(values, dim=limit("head_dim"), trained_length=MOST_TOKENS, rotated_pairs=limit("head_dim"))
-        rotary = Rotary(**values)
-        if own is None:
-            return rotary
-        _check_whole(own, context_length=MOST_TOKENS)
-        underneath = rotary_from_dict(own["rotary"], read_method)
-        scaling = TrainedScaling(read_method(own["method"]), underneath, own["context_length"])
-        return Rotary(*rotary.plain_geometry, own=scaling)
-    except (KeyError, TypeError, ValueError) as error:
-        raise MethodError(f"not a saved rotary embedding: {error!r}") from error
-
-
-def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
-    """Raise MethodError for a saved size that is no whole number from 0 to its limit; one may be missing or None."""
-    for key, limit_ in most.items():
-        value = saved.get(key)
-        if value is not None and not (type(value) is int and 0 <= value <= limit_):
-            raise MethodError(
-                f"not a saved rotary embedding: {key} must be a whole number up to {limit_:,}, and is "
-                f"{short(repr(value))}"
-            )

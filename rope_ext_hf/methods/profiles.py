@@ -115,7 +115,3 @@ class Profiles(RopeMethod):
         assert self.frequency is not None
         factors = "/".join(f"{factor:g}" for factor in self.factors)
         return f"{self.name} x{factors} on {self.frequency.label()}"
-
-    def to_dict(self) -> dict[str, Any]:
-        assert self.frequency is not None
-        return super().to_dict() | {"frequency": self.frequency.to_dict()}

@@ -77,6 +77,7 @@ class RemappingMethod(RopeMethod):
 
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
+    least: ClassVar = {"max_distance": 1, "window": 1, "group": 1, "k": 1, "chunk": 1}
     composable = False
 
     max_distance: int | None = None
@@ -101,10 +102,6 @@ class RemappingMethod(RopeMethod):
                 f"{self.name}: temperature must be one of {', '.join(_TEMPERATURES)}; got {self.temperature!r}."
                 f"{did_you_mean(str(self.temperature), _TEMPERATURES)}"
             )
-        for name in ("max_distance", "window", "group", "chunk"):
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise MethodError(f"{self.name}: {name} must be at least 1, got {value}")
 
     def bind(self, rotary: Rotary, target_length: int | None, *, own_temperature: bool = False) -> Self:
         """The method with every parameter that was not given filled in.
@@ -179,10 +176,6 @@ class RemappingMethod(RopeMethod):
     def exact_length(self) -> int:
         """The longest input, in tokens, whose scores are known to stay as they are, but for the temperature."""
         return 0
-
-    def to_dict(self) -> dict[str, Any]:
-        saved = super().to_dict()
-        return saved if self.frequency is None else saved | {"frequency": self.frequency.to_dict()}
 
     @property
     def local_zone_exact(self) -> bool:
@@ -326,11 +319,6 @@ class LeakyReRoPE(_WindowedRemapping):
     guidance = Guidance(when="the extended length is known and the exact order of distant keys matters", decode=ZONES)
 
     k: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k is not None and self.k < 1:
-            raise MethodError(f"{self.name}: k must be at least 1, got {self.k:g}")
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -36,14 +36,13 @@ class _TurnedQueries(RemappingMethod):
 
     # keys are cached at their own positions, which is where they stand in the nearest zone
     local_zone_exact = False
+    least: ClassVar = RemappingMethod.least | {"start": 1}
 
     window: int | None = None
     start: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start is not None and self.start < 1:
-            raise MethodError(f"{self.name}: start must be at least 1, got {self.start}")
         if self.start is not None and self.window is not None and self.start > self.window:
             raise MethodError(f"{self.name}: start must be at most window = {self.window}, got {self.start}")
 

@@ -205,4 +205,4 @@ class _Digest:
 
 
 def _digest_of_block(data: Tensor) -> bytes:
-    return hashlib.sha256(data.cpu().numpy()).digest()
+    return hashlib.sha256(data.cpu().numpy().data).digest()
