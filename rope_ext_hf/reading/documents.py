@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-MAX_TOKEN_ID = 2**31 - 1
+from rope_ext_hf.errors import CorpusError
 
 Content = str | Sequence[int]
 
@@ -47,6 +47,18 @@ class Tokens:
     def bytes_between(self, start: int, stop: int) -> int:
         """UTF-8 bytes of tokens start..stop."""
         return self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
+
+
+def utf8_bytes(name: str, text: str) -> int:
+    """How many bytes the text of a document has.
+
+    Raises:
+        CorpusError: half a surrogate pair, which JSON can spell and no tokenizer takes.
+    """
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{name}: not text: {error.reason} at character {error.start}") from error
 
 
 class Documents(list[Document | Tokens]):

@@ -74,12 +74,13 @@ _LEAST_CHUNK = 16
 CHECKED = 12
 """Tokens of the check; no window needs more of them, because windows are taken from the masks themselves."""
 
-EQUAL = {torch.float32: 1e-4, torch.float64: 1e-4}
-NEARLY_EQUAL = 0.15
-"""The root mean square difference of logits that counts as equal, in standard deviations of the logits.
 
-Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
-"""
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """The root mean square difference of logits that counts as equal, in standard deviations of the logits.
+
+    Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
+    """
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
 
 
 @dataclass(frozen=True)
@@ -391,7 +392,7 @@ class TokenScorer:
         Raises:
             UnsupportedModelError: a model that needs more than token ids, or that sees tokens after those it scores.
         """
-        tolerance = EQUAL.get(self.model.dtype, NEARLY_EQUAL)
+        tolerance = rounding_tolerance(self.model.dtype)
         ids = torch.arange(3, 3 + CHECKED, device=self._device)
         with torch.inference_mode(), _length(self.model, CHECKED):
             wanted = self._ordinary_logits(ids, tolerance)

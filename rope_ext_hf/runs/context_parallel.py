@@ -28,7 +28,7 @@ from rope_ext_hf.patches.attention_interface import register_attention, use_atte
 from rope_ext_hf.patches.parallelism import check_context_parallel
 from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
-from rope_ext_hf.reading.scorer import CHECKED, EQUAL, NEARLY_EQUAL, TokenScorer
+from rope_ext_hf.reading.scorer import CHECKED, TokenScorer, rounding_tolerance
 from rope_ext_hf.reading.span_cache import FULL, SLIDING, SpanCache
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
@@ -193,7 +193,7 @@ class SpreadScorer(TokenScorer):
                 difference = float((self._spread(ids, 1) - wanted).square().mean().sqrt())
             except NotReadInChunksError as error:
                 return str(error)
-        if difference <= EQUAL.get(self.model.dtype, NEARLY_EQUAL) * max(1e-3, float(wanted.std())):
+        if difference <= rounding_tolerance(self.model.dtype) * max(1e-3, float(wanted.std())):
             return None
         return f"together its losses are off by {difference:.2g} nats per token, more than rounding may make"
 

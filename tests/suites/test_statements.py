@@ -10,7 +10,7 @@ import pytest
 from training_prompts import WORDINGS, Part, ask_in_training, training_prompt
 from training_text import stdlib_training
 
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.suites.statements import (
     HELD_OUT_VERBS,
     HELD_OUT_WORDS,
