@@ -275,15 +275,9 @@ class _Attention:
         m = self.positions.query_positions[:, block].to(device)
         n = self.positions.key_positions[:, evicted + first_visible : evicted + end].to(device)
         key, value = key[:, :, visible_keys], value[:, :, visible_keys]
-        scores = self._zone_scores(
-            self._scale_query(query[:, :, block], lambda: m, ("queries", block.start, block.stop)),
-            key,
-            m,
-            n,
-            first_query,
-            ("queries", block.start, block.stop),
-            evicted + first_visible,
-        )
+        name = ("queries", block.start, block.stop)
+        scaled = self._scale_query(query[:, :, block], lambda: m, name)
+        scores = self._zone_scores(scaled, key, m, n, first_query, name, evicted + first_visible)
         scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
         weights = self._softmax_with_sinks(scores)
         if self.modifiers.dropout:

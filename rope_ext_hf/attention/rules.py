@@ -17,22 +17,6 @@ from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number
 
 
-class AttentionRule(Protocol):
-    """Which keys a query sees and at which relative positions; `RemappingMethod` documents each member."""
-
-    @property
-    def local_zone_exact(self) -> bool: ...
-    @property
-    def window_size(self) -> int | None: ...
-    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]: ...
-    def key_position(self, n: Tensor) -> RemappedPosition: ...
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition: ...
-    def query_scale(self, m: Tensor) -> Tensor | None: ...
-    def score_bias(self, heads: int, length: int) -> ScoreBias | None: ...
-    def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
-    def tiles(self, first: int, last: int) -> Iterator[Tile]: ...
-
-
 @dataclass(frozen=True)
 class LocalAttention:
     """The rule of a layer whose keys no method moves: causal attention at true relative positions.
@@ -75,6 +59,10 @@ class LocalAttention:
             yield from band_tiles(0, 0, self.window_size, first, last)
         else:
             yield Tile(0, (first, last), (0, last))
+
+
+AttentionRule = RemappingMethod | LocalAttention
+"""Which keys a query sees and at which relative positions; `RemappingMethod` documents each member."""
 
 
 class RotationTable:

@@ -54,11 +54,7 @@ class TrainedScaling:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            "method": self.method.to_dict(),
-            "rotary": self.rotary.to_dict(),
-            "context_length": self.context_length,
-        }
+        return {"method": self.method.to_dict(), "rotary": self.rotary.to_dict(), "context_length": self.context_length}
 
 
 @dataclass(frozen=True)

@@ -290,9 +290,7 @@ class ReRoPE(_WindowedRemapping):
     """
 
     guidance = Guidance(
-        purposes=(PYTHON,),
-        when="the length is open-ended; the order of distant keys is lost",
-        decode=ZONES,
+        purposes=(PYTHON,), when="the length is open-ended; the order of distant keys is lost", decode=ZONES
     )
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:

@@ -94,10 +94,7 @@ class Stairs(_TurnedQueries):
     default half of it. S and W as in STRING, of which this is the form without an end.
     """
 
-    guidance = Guidance(
-        when="the length is open-ended and cached keys must stay as an engine has them",
-        decode=ZONES,
-    )
+    guidance = Guidance(when="the length is open-ended and cached keys must stay as an engine has them", decode=ZONES)
 
     chunk: int | None = None
 
@@ -126,8 +123,7 @@ class String(_TurnedQueries):
     """
 
     guidance = Guidance(
-        when="inputs stay within the trained length, and the keys farthest back are read badly",
-        decode=ZONES,
+        when="inputs stay within the trained length, and the keys farthest back are read badly", decode=ZONES
     )
     default_temperature = "none"  # the paper has none
 

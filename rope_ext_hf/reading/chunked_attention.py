@@ -8,10 +8,10 @@ its mask and its attention's keywords. Whatever is more than causality with a wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from rope_ext_hf.patches.attention_interface import (
     register_attention,
     use_attention,
 )
+
+T = TypeVar("T")
 
 _ATTENTION = "rope_ext_hf.chunks"
 
@@ -89,12 +91,7 @@ def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
 
 
 def chunked_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: MaskRule | Tensor | None,
-    **given: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     """Causal attention of the newest queries to a cache that ends with their own keys.
 
@@ -153,17 +150,32 @@ def _attend(
     return attend_from_kwargs(LocalAttention(window), None, every, query, key, value, None, **given)
 
 
-@contextmanager
-def reading_in_chunks(model: nn.Module, reach_seen: Callable[[int | None], None] | None = None) -> Iterator[None]:
+def reading_in_chunks(
+    model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
+) -> AbstractContextManager[None]:
     """Every attention module of this model uses `chunked_attention`, until the end of the block.
 
     Args:
         reach_seen: called at every attention with how many keys a query may see, itself included; None: all.
     """
-    register_attention(_ATTENTION, chunked_attention, mask_rule)
-    token = _REACH_SEEN.set(reach_seen)
+    return attending(model, _ATTENTION, chunked_attention, _REACH_SEEN, reach_seen)
+
+
+@contextmanager
+def attending(
+    model: nn.Module, name: str, attention: Callable[..., Any], variable: ContextVar[T], value: T
+) -> Iterator[None]:
+    """Every attention module of this model uses a function, until the end of the block.
+
+    Args:
+        name: what transformers knows the function by.
+        attention: as `chunked_attention`, with masks as `mask_rule` describes them.
+        variable, value: what the function reads, and its value inside.
+    """
+    register_attention(name, attention, mask_rule)
+    token = variable.set(value)
     try:
-        with use_attention(model, _ATTENTION):
+        with use_attention(model, name):
             yield
     finally:
-        _REACH_SEEN.reset(token)
+        variable.reset(token)

@@ -18,14 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.runs.statistics import (
-    FEWEST,
-    Estimate,
-    estimate,
-    estimate_share,
-    estimate_share_change,
-    resample,
-)
+from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share, estimate_share_change, resample
 
 _Cell = tuple[str, int]
 """The key of a method, and a context length."""

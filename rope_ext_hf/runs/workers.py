@@ -100,11 +100,7 @@ class _Meeting:
                 )
 
     def check(self) -> None:
-        """Raise where another process has ended.
-
-        Raises:
-            RopeExtError: it has; the message says which, and why.
-        """
+        """Raise RopeExtError where another process has ended; the message says which, and why."""
         if self._fault is not None:
             raise RopeExtError(self._fault)
 
@@ -290,11 +286,7 @@ class Workers:
             self.meeting.exchange(basis or {})
 
     def check(self) -> None:
-        """Raise where another process has ended.
-
-        Raises:
-            RopeExtError: it has.
-        """
+        """Raise RopeExtError where another process has ended."""
         if self.meeting is not None:
             self.meeting.check()
 

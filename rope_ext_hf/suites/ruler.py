@@ -57,6 +57,8 @@ _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TRIES = 100
 """Draws of a prompt with the least text before the task counts as too long; some names are shorter than others."""
 _WORDS = "RULER_WORDS"
+_DEPTHS = [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40))]
+"""Percentages of a text that needles stand behind."""
 _Made = tuple[str, Sequence[str], Sequence[str]]
 """A prompt with its answer prefix, the right answers, and wrong ones that stand in it."""
 
@@ -174,7 +176,6 @@ def _niah(
 ) -> list[Sample]:
     """Needles in a haystack of noise, of other needles, or of a text."""
     keys, words = max(keys, queries), re.sub(r"\s+", " ", g.haystack).split(" ")
-    depths = _depths()
     draws: dict[str, Callable[[], str]] = {
         "words": lambda: g.random.choice(_pairs()),
         "numbers": lambda: str(g.random.randint(10**6, 10**7 - 1)),
@@ -198,7 +199,7 @@ def _niah(
         g.shuffle(needles)
         if hay == "essay":
             text = " ".join((words * -(-size // len(words)))[:size])
-            context = _hide(needles, _splitter()(text.strip()), g.random.sample(depths, len(needles)))
+            context = _hide(needles, _splitter()(text.strip()), g.random.sample(_DEPTHS, len(needles)))
         else:
             lines = [_NOISE] * size
             if hay == "needle":
@@ -375,11 +376,6 @@ def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int
         pieces.append(" ".join(sentences[start : places[index + 1]]))
         pieces += needles[index : index + 1]
     return " ".join(pieces)
-
-
-@cache
-def _depths() -> list[int]:
-    return [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40)).astype(int)]
 
 
 @cache

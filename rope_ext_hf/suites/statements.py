@@ -166,10 +166,7 @@ TASKS: dict[str, Task] = {
     "quote": Task(
         name=_subject,
         value=_predicate,
-        held_out=(
-            Wording("\n'{name} {value}.'\n", "\n'{name}"),
-            Wording("\n-- {name} {value}!\n", "\n-- {name}"),
-        ),
+        held_out=(Wording("\n'{name} {value}.'\n", "\n'{name}"), Wording("\n-- {name} {value}!\n", "\n-- {name}")),
     ),
     "copy": Task(
         name=_code_prefix,
@@ -248,10 +245,7 @@ class Question:
             return (texts[index], *texts[:index], *texts[index + 1 :])
 
         return replace(
-            self,
-            statements=first(self.statements),
-            questions=first(self.questions),
-            answers=first(self.answers),
+            self, statements=first(self.statements), questions=first(self.questions), answers=first(self.answers)
         )
 
 
