@@ -56,7 +56,7 @@ def attend(
         query: (rows, heads, tokens, head_dim), rotated to `rule.key_position`, as the keys are.
         key, value: (rows, kv_heads, past + tokens, head_dim); fewer keys where a sliding-window cache evicted the
             first ones.
-        scale: what scores are multiplied by.
+        scale: the factor of scores.
 
     Returns:
         (rows, heads, tokens, head_dim of value) in value's dtype.
@@ -146,7 +146,7 @@ class _Attention:
         return self._rotate(scaled, query)
 
     def _query_scale(self, m: Callable[[], Tensor], name: Hashable, dtype: torch.dtype) -> Tensor | None:
-        """What queries at positions `m` are multiplied by, (rows or 1, 1, tokens, 1), computed by the first layer."""
+        """The scale of queries at positions `m`, (rows or 1, 1, tokens, 1), computed by the first layer."""
         scales, entry = self.positions.query_scales, (self.rule, self.device, dtype, name)
         if entry not in scales:
             scale = self.rule.query_scale(m())
@@ -345,7 +345,7 @@ class _Attention:
 
         Args:
             m, n: positions of these queries and keys.
-            block, keys: which of the `tokens` queries and `count` keys these are.
+            block, keys: the places of these among the `tokens` queries and `count` keys.
         """
         modifiers, device = self.modifiers, scores.device
         if modifiers.softcap is not None:

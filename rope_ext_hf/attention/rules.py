@@ -1,4 +1,4 @@
-"""What blockwise attention is given beside queries, keys and values: a layer's rule, positions, score modifiers."""
+"""The inputs of blockwise attention beside queries, keys and values: a layer's rule, positions, score modifiers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LocalAttention:
 
 
 AttentionRule = RemappingMethod | LocalAttention
-"""Which keys a query sees and at which relative positions; `RemappingMethod` documents each member."""
+"""The keys that a query sees, and at which relative positions; `RemappingMethod` documents each member."""
 
 
 class RotationTable:
@@ -107,7 +107,7 @@ class TokenPositions:
         left_padding: per row, the padded tokens before position 0, where all others follow in order; None: a row is
             ordered in another way.
         key_mask: (rows, past + tokens) bool, False where a key is padding; None: no key is.
-        rotations, query_scales: what one layer has computed and the next layers use again.
+        rotations, query_scales: results of one layer that the next layers use again.
     """
 
     query_positions: Tensor
@@ -131,7 +131,7 @@ class Rotation(NamedTuple):
 
 
 class PairScales(Protocol):
-    """What pairs of dims of queries and keys are multiplied by: their product falls with the distance (xPos)."""
+    """Factors of pairs of dims of queries and keys, whose product falls with the distance (xPos)."""
 
     @property
     def block_size(self) -> int:
@@ -150,7 +150,7 @@ class ScoreModifiers(NamedTuple):
         mask: (rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add; it replaces causality, padding and
             window.
         dropout: probability of dropping an attention weight.
-        bias: what is added to scores, after the softcap.
+        bias: an addition to scores, after the softcap.
         pair_scales: scales of queries and keys by their distance, for rules with one zone.
     """
 

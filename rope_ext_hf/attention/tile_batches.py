@@ -98,7 +98,7 @@ class MergedSoftmax:
         """Merge in the attention to further keys.
 
         Args:
-            spans: the queries it is of, as `strided_spans` takes them: begin, size, step, count.
+            spans: the queries that attend to them, as `strided_spans` takes them: begin, size, step, count.
             part, part_lse: as a kernel returns them, spans folded into the batch.
         """
         if not self._begun:

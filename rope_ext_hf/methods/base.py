@@ -1,4 +1,4 @@
-"""What every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
+"""The ground that every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
 
     >>> from rope_ext_hf.methods import Rotary, Yarn, frequencies
     >>> plain = Rotary(dim=128, theta=500000.0, trained_length=8192)
@@ -40,7 +40,7 @@ class TrainedScaling:
 
     Attributes:
         method: the method, a frequency method.
-        rotary: what the method was applied to.
+        rotary: the rotary embedding that the method was applied to.
         context_length: the length in tokens that the model is for under this scaling.
     """
 
@@ -59,7 +59,7 @@ class TrainedScaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a model states about its rotary embedding.
+    """A rotary embedding, as a model states it.
 
     Attributes:
         dim: rotated dims per head (head_dim x partial rotary factor); even.
@@ -140,18 +140,18 @@ class Rotary:
         return inv_freq if self.rotated_pairs is None else inv_freq * (dims < 2 * self.rotated_pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, without what is not set. `rotary_from_dict` reads it back."""
+        """JSON-ready, without the fields that are not set. `rotary_from_dict` reads it back."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["own"] = None if self.own is None else self.own.to_dict()
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Frequencies(NamedTuple):
-    """What a method returns.
+    """The frequencies that a method gives, and its attention factor.
 
     Attributes:
         inv_freq: radians per position, float64, shape (dim // 2,).
-        attention_factor: what cos and sin are multiplied by.
+        attention_factor: the factor of cos and sin.
     """
 
     inv_freq: Tensor
@@ -275,7 +275,7 @@ class RopeMethod(ABC):
         """The frequencies for one input.
 
         Args:
-            rotary: what they are computed from.
+            rotary: the rotary embedding that they are computed from.
             length: tokens in the input; None: the context length.
 
         Raises:
@@ -292,7 +292,7 @@ class RopeMethod(ABC):
         """The frequencies of each row, on the device of `lengths`; no value is read on the host.
 
         Args:
-            rotary: what they are computed from.
+            rotary: the rotary embedding that they are computed from.
             lengths: tokens of each row, (...) float64.
 
         Returns:
@@ -319,7 +319,7 @@ class RopeMethod(ABC):
         """The formula.
 
         Args:
-            rotary: `rotary.inv_freq()` is what the method changes, `rotary.context_length` what it is counted from.
+            rotary: `inv_freq()` has the frequencies that the method changes, `context_length` where it counts from.
             length: tokens of each row, (..., 1) float64.
 
         Returns:
@@ -331,7 +331,7 @@ class RopeMethod(ABC):
         """`compute` with other values of `trainable`, through which gradients flow.
 
         Args:
-            rotary: what the method is applied to.
+            rotary: the rotary embedding that the method is applied to.
             values: (dim // 2,) floating point.
 
         Returns:
@@ -388,7 +388,7 @@ class RopeMethod(ABC):
         return self.constant_until(rotary, kept + 1)
 
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
-        """What is unusual about the method on this rotary embedding, a sentence each."""
+        """The unusual effects of the method on this rotary embedding, a sentence each."""
         return ()
 
     def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding

@@ -133,7 +133,7 @@ class LongRoPE(RopeMethod):
     One list of divisors is for inputs of up to C tokens, another for longer ones.
 
     cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln C) with s = `factor`, at every
-    length. C is the context length of what is underneath; for a plain model the trained length L0.
+    length. C is the context length of the model as loaded; for a plain model the trained length L0.
     """
 
     guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its lists")

@@ -67,7 +67,7 @@ def resolve_method(
     name = cls.name
     accepted = {item.name: item for item in fields(cls)}
     values = implied | params
-    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # which gets what is not the method's own
+    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # with parameters of its own
         below = {key: values.pop(key) for key in list(values) if key not in accepted}
         shared = cls.takes_factor(values)
         if shared and factor is None and target_length is not None:

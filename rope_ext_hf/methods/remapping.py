@@ -31,7 +31,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
-"""(m, n) -> what is added to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
+"""(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
 queries and n (rows or 1, keys) of keys."""
 
 _DEFAULT_GROUP = 16
@@ -42,7 +42,7 @@ _TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
     "log-n": lambda m, known: ((m + 1).log() / math.log(known)).clamp(min=1),
     "llama4": lambda m, known: 1 + 0.1 * (1 + torch.floor((m + 1) / known)).log(),
 }
-"""What queries are multiplied by at position m (float32), where the model was trained at up to `known` positions.
+"""The factor of queries at position m (float32), where the model was trained at up to `known` positions.
 
 "log-n": max(1, ln(m + 1) / ln known), which keeps the entropy of attention what it is at `known` keys (Su 2022,
 https://kexue.fm/archives/8823). "llama4": 1 + 0.1 ln(1 + floor((m + 1) / known)) (Llama 4's attention scale).
@@ -197,14 +197,14 @@ class RemappingMethod(RopeMethod):
 
     @property
     def note(self) -> str:
-        """What a bound method does to far keys, in one sentence."""
+        """The effect of a bound method on far keys, in one sentence."""
         return (
             f"Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained at; "
             "frequencies stay as they are."
         )
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
-        """What is added to the scores of an input of `length` tokens; None: nothing.
+        """The function that adds to the scores of an input of `length` tokens; None: nothing.
 
         Raises:
             MethodError: parameters for another number of heads.
@@ -212,7 +212,7 @@ class RemappingMethod(RopeMethod):
         return None
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """What queries at positions m are multiplied by, float32; None: nothing."""
+        """The factor of queries at positions m, float32; None: 1."""
         formula = _TEMPERATURES[self.temperature or "none"]
         if formula is None:
             return None
@@ -373,7 +373,7 @@ class SelfExtend(_WindowedRemapping):
         return {key: value for key, value in super().to_dict().items() if (key, value) != ("floor_window", True)}
 
     def _shift(self, window: int, group: int) -> float:
-        """What is added to the position of a query for far keys."""
+        """The distance that a query is moved by for far keys."""
         return window - (window // group if self.floor_window else window / group)
 
     def _farthest(self, length: int, window: int, group: int) -> float:

@@ -38,7 +38,7 @@ _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_
 
 
 class NotReadInChunksError(Exception):
-    """A model that needs something when it is read that reading in chunks does not have; the message is the reason."""
+    """A model that cannot be read in chunks; the message is the reason."""
 
 
 class _MaskReadError(NotReadInChunksError, AttributeError):
@@ -47,7 +47,7 @@ class _MaskReadError(NotReadInChunksError, AttributeError):
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a mask says, in place of the mask.
+    """The rule that a mask follows, in place of the mask.
 
     Attributes:
         window: keys a query sees, itself included; None: no window.
@@ -69,7 +69,7 @@ class MaskRule:
         raise _MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
 
 
-def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
+def _mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
     """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`.
 
     Raises:
@@ -168,11 +168,11 @@ def attending(
     """Every attention module of this model uses a function, until the end of the block.
 
     Args:
-        name: what transformers knows the function by.
-        attention: as `chunked_attention`, with masks as `mask_rule` describes them.
-        variable, value: what the function reads, and its value inside.
+        name: the name that transformers knows the function by.
+        attention: as `chunked_attention`, with masks as `_mask_rule` describes them.
+        variable, value: the variable that the function reads, and its value inside.
     """
-    register_attention(name, attention, mask_rule)
+    register_attention(name, attention, _mask_rule)
     token = variable.set(value)
     try:
         with use_attention(model, name):

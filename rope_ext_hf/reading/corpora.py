@@ -223,7 +223,7 @@ def _size(document: Document | Tokens) -> int:
 
 
 def _given(data: Any, column: str | None, expansion: int) -> Iterator[Document | Tokens]:
-    """What is no string: texts, token ids, rows, files, documents."""
+    """Documents that no string names: texts, token ids, rows, files, documents."""
     if hasattr(data, "column_names") and not isinstance(data, Mapping):  # a data set, streamed or not
         items, rows = [], data
     else:

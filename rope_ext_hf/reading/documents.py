@@ -65,7 +65,7 @@ class Documents(list[Document | Tokens]):
     """A list of documents.
 
     Attributes:
-        source: what the text is called, in results.
+        source: the name of the text, in results.
         left_out: how many were shorter than `min_bytes`.
     """
 
@@ -74,9 +74,9 @@ class Documents(list[Document | Tokens]):
 
 
 def corpus_name(corpus: Corpus | None) -> str | None:
-    """What a text is called in results: its name, if it is given by one; None for None."""
+    """The name of a text in results: the one it is given by, or that of `Documents`; None for None."""
     return str(corpus) if isinstance(corpus, (str, Path)) else None if corpus is None else Documents.source
 
 
 Corpus = str | Path | Document | Tensor | Iterable[object]
-"""What `rope_ext_hf.reading.corpora.load` takes."""
+"""Everything that `rope_ext_hf.reading.corpora.load` takes."""

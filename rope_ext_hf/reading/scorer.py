@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Cost(NamedTuple):
-    """What a measurement cost: tokens that went through the model, seconds, and peak GPU memory in bytes."""
+    """The cost of a measurement: tokens that went through the model, seconds, and peak GPU memory in bytes."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -172,7 +172,7 @@ class TokenScorer:
         Args:
             ids: (N,) int64.
             first: the first scored token, at least 1.
-            length: what length-dependent methods are held at; default N.
+            length: the length at which length-dependent methods are held; default N.
 
         Returns:
             (N - first,) float32 on the CPU.
@@ -198,7 +198,7 @@ class TokenScorer:
         Args:
             prompt: (P,) int64.
             answers: (count, A) int64.
-            length: what length-dependent methods are held at; default P + A.
+            length: the length at which length-dependent methods are held; default P + A.
             shared: so many tokens at the beginning are those of the next prompts too; the state after them is kept.
             again: they are those of the call before, which had the same model, length and `shared`; they are not
                 read again.

@@ -93,7 +93,7 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What a perplexity evaluation reads, the same for every method; pure data.
+    """The spans that a perplexity evaluation reads, the same for every method; pure data.
 
     Attributes:
         protocol: the protocol that made the spans.

@@ -29,7 +29,7 @@ NAMES = (
     "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines or parquet file, a folder, a pattern such as "
     "'books/*.txt', or hf:OWNER/NAME. In Python, a text itself is given in a list: [text]"
 )
-"""What a string may be that names text."""
+"""The names of texts, for the end of an error message."""
 
 _MAX_TOKEN_ID = 2**31 - 1
 _FREE_EXPANSION = 64 * 2**20  # bytes
@@ -73,7 +73,7 @@ def read_file(file: Path, name: str, column: str | None, expansion: int) -> Iter
     """The documents in one file.
 
     Args:
-        name: what its documents are called, with the line or row where there are several.
+        name: the name of its documents, with the line or row where there are several.
         column: where the text of a row is; None: see `read_rows`.
         expansion: how many times its size a compressed file may expand to.
 
@@ -148,7 +148,7 @@ def optional_package(module: str, purpose: str) -> Any:
     """A module of a package that is installed for some kinds of text only.
 
     Args:
-        purpose: what needs the package, in the plural.
+        purpose: the kind of text that needs the package, in the plural.
 
     Raises:
         CorpusError: it is not installed; the message has the command that installs it.

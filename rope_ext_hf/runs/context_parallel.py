@@ -41,7 +41,7 @@ _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several processes reads of a span.
+    """The part of a span that one of several processes reads.
 
     Attributes:
         rank, count: this process, and how many there are.

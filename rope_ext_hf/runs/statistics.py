@@ -63,7 +63,7 @@ def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, l
 
     Args:
         sums: of each item, nats for example.
-        weights: what each sum is divided by, tokens for example; None: 1 each.
+        weights: the divisor of each sum, tokens for example; None: 1 each.
         level: of each end.
 
     An item's value, its sum over its weight, varies alike whatever its weight: documents differ more than their tokens

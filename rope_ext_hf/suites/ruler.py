@@ -103,7 +103,7 @@ _FWE = _Template(
 
 @dataclass
 class _Generator:
-    """What draws the prompts of one task, at one length.
+    """The generator of the prompts of one task, at one length.
 
     Attributes:
         length: tokens of prompt and generation together.

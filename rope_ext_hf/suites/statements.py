@@ -47,7 +47,7 @@ _CONSONANTS = (
     "tr",
     "wh",
 )
-"""What made-up words consist of."""
+"""The parts of made-up words."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 _Draw = Callable[[random.Random, bool], str]
@@ -92,7 +92,7 @@ def _identifier(rng: random.Random, held_out: bool) -> str:
 
 
 def _subject(rng: random.Random, held_out: bool) -> str:
-    """What a sentence begins with; in training sometimes shorter, so that more sentences fit into a prompt."""
+    """The beginning of a sentence; in training sometimes shorter, so that more sentences fit into a prompt."""
     return " ".join(["The", *_words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
 
 
