@@ -335,7 +335,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     return samples
 
 
-_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
+_RULER_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
     "niah_single_1": (_NIAH, _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
     "niah_single_2": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
     "niah_single_3": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
@@ -355,11 +355,11 @@ class Ruler(Suite):
     """RULER without its two tasks of question answering, which need SQuAD and HotpotQA."""
 
     name = "ruler"
-    tasks = tuple(_TASKS)
+    tasks = tuple(_RULER_TASKS)
     seed = 42
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        template, make, parameters = _TASKS[task]
+        template, make, parameters = _RULER_TASKS[task]
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
         generator = _Generator(

@@ -1,13 +1,13 @@
 """Prompts that ask at their end for what was stated earlier in a long text.
 
-    question = ask(TASKS["key-value"], random.Random(0), keys=2)
+    question = ask(RETRIEVALS["key-value"], random.Random(0), keys=2)
     question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
     question.question          # "\\n# quill ="
     question.answer            # " 51893"
 
-A task is what is asked and in which words; all tasks are data in `TASKS`, so a new one is a new entry. The bundled
-model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come from two
-disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
+A task is what is asked and in which words; all tasks are data in `RETRIEVALS`, so a new one is a new entry. The
+bundled model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come
+from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Task:
     filler: str | None = None
 
 
-TASKS: dict[str, Task] = {
+RETRIEVALS: dict[str, Task] = {
     "key-value": Task(
         name=_identifier,
         value=_number,
