@@ -74,6 +74,8 @@ def resolve_method(
             factor, target_length = _factor_for(cls, values, rotary, target_length), None
         values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
         factor = factor if shared else None
+    elif isinstance(values.get("frequency"), Mapping):
+        values["frequency"] = method_from_dict(values["frequency"])
     for key in values:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
-from rope_ext_hf.methods.registry import method_from_dict, register_method
+from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
@@ -85,8 +85,6 @@ class RemappingMethod(RopeMethod):
     frequency: RopeMethod | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.frequency, Mapping):
-            object.__setattr__(self, "frequency", method_from_dict(self.frequency))
         super().__post_init__()
         if self.frequency is not None and (
             not isinstance(self.frequency, RopeMethod)
