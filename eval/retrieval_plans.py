@@ -170,5 +170,7 @@ def plan_passkey(
 
 def _known(task: str) -> Task:
     if task not in RETRIEVALS:
-        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}")
+        raise MethodError(
+            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
+        )
     return RETRIEVALS[task]
