@@ -94,32 +94,24 @@ class _Attention:
         rows = [slice(r, r + 1) for r in range(len(left_padding))]
         return torch.cat([self._fused(query[r], key[r], value[r], p) for r, p in zip(rows, left_padding, strict=True)])
 
-    def _local_rotation(self, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """The rotation of queries or keys (rows or 1, tokens) to their position in the nearest zone; None: none.
+    def _rotation_to(self, zone: int, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
+        """The rotation of queries from `key_position` to their position in a zone; None: none.
 
         Args:
+            zone: 0 is the nearest, in which keys are rotated like queries.
+            positions: (rows or 1, tokens).
             name: identifies these positions among those of the forward.
         """
-        if not self.rule.local_zone_exact:
-            return None
-        return self._cached_rotation(positions, RemappedPosition, name)
-
-    def _zone_rotation(self, m: Callable[[], Tensor], zone: int, name: Hashable) -> KeyRotation | None:
-        """The rotation of queries to their position in a zone beyond the nearest."""
-        return self._cached_rotation(m, lambda at: self.rule.query_position(at, zone), (zone, name))
-
-    def _cached_rotation(
-        self, positions: Callable[[], Tensor], target: Callable[[Tensor], RemappedPosition], name: Hashable
-    ) -> KeyRotation | None:
-        """The rotation from `key_position` to a target, computed by the first layer that needs it on its device."""
-        if self.rotation is None:
+        if self.rotation is None or not (zone or self.rule.local_zone_exact):
             return None
         table, rotations = self.rotation.table, self.positions.rotations
-        entry = (self.rule, table, self.device, name)
+        entry = (self.rule, table, self.device, zone, name)
         if entry not in rotations:
             # Angles depend on positions, not on the layer: the first layer of a forward pays for all of them.
             at = positions()
-            before, after = self.rule.key_position(at), target(at)
+            before, after = self.rule.key_position(at), RemappedPosition(at)
+            if zone:
+                after = self.rule.query_position(at, zone)
             stays = before.positions is after.positions and before[1:] == after[1:]
             rotations[entry] = None if stays else table.between(before, after, self.device)
         return rotations[entry]
@@ -208,7 +200,7 @@ class _Attention:
         def m() -> Tensor:
             return torch.arange(start, stop, device=device)[None]
 
-        local = self._local_rotation(lambda: torch.arange(first_local, stop, device=device)[None], near)
+        local = self._rotation_to(0, lambda: torch.arange(first_local, stop, device=device)[None], near)
         local_keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
@@ -217,7 +209,7 @@ class _Attention:
             if zone == 0:
                 rotation, keys, keys_from = local and local.last(query.shape[-2]), local_keys, first_local
             else:
-                rotation, keys, keys_from = self._zone_rotation(m, zone, queries), key, first_key
+                rotation, keys, keys_from = self._rotation_to(zone, m, queries), key, first_key
             zone_query = self._place_query(rotation, query, m, zone, queries)
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
             # Tiles of one shape at even steps are views of the same memory and go into one launch, as rows of a batch.
@@ -312,16 +304,15 @@ class _Attention:
             grows = distances[-1][1] < UNBOUNDED and rule.window_size is None
             ranges = [(0, keys)] * len(rule.zone_distances(self.positions.reach) if grows else distances)
         begin, end = ranges[0]
-        local = self._local_rotation(lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
+        local = self._rotation_to(0, lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
         local_keys = self._rotate(local, key[:, :, begin:end])
         if len(ranges) == 1 and self.modifiers.pair_scales is not None:
-            rotated = self._rotate(self._local_rotation(lambda: m, m_name), query)
+            rotated = self._rotate(self._rotation_to(0, lambda: m, m_name), query)
             return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, begin:], self.scale)
 
         def scores_in(zone: int, start: int, stop: int) -> Tensor:
-            rotation = self._zone_rotation(lambda: m, zone, m_name) if zone else self._local_rotation(lambda: m, m_name)
             part = key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
-            return _scores(self._rotate(rotation, query), part, self.scale)
+            return _scores(self._rotate(self._rotation_to(zone, lambda: m, m_name), query), part, self.scale)
 
         pieces = []
         # Between two of these edges the same zones may occur; with one query there is a single one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -51,9 +51,8 @@ class DynamicNTK(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules = ("paper", "hf", "even", "pow2")
-        if self.growth not in rules:
-            raise MethodError(f"dynamic-ntk: growth must be one of {', '.join(rules)}; got {self.growth!r}")
+        if self.growth not in get_args(_Growth):
+            raise MethodError(f"dynamic-ntk: growth must be one of {', '.join(get_args(_Growth))}; got {self.growth!r}")
         if self.growth == "hf" and self.factor is None:
             raise MethodError("dynamic-ntk: growth='hf' needs factor (or target_length)")
         if self.growth != "hf" and self.factor is not None:

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -83,15 +82,6 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """The state of a cache after the tokens that prompts have in common."""
-
-    cache: SpanCache
-    tokens: int
-    state: list[dict[str, Any]]
-
-
 class TokenScorer:
     """Per-token losses of a causal language model.
 
@@ -136,7 +126,7 @@ class TokenScorer:
         self.finish = True
         self.windows: dict[int, int] = {}
         self.cache: SpanCache | None = None
-        self.prefix: _Prefix | None = None
+        self.prefix: tuple[int, list[dict[str, Any]]] | None = None  # tokens that prompts share, the cache after them
         # As loaded, a method that follows the input is run right by transformers in one forward only.
         self.follows_the_input = any(
             rope.method.depends_on_length(rope.plain) for slot in slots for rope in slot.as_loaded.values()
@@ -325,19 +315,15 @@ class TokenScorer:
             ids: the prompt but its last token, whose output each answer needs.
             count: tokens of an answer.
         """
-        prefix, start = self.prefix, 0
-        cache = self._empty_cache(len(ids) + count)
-        if again and prefix is not None and prefix.cache is cache and prefix.tokens == shared:
-            cache.restore(prefix.state)
-            start = shared
-        # The state is taken where the shared beginning ends, so that the next prompt can go on from there.
-        elif shared:
+        cache, known = self._empty_cache(len(ids) + count), 0
+        if again and self.prefix is not None and self.prefix[0] == shared:
+            cache.restore(self.prefix[1])
+            known = shared
+        elif shared:  # the next prompt can go on from where the shared beginning ends
             self._read(ids[:shared], cache)
-            self.prefix = _Prefix(cache, shared, cache.state())
-            self._read(ids[shared:], cache, shared)
-            return len(ids) + 1
-        self._read(ids[start:], cache, start)
-        return len(ids) + 1 - start
+            self.prefix = shared, cache.state()
+        self._read(ids[shared:], cache, shared)
+        return len(ids) + 1 - known
 
     def _answer_logits(self, spans: list[Tensor], known: int) -> Iterator[Tensor]:
         """Logits (answer tokens, vocabulary) of every answer, from the cache of the prompt but its last token."""
