@@ -77,7 +77,7 @@ class RemappingMethod(RopeMethod):
 
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
-    least: ClassVar = {"max_distance": 1, "window": 1, "group": 1, "k": 1, "chunk": 1}
+    least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)
     composable = False
 
     max_distance: int | None = None
@@ -313,6 +313,7 @@ class LeakyReRoPE(_WindowedRemapping):
     """
 
     guidance = Guidance(when="the extended length is known and the exact order of distant keys matters", decode=ZONES)
+    least: ClassVar = RemappingMethod.least | {"k": 1}
 
     k: float | None = None
 

@@ -148,7 +148,8 @@ def load(
         raise CorpusError(f"{short(str(data), 200)!r} cannot be read: {reason(error)}{hint}") from error
 
     for document in given_documents:
-        if _size(document) < least:
+        size = utf8_bytes(document.name, document.text) if document.ids is None else len(document.ids)
+        if size < least:
             documents.left_out += 1
             continue
         documents.append(document)
@@ -213,10 +214,6 @@ def _parse(data: Corpus, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
         if options.setdefault(key, value) != value:
             raise CorpusError(f"{data!r} has {key}={options[key]!r}, but {key}={value!r} is given")
     return source, options
-
-
-def _size(document: Document | Tokens) -> int:
-    return utf8_bytes(document.name, document.text) if document.ids is None else len(document.ids)
 
 
 # -- values in memory --------------------------------------------------------------------------------------------------

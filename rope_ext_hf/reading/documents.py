@@ -50,7 +50,7 @@ class Tokens:
 
 
 def utf8_bytes(name: str, text: str) -> int:
-    """How many bytes the text of a document has.
+    """The UTF-8 bytes of the text of a document.
 
     Raises:
         CorpusError: half a surrogate pair, which JSON can spell and no tokenizer takes.
