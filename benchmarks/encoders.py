@@ -34,8 +34,8 @@ from training_text import stdlib_training
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
 import rope_ext_hf as rope
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
 
 SEED = 0
 WORDS, MASK = 1024, 256 + BYTE_OFFSET

@@ -15,7 +15,7 @@ import string
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rope_ext_hf.suites.statements import TASKS, Question, Wording, ask, draw_distinct, insert
+from rope_ext_hf.suites.statements import RETRIEVALS, Question, Wording, ask, draw_distinct, insert
 
 OPENING_CHARACTERS = (string.ascii_letters + string.digits + string.punctuation).translate({ord(c): None for c in "{}"})
 """What may stand before a number in training, so that no opening of a measurement is new to it."""
@@ -98,7 +98,7 @@ def ask_in_training(name: str, rng: random.Random, *, keys: int = 1, wording: in
     Names and values share words, so that only the whole name tells the statements apart, and often all numbers of a
     prompt have the same characters before them.
     """
-    task, wordings = TASKS[name], WORDINGS[name]
+    task, wordings = RETRIEVALS[name], WORDINGS[name]
     chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
     names = draw_distinct(lambda: task.name(rng, False), keys)
     values = draw_distinct(lambda: task.value(rng, False), keys)
@@ -182,7 +182,7 @@ def training_prompt(
     """
     for count in range(keys, 0, -1):
         if held_out:
-            question = ask(TASKS[name], rng, keys=count, wording=wording)
+            question = ask(RETRIEVALS[name], rng, keys=count, wording=wording)
         else:
             question = ask_in_training(name, rng, keys=count, wording=wording)
         pairs = zip(question.questions, question.answers, strict=True)

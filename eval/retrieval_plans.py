@@ -2,7 +2,7 @@
 
 Two things are measured: whether greedy decoding gives the right answer, and the rank of the right answer among wrong
 ones by likelihood. The rank shows a signal in models too small to answer. The tasks, statements with their
-questions, are data: `suites.statements.TASKS`.
+questions, are data: `suites.statements.RETRIEVALS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.preflight import sliding_window_warning
 from rope_ext_hf.reading.spans import check_vocabulary, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.kinds import RunPlan
-from rope_ext_hf.suites.statements import TASKS, Question, Task, ask, other_answers
+from rope_ext_hf.suites.statements import RETRIEVALS, Question, Task, ask, other_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -169,6 +169,8 @@ def plan_passkey(
 
 
 def _known(task: str) -> Task:
-    if task not in TASKS:
-        raise MethodError(f"unknown task {task!r}.{did_you_mean(task, TASKS)} Known tasks: {', '.join(TASKS)}")
-    return TASKS[task]
+    if task not in RETRIEVALS:
+        raise MethodError(
+            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
+        )
+    return RETRIEVALS[task]

@@ -52,7 +52,7 @@ class Retrieval:
 
     Attributes:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
-        task: a key of `suites.statements.TASKS`.
+        task: a key of `suites.statements.RETRIEVALS`.
         keys: statements in every prompt, of which one is asked for.
         length: of prompt and answer together, in tokens.
         depth: share of the haystack that stands before the statement asked for.

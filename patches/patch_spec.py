@@ -8,8 +8,8 @@ from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.methods.base import RopeMethod, Rotary, rotary_from_dict
-from rope_ext_hf.methods.registry import method_from_dict
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PatchSpec:
         """
         try:
             method = method_from_dict(saved["method"])
-            rotary = rotary_from_dict(saved["rotary"], method_from_dict)
+            rotary = rotary_from_dict(saved["rotary"])
             layers, target_length, native = saved.get("layers"), saved["target_length"], saved["native"]
         except (KeyError, TypeError) as error:
             raise MethodError(f"not a saved patch: {error!r}") from error

@@ -37,7 +37,7 @@ from rope_ext_hf.engines.base import ServingConfig, find_engine
 from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, converted, file_computes
 from rope_ext_hf.errors import CheckpointError, ServingError
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
 from rope_ext_hf.serving.target import make_target, open_model

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rope_ext_hf as rope
 from rope_ext_hf.reference import path
-from rope_ext_hf.suites.statements import TASKS, ask
+from rope_ext_hf.suites.statements import RETRIEVALS, ask
 
 TRAINED = 256
 BYTE_OFFSET = 3  # of ByT5's tokens
@@ -39,7 +39,7 @@ def prompts(length: int) -> tuple[Tensor, tuple[bytes, ...]]:
     """(COUNT, length) token ids, and the answers; one statement each, at depths from start to end."""
     rows, answers = [], []
     for index in range(COUNT):
-        task = TASKS[TASK_OF_PROMPT[index % 4]]
+        task = RETRIEVALS[TASK_OF_PROMPT[index % 4]]
         drawn = ask(task, random.Random(index), wording=index // 4)
         statement, question = drawn.statements[0].encode(), drawn.question.encode()
         filler = length - len(statement) - len(question)
@@ -140,7 +140,7 @@ def test_a_conversation_that_outgrows_the_trained_length(method: str, static: bo
     ids, answers = prompts(TRAINED)
     near = far = 0
     for index, answer in enumerate(answers):
-        drawn = ask(TASKS[TASK_OF_PROMPT[index % 4]], random.Random(index), wording=index // 4)
+        drawn = ask(RETRIEVALS[TASK_OF_PROMPT[index % 4]], random.Random(index), wording=index // 4)
         cache = StaticCache(config=model.config, max_cache_len=5 * TRAINED) if static else DynamicCache()
         exactly = {"max_new_tokens": len(answer), "min_new_tokens": len(answer), "do_sample": False}
         once = model.generate(ids[index : index + 1], past_key_values=cache, **exactly)

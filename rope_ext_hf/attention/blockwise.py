@@ -56,7 +56,7 @@ def attend(
         query: (rows, heads, tokens, head_dim), rotated to `rule.key_position`, as the keys are.
         key, value: (rows, kv_heads, past + tokens, head_dim); fewer keys where a sliding-window cache evicted the
             first ones.
-        scale: what scores are multiplied by.
+        scale: the factor of scores.
 
     Returns:
         (rows, heads, tokens, head_dim of value) in value's dtype.
@@ -94,32 +94,24 @@ class _Attention:
         rows = [slice(r, r + 1) for r in range(len(left_padding))]
         return torch.cat([self._fused(query[r], key[r], value[r], p) for r, p in zip(rows, left_padding, strict=True)])
 
-    def _local_rotation(self, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """The rotation of queries or keys (rows or 1, tokens) to their position in the nearest zone; None: none.
+    def _rotation_to(self, zone: int, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
+        """The rotation of queries from `key_position` to their position in a zone; None: none.
 
         Args:
+            zone: 0 is the nearest, in which keys are rotated like queries.
+            positions: (rows or 1, tokens).
             name: identifies these positions among those of the forward.
         """
-        if not self.rule.local_zone_exact:
-            return None
-        return self._cached_rotation(positions, RemappedPosition, name)
-
-    def _zone_rotation(self, m: Callable[[], Tensor], zone: int, name: Hashable) -> KeyRotation | None:
-        """The rotation of queries to their position in a zone beyond the nearest."""
-        return self._cached_rotation(m, lambda at: self.rule.query_position(at, zone), (zone, name))
-
-    def _cached_rotation(
-        self, positions: Callable[[], Tensor], target: Callable[[Tensor], RemappedPosition], name: Hashable
-    ) -> KeyRotation | None:
-        """The rotation from `key_position` to a target, computed by the first layer that needs it on its device."""
-        if self.rotation is None:
+        if self.rotation is None or not (zone or self.rule.local_zone_exact):
             return None
         table, rotations = self.rotation.table, self.positions.rotations
-        entry = (self.rule, table, self.device, name)
+        entry = (self.rule, table, self.device, zone, name)
         if entry not in rotations:
             # Angles depend on positions, not on the layer: the first layer of a forward pays for all of them.
             at = positions()
-            before, after = self.rule.key_position(at), target(at)
+            before, after = self.rule.key_position(at), RemappedPosition(at)
+            if zone:
+                after = self.rule.query_position(at, zone)
             stays = before.positions is after.positions and before[1:] == after[1:]
             rotations[entry] = None if stays else table.between(before, after, self.device)
         return rotations[entry]
@@ -146,7 +138,7 @@ class _Attention:
         return self._rotate(scaled, query)
 
     def _query_scale(self, m: Callable[[], Tensor], name: Hashable, dtype: torch.dtype) -> Tensor | None:
-        """What queries at positions `m` are multiplied by, (rows or 1, 1, tokens, 1), computed by the first layer."""
+        """The scale of queries at positions `m`, (rows or 1, 1, tokens, 1), computed by the first layer."""
         scales, entry = self.positions.query_scales, (self.rule, self.device, dtype, name)
         if entry not in scales:
             scale = self.rule.query_scale(m())
@@ -208,7 +200,7 @@ class _Attention:
         def m() -> Tensor:
             return torch.arange(start, stop, device=device)[None]
 
-        local = self._local_rotation(lambda: torch.arange(first_local, stop, device=device)[None], near)
+        local = self._rotation_to(0, lambda: torch.arange(first_local, stop, device=device)[None], near)
         local_keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
@@ -217,7 +209,7 @@ class _Attention:
             if zone == 0:
                 rotation, keys, keys_from = local and local.last(query.shape[-2]), local_keys, first_local
             else:
-                rotation, keys, keys_from = self._zone_rotation(m, zone, queries), key, first_key
+                rotation, keys, keys_from = self._rotation_to(zone, m, queries), key, first_key
             zone_query = self._place_query(rotation, query, m, zone, queries)
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
             # Tiles of one shape at even steps are views of the same memory and go into one launch, as rows of a batch.
@@ -275,15 +267,9 @@ class _Attention:
         m = self.positions.query_positions[:, block].to(device)
         n = self.positions.key_positions[:, evicted + first_visible : evicted + end].to(device)
         key, value = key[:, :, visible_keys], value[:, :, visible_keys]
-        scores = self._zone_scores(
-            self._scale_query(query[:, :, block], lambda: m, ("queries", block.start, block.stop)),
-            key,
-            m,
-            n,
-            first_query,
-            ("queries", block.start, block.stop),
-            evicted + first_visible,
-        )
+        name = ("queries", block.start, block.stop)
+        scaled = self._scale_query(query[:, :, block], lambda: m, name)
+        scores = self._zone_scores(scaled, key, m, n, first_query, name, evicted + first_visible)
         scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
         weights = self._softmax_with_sinks(scores)
         if self.modifiers.dropout:
@@ -318,16 +304,15 @@ class _Attention:
             grows = distances[-1][1] < UNBOUNDED and rule.window_size is None
             ranges = [(0, keys)] * len(rule.zone_distances(self.positions.reach) if grows else distances)
         begin, end = ranges[0]
-        local = self._local_rotation(lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
+        local = self._rotation_to(0, lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
         local_keys = self._rotate(local, key[:, :, begin:end])
         if len(ranges) == 1 and self.modifiers.pair_scales is not None:
-            rotated = self._rotate(self._local_rotation(lambda: m, m_name), query)
+            rotated = self._rotate(self._rotation_to(0, lambda: m, m_name), query)
             return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, begin:], self.scale)
 
         def scores_in(zone: int, start: int, stop: int) -> Tensor:
-            rotation = self._zone_rotation(lambda: m, zone, m_name) if zone else self._local_rotation(lambda: m, m_name)
             part = key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
-            return _scores(self._rotate(rotation, query), part, self.scale)
+            return _scores(self._rotate(self._rotation_to(zone, lambda: m, m_name), query), part, self.scale)
 
         pieces = []
         # Between two of these edges the same zones may occur; with one query there is a single one.
@@ -351,7 +336,7 @@ class _Attention:
 
         Args:
             m, n: positions of these queries and keys.
-            block, keys: which of the `tokens` queries and `count` keys these are.
+            block, keys: the places of these among the `tokens` queries and `count` keys.
         """
         modifiers, device = self.modifiers, scores.device
         if modifiers.softcap is not None:

@@ -69,9 +69,8 @@ def _cuda_supports(query: Tensor, width: int) -> bool:
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
     padded = -(-width // 8) * 8
-    example = query.new_empty(
-        1, 1, _MIN_CUDNN_QUERIES, padded
-    )  # heads are not grouped: any kernel can be made to serve
+    # One head: any kernel can be made to serve grouped heads.
+    example = query.new_empty(1, 1, _MIN_CUDNN_QUERIES, padded)
     return _torch_choice(example, example, example) != SDPBackend.MATH.value
 
 

@@ -1,4 +1,4 @@
-"""What blockwise attention is given beside queries, keys and values: a layer's rule, positions, score modifiers."""
+"""The inputs of blockwise attention beside queries, keys and values: a layer's rule, positions, score modifiers."""
 
 from __future__ import annotations
 
@@ -10,28 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.constants import device_constant
+from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number
-
-
-class AttentionRule(Protocol):
-    """Which keys a query sees and at which relative positions; `RemappingMethod` documents each member."""
-
-    @property
-    def local_zone_exact(self) -> bool: ...
-    @property
-    def window_size(self) -> int | None: ...
-    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]: ...
-    def key_position(self, n: Tensor) -> RemappedPosition: ...
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition: ...
-    def query_scale(self, m: Tensor) -> Tensor | None: ...
-    def score_bias(self, heads: int, length: int) -> ScoreBias | None: ...
-    def zone(self, m: Tensor, n: Tensor) -> Tensor: ...
-    def tiles(self, first: int, last: int) -> Iterator[Tile]: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +61,10 @@ class LocalAttention:
             yield Tile(0, (first, last), (0, last))
 
 
+AttentionRule = RemappingMethod | LocalAttention
+"""The keys that a query sees, and at which relative positions; `RemappingMethod` documents each member."""
+
+
 class RotationTable:
     """Fixed-point angles of positions: int64, in units of 2^-64 cycles (see `rotary.phase`).
 
@@ -107,7 +94,7 @@ class RotationTable:
         """The phase of a distance in tokens, (pairs,) int64."""
         if tokens not in self._phases:
             self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
-        return device_constant(self._phases[tokens], torch.int64, device)
+        return constant(self._phases[tokens], device, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,7 @@ class TokenPositions:
         left_padding: per row, the padded tokens before position 0, where all others follow in order; None: a row is
             ordered in another way.
         key_mask: (rows, past + tokens) bool, False where a key is padding; None: no key is.
-        rotations, query_scales: what one layer has computed and the next layers use again.
+        rotations, query_scales: results of one layer that the next layers use again.
     """
 
     query_positions: Tensor
@@ -144,7 +131,7 @@ class Rotation(NamedTuple):
 
 
 class PairScales(Protocol):
-    """What pairs of dims of queries and keys are multiplied by: their product falls with the distance (xPos)."""
+    """Factors of pairs of dims of queries and keys, whose product falls with the distance (xPos)."""
 
     @property
     def block_size(self) -> int:
@@ -163,7 +150,7 @@ class ScoreModifiers(NamedTuple):
         mask: (rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add; it replaces causality, padding and
             window.
         dropout: probability of dropping an attention weight.
-        bias: what is added to scores, after the softcap.
+        bias: an addition to scores, after the softcap.
         pair_scales: scales of queries and keys by their distance, for rules with one zone.
     """
 

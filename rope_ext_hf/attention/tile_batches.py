@@ -90,7 +90,6 @@ class MergedSoftmax:
 
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
         self.query, self.out = query, out
-        self._begun = False
         self._lse: Tensor | None = None
         self._last: tuple[tuple[int, int, int, int], Tensor] | None = None  # not yet in `_lse`
 
@@ -98,11 +97,10 @@ class MergedSoftmax:
         """Merge in the attention to further keys.
 
         Args:
-            spans: the queries it is of, as `strided_spans` takes them: begin, size, step, count.
+            spans: the queries that attend to them, as `strided_spans` takes them: begin, size, step, count.
             part, part_lse: as a kernel returns them, spans folded into the batch.
         """
-        if not self._begun:
-            self._begun = True
+        if self._lse is None:
             if spans[1] == self.query.shape[-2]:
                 self.out = part if self.out is None else self.out.copy_(part)
                 self._lse = part_lse[..., None]

@@ -192,7 +192,7 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
     from rope_ext_hf.patches.patching import unpatch
     from rope_ext_hf.patches.slots import patched_slots
     from rope_ext_hf.pictures.attention_vectors import spectra
-    from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+    from rope_ext_hf.reading.corpora import stdlib_held_out
 
     loaded = source.model(name)
     if patched_slots(loaded):

@@ -11,13 +11,7 @@ import importlib
 import pkgutil
 
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
-from rope_ext_hf.methods.registry import (
-    frequencies,
-    list_methods,
-    method_from_dict,
-    register_method,
-    resolve_method,
-)
+from rope_ext_hf.methods.registry import frequencies, list_methods, method_from_dict, register_method, resolve_method
 
 __all__ = [
     "Frequencies",

@@ -1,4 +1,4 @@
-"""What every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
+"""The ground that every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
 
     >>> from rope_ext_hf.methods import Rotary, Yarn, frequencies
     >>> plain = Rotary(dim=128, theta=500000.0, trained_length=8192)
@@ -24,9 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.bounds import MOST_TOKENS, limit, whole
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.constants import device_constant
 from rope_ext_hf.methods.guidance import Guidance
 
 UNBOUNDED = 2**62
@@ -41,7 +40,7 @@ class TrainedScaling:
 
     Attributes:
         method: the method, a frequency method.
-        rotary: what the method was applied to.
+        rotary: the rotary embedding that the method was applied to.
         context_length: the length in tokens that the model is for under this scaling.
     """
 
@@ -55,16 +54,12 @@ class TrainedScaling:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            "method": self.method.to_dict(),
-            "rotary": self.rotary.to_dict(),
-            "context_length": self.context_length,
-        }
+        return {"method": self.method.to_dict(), "rotary": self.rotary.to_dict(), "context_length": self.context_length}
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a model states about its rotary embedding.
+    """A rotary embedding, as a model states it.
 
     Attributes:
         dim: rotated dims per head (head_dim x partial rotary factor); even.
@@ -145,18 +140,18 @@ class Rotary:
         return inv_freq if self.rotated_pairs is None else inv_freq * (dims < 2 * self.rotated_pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, without what is not set. `rotary_from_dict` reads it back."""
+        """JSON-ready, without the fields that are not set. `rotary_from_dict` reads it back."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["own"] = None if self.own is None else self.own.to_dict()
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Frequencies(NamedTuple):
-    """What a method returns.
+    """The frequencies that a method gives, and its attention factor.
 
     Attributes:
         inv_freq: radians per position, float64, shape (dim // 2,).
-        attention_factor: what cos and sin are multiplied by.
+        attention_factor: the factor of cos and sin.
     """
 
     inv_freq: Tensor
@@ -174,9 +169,34 @@ def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
     return tuple(inv_freq.tolist()), attention_factor
 
 
-def constant(numbers: tuple[float, ...], device: torch.device | str) -> Tensor:
-    """Numbers as a float64 tensor on a device."""
-    return device_constant(numbers, torch.float64, torch.device(device))
+def constant(numbers: tuple[float, ...], device: torch.device | str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Numbers as a tensor (len(numbers),) on a device, which nobody may write to.
+
+    Kept between calls, because the host waits for the device when it copies; made anew inside a trace, an export or a
+    fake mode, whose tensors must not reach a later call.
+    """
+    if may_keep_tensors():
+        return _kept(numbers, dtype, torch.device(device))
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=256)
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor would fail in a later forward that needs gradients
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def may_keep_tensors() -> bool:
+    """Whether a tensor made now may outlive the call: not under torch.compile, torch.export, tracing or a fake mode."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    return type(torch.empty(0, device="cpu")) is Tensor
+
+
+def divisor_lists(rotary: Rotary, short: Tensor, long: Tensor) -> dict[str, list[float]]:
+    """The divisors of theta_i that give these frequencies, (dim // 2,) each, as transformers' longrope has them."""
+    theta = rotary.theta_inv_freq()
+    return {"short_factor": (theta / short).tolist(), "long_factor": (theta / long).tolist()}
 
 
 def is_number(value: object) -> bool:
@@ -213,6 +233,9 @@ class RopeMethod(ABC):
     guidance: ClassVar[Guidance | None] = None
     """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
 
+    least: ClassVar[Mapping[str, int]] = {"factor": 1}
+    """The smallest value of parameters, by name."""
+
     begins_search: ClassVar[bool] = False
     """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
@@ -227,9 +250,10 @@ class RopeMethod(ABC):
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
+        for name, least in self.least.items():
+            if (value := getattr(self, name, None)) is not None and value < least:
+                raise MethodError(f"{self.name}: {name} must be at least {least}, got {value:g}")
         factor = getattr(self, "factor", None)
-        if factor is not None and factor < 1:
-            raise MethodError(f"{self.name}: factor must be at least 1, got {factor:g}")
         if factor is not None and factor > MOST_TOKENS:
             raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
 
@@ -251,7 +275,7 @@ class RopeMethod(ABC):
         """The frequencies for one input.
 
         Args:
-            rotary: what they are computed from.
+            rotary: the rotary embedding that they are computed from.
             length: tokens in the input; None: the context length.
 
         Raises:
@@ -268,7 +292,7 @@ class RopeMethod(ABC):
         """The frequencies of each row, on the device of `lengths`; no value is read on the host.
 
         Args:
-            rotary: what they are computed from.
+            rotary: the rotary embedding that they are computed from.
             lengths: tokens of each row, (...) float64.
 
         Returns:
@@ -295,7 +319,7 @@ class RopeMethod(ABC):
         """The formula.
 
         Args:
-            rotary: `rotary.inv_freq()` is what the method changes, `rotary.context_length` what it is counted from.
+            rotary: `inv_freq()` has the frequencies that the method changes, `context_length` where it counts from.
             length: tokens of each row, (..., 1) float64.
 
         Returns:
@@ -307,7 +331,7 @@ class RopeMethod(ABC):
         """`compute` with other values of `trainable`, through which gradients flow.
 
         Args:
-            rotary: what the method is applied to.
+            rotary: the rotary embedding that the method is applied to.
             values: (dim // 2,) floating point.
 
         Returns:
@@ -364,7 +388,7 @@ class RopeMethod(ABC):
         return self.constant_until(rotary, kept + 1)
 
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
-        """What is unusual about the method on this rotary embedding, a sentence each."""
+        """The unusual effects of the method on this rotary embedding, a sentence each."""
         return ()
 
     def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding
@@ -390,12 +414,10 @@ class RopeMethod(ABC):
     def longrope_parameters(self, rotary: Rotary) -> dict[str, Any]:
         """The frequencies at the context length as transformers' longrope, with explicit divisors of theta_i."""
         inv_freq, attention_factor = self.frequencies(rotary)
-        divisors = (rotary.theta_inv_freq() / inv_freq).tolist()
         return {
             "rope_type": "longrope",
             "rope_theta": rotary.theta,
-            "short_factor": divisors,
-            "long_factor": divisors,
+            **divisor_lists(rotary, inv_freq, inv_freq),
             "factor": getattr(self, "factor", None) or 1.0,
             "attention_factor": attention_factor,
             "original_max_position_embeddings": rotary.trained_length,
@@ -408,12 +430,8 @@ class RopeMethod(ABC):
         long = self.frequencies(rotary, UNBOUNDED)
         if not math.isclose(short.attention_factor, long.attention_factor, rel_tol=1e-12):
             return None
-        theta = rotary.theta_inv_freq()
-        return self.longrope_parameters(rotary) | {
-            "short_factor": (theta / short.inv_freq).tolist(),
-            "long_factor": (theta / long.inv_freq).tolist(),
-            "attention_factor": short.attention_factor,
-        }
+        lists = divisor_lists(rotary, short.inv_freq, long.inv_freq)
+        return self.longrope_parameters(rotary) | lists | {"attention_factor": short.attention_factor}
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         """`rope_parameters` for something near, known to behave otherwise; used only where the user asks for it."""
@@ -447,36 +465,11 @@ class RopeMethod(ABC):
         """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {"method": self.name} | {
-            key: list(value) if isinstance(value, tuple) else value
+            key: list(value)
+            if isinstance(value, tuple)
+            else value.to_dict()
+            if isinstance(value, RopeMethod)
+            else value
             for key, value in values.items()
             if value is not None
         }
-
-
-def rotary_from_dict(saved: Mapping[str, Any], read_method: Callable[[Mapping[str, Any]], RopeMethod]) -> Rotary:
-    """The inverse of `Rotary.to_dict`; `read_method` is the inverse of `RopeMethod.to_dict`.
-
-    Raises:
-        MethodError: not what `Rotary.to_dict` writes.
-    """
-    try:
-        values = dict(saved)
-        own = values.pop("own", None)
-        _check_whole(values, dim=limit("head_dim"), trained_length=MOST_TOKENS, rotated_pairs=limit("head_dim"))
-        rotary = Rotary(**values)
-        if own is None:
-            return rotary
-        _check_whole(own, context_length=MOST_TOKENS)
-        underneath = rotary_from_dict(own["rotary"], read_method)
-        scaling = TrainedScaling(read_method(own["method"]), underneath, own["context_length"])
-        return Rotary(*rotary.plain_geometry, own=scaling)
-    except (KeyError, TypeError, ValueError) as error:
-        raise MethodError(f"not a saved rotary embedding: {error!r}") from error
-
-
-def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
-    """Raise MethodError for a saved size that is no whole number from 0 to its limit; one may be missing or None."""
-    for key, limit_ in most.items():
-        value = saved.get(key)
-        if value is not None:
-            whole(f"not a saved rotary embedding: {key}", value, 0, limit_)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant
+from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant, divisor_lists
 from rope_ext_hf.methods.guidance import ROTATED_AGAIN, SEARCHED, SHORT_INPUTS, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import (
@@ -42,6 +42,8 @@ class DynamicNTK(RopeMethod):
     guidance = Guidance(decode=ROTATED_AGAIN)
     length_dependent = True
 
+    least: ClassVar = {"factor": 1, "initial": 1}
+
     growth: _Growth = "paper"
     factor: float | None = None
     initial: float = 1.0
@@ -49,17 +51,14 @@ class DynamicNTK(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rules = ("paper", "hf", "even", "pow2")
-        if self.growth not in rules:
-            raise MethodError(f"dynamic-ntk: growth must be one of {', '.join(rules)}; got {self.growth!r}")
+        if self.growth not in get_args(_Growth):
+            raise MethodError(f"dynamic-ntk: growth must be one of {', '.join(get_args(_Growth))}; got {self.growth!r}")
         if self.growth == "hf" and self.factor is None:
             raise MethodError("dynamic-ntk: growth='hf' needs factor (or target_length)")
         if self.growth != "hf" and self.factor is not None:
             raise MethodError(f"dynamic-ntk: factor goes with growth='hf' only, got it with growth={self.growth!r}")
         if self.growth != "even" and (self.sticky or self.initial != 1):
             raise MethodError(f"dynamic-ntk: sticky and initial go with growth='even' only, got growth={self.growth!r}")
-        if self.initial < 1:
-            raise MethodError(f"dynamic-ntk: initial must be at least 1, got {self.initial:g}")
 
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
@@ -133,7 +132,7 @@ class LongRoPE(RopeMethod):
     One list of divisors is for inputs of up to C tokens, another for longer ones.
 
     cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln C) with s = `factor`, at every
-    length. C is the context length of what is underneath; for a plain model the trained length L0.
+    length. C is the context length of the model as loaded; for a plain model the trained length L0.
     """
 
     guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its lists")
@@ -188,12 +187,8 @@ class LongRoPE(RopeMethod):
             return None
         if rotary.own is None:
             return self.plain_rope_parameters(rotary)
-        theta = rotary.theta_inv_freq()
-        return self.longrope_parameters(rotary) | {
-            "short_factor": (theta / self.frequencies(rotary, 1).inv_freq).tolist(),
-            "long_factor": (theta / self.frequencies(rotary, UNBOUNDED).inv_freq).tolist(),
-            "original_max_position_embeddings": rotary.context_length,
-        }
+        lists = divisor_lists(rotary, *(self.frequencies(rotary, length).inv_freq for length in (1, UNBOUNDED)))
+        return self.longrope_parameters(rotary) | lists | {"original_max_position_embeddings": rotary.context_length}
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}

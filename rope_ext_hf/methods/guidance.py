@@ -26,9 +26,9 @@ class Guidance:
     """When to use a method.
 
     Attributes:
-        purposes: what it is a candidate for; names of `PURPOSES`.
+        purposes: the goals that it is a candidate for, of `PURPOSES`.
         when: when to take it and not its neighbours; empty: nothing sets it apart.
-        decode: what it adds to the time of a generated token.
+        decode: the reason why a generated token takes more time; `NOTHING`: it takes none.
         unmeasured: why no measurement shows how a model reads with it; empty: one does, or none was made.
     """
 

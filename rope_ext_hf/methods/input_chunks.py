@@ -34,9 +34,7 @@ class DualChunk(RemappingMethod):
     """
 
     guidance = Guidance(
-        purposes=(PYTHON,),
-        when="prompts are long and speed matters: cached keys are never rotated again",
-        decode=ZONES,
+        purposes=(PYTHON,), when="prompts are long and speed matters: cached keys are never rotated again", decode=ZONES
     )
     local_zone_exact = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, is_number
 from rope_ext_hf.methods.guidance import SHORT_INPUTS, Guidance
-from rope_ext_hf.methods.registry import method_from_dict, register_method
+from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default, Yarn
 
@@ -40,8 +39,6 @@ class Profiles(RopeMethod):
     frequency: RopeMethod | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.frequency, Mapping):
-            object.__setattr__(self, "frequency", method_from_dict(self.frequency))
         super().__post_init__()
         smaller: Any = self.smaller
         if smaller is None:
@@ -115,7 +112,3 @@ class Profiles(RopeMethod):
         assert self.frequency is not None
         factors = "/".join(f"{factor:g}" for factor in self.factors)
         return f"{self.name} x{factors} on {self.frequency.label()}"
-
-    def to_dict(self) -> dict[str, Any]:
-        assert self.frequency is not None
-        return super().to_dict() | {"frequency": self.frequency.to_dict()}

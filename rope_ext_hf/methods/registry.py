@@ -1,9 +1,4 @@
-"""Find a method by name, read it from a dict, register a new one.
-
->>> from rope_ext_hf.methods import Rotary, frequencies
->>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
-tensor(1.4434e-05, dtype=torch.float64)
-"""
+"""Find a method by name, read it from a dict, register a new one."""
 
 from __future__ import annotations
 
@@ -12,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from rope_ext_hf.bounds import MOST_TOKENS, whole
+from rope_ext_hf.bounds import MOST_TOKENS, limit, whole
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
-from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, is_number
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
 
 _METHODS: dict[str, type[RopeMethod]] = {}
 # Other names in use, and the parameters they imply.
@@ -73,13 +68,15 @@ def resolve_method(
     name = cls.name
     accepted = {item.name: item for item in fields(cls)}
     values = implied | params
-    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # which gets what is not the method's own
+    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # with parameters of its own
         below = {key: values.pop(key) for key in list(values) if key not in accepted}
         shared = cls.takes_factor(values)
         if shared and factor is None and target_length is not None:
             factor, target_length = _factor_for(cls, values, rotary, target_length), None
         values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
         factor = factor if shared else None
+    elif isinstance(values.get("frequency"), Mapping):
+        values["frequency"] = method_from_dict(values["frequency"])
     for key in values:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
@@ -150,6 +147,35 @@ def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
     if not isinstance(name := values.pop("method", None), str):
         raise MethodError(f"no method in {dict(saved)}")
     return resolve_method(name, None, **values)
+
+
+def rotary_from_dict(saved: Mapping[str, Any]) -> Rotary:
+    """The inverse of `Rotary.to_dict`.
+
+    Raises:
+        MethodError: not what `Rotary.to_dict` writes.
+    """
+    try:
+        values = dict(saved)
+        own = values.pop("own", None)
+        _check_whole(values, dim=limit("head_dim"), trained_length=MOST_TOKENS, rotated_pairs=limit("head_dim"))
+        rotary = Rotary(**values)
+        if own is None:
+            return rotary
+        _check_whole(own, context_length=MOST_TOKENS)
+        underneath = rotary_from_dict(own["rotary"])
+        scaling = TrainedScaling(method_from_dict(own["method"]), underneath, own["context_length"])
+        return Rotary(*rotary.plain_geometry, own=scaling)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MethodError(f"not a saved rotary embedding: {error!r}") from error
+
+
+def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
+    """Raise MethodError for a saved size that is no whole number from 0 to its limit; one may be missing or None."""
+    for key, limit_ in most.items():
+        value = saved.get(key)
+        if value is not None:
+            whole(f"not a saved rotary embedding: {key}", value, 0, limit_)
 
 
 def frequencies(method: str | RopeMethod, rotary: Rotary, *, length: int | None = None, **params: Any) -> Frequencies:

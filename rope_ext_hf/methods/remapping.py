@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -26,12 +26,12 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
-from rope_ext_hf.methods.registry import method_from_dict, register_method
+from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
-"""(m, n) -> what is added to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
+"""(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
 queries and n (rows or 1, keys) of keys."""
 
 _DEFAULT_GROUP = 16
@@ -42,7 +42,7 @@ _TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
     "log-n": lambda m, known: ((m + 1).log() / math.log(known)).clamp(min=1),
     "llama4": lambda m, known: 1 + 0.1 * (1 + torch.floor((m + 1) / known)).log(),
 }
-"""What queries are multiplied by at position m (float32), where the model was trained at up to `known` positions.
+"""The factor of queries at position m (float32), where the model was trained at up to `known` positions.
 
 "log-n": max(1, ln(m + 1) / ln known), which keeps the entropy of attention what it is at `known` keys (Su 2022,
 https://kexue.fm/archives/8823). "llama4": 1 + 0.1 ln(1 + floor((m + 1) / known)) (Llama 4's attention scale).
@@ -77,6 +77,7 @@ class RemappingMethod(RopeMethod):
 
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
+    least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)
     composable = False
 
     max_distance: int | None = None
@@ -84,8 +85,6 @@ class RemappingMethod(RopeMethod):
     frequency: RopeMethod | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.frequency, Mapping):
-            object.__setattr__(self, "frequency", method_from_dict(self.frequency))
         super().__post_init__()
         if self.frequency is not None and (
             not isinstance(self.frequency, RopeMethod)
@@ -101,10 +100,6 @@ class RemappingMethod(RopeMethod):
                 f"{self.name}: temperature must be one of {', '.join(_TEMPERATURES)}; got {self.temperature!r}."
                 f"{did_you_mean(str(self.temperature), _TEMPERATURES)}"
             )
-        for name in ("max_distance", "window", "group", "chunk"):
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise MethodError(f"{self.name}: {name} must be at least 1, got {value}")
 
     def bind(self, rotary: Rotary, target_length: int | None, *, own_temperature: bool = False) -> Self:
         """The method with every parameter that was not given filled in.
@@ -180,10 +175,6 @@ class RemappingMethod(RopeMethod):
         """The longest input, in tokens, whose scores are known to stay as they are, but for the temperature."""
         return 0
 
-    def to_dict(self) -> dict[str, Any]:
-        saved = super().to_dict()
-        return saved if self.frequency is None else saved | {"frequency": self.frequency.to_dict()}
-
     @property
     def local_zone_exact(self) -> bool:
         """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
@@ -204,14 +195,14 @@ class RemappingMethod(RopeMethod):
 
     @property
     def note(self) -> str:
-        """What a bound method does to far keys, in one sentence."""
+        """The effect of a bound method on far keys, in one sentence."""
         return (
             f"Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained at; "
             "frequencies stay as they are."
         )
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
-        """What is added to the scores of an input of `length` tokens; None: nothing.
+        """The function that adds to the scores of an input of `length` tokens; None: nothing.
 
         Raises:
             MethodError: parameters for another number of heads.
@@ -219,7 +210,7 @@ class RemappingMethod(RopeMethod):
         return None
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """What queries at positions m are multiplied by, float32; None: nothing."""
+        """The factor of queries at positions m, float32; None: 1."""
         formula = _TEMPERATURES[self.temperature or "none"]
         if formula is None:
             return None
@@ -297,9 +288,7 @@ class ReRoPE(_WindowedRemapping):
     """
 
     guidance = Guidance(
-        purposes=(PYTHON,),
-        when="the length is open-ended; the order of distant keys is lost",
-        decode=ZONES,
+        purposes=(PYTHON,), when="the length is open-ended; the order of distant keys is lost", decode=ZONES
     )
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
@@ -324,13 +313,9 @@ class LeakyReRoPE(_WindowedRemapping):
     """
 
     guidance = Guidance(when="the extended length is known and the exact order of distant keys matters", decode=ZONES)
+    least: ClassVar = RemappingMethod.least | {"k": 1}
 
     k: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k is not None and self.k < 1:
-            raise MethodError(f"{self.name}: k must be at least 1, got {self.k:g}")
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2
@@ -387,7 +372,7 @@ class SelfExtend(_WindowedRemapping):
         return {key: value for key, value in super().to_dict().items() if (key, value) != ("floor_window", True)}
 
     def _shift(self, window: int, group: int) -> float:
-        """What is added to the position of a query for far keys."""
+        """The distance that a query is moved by for far keys."""
         return window - (window // group if self.floor_window else window / group)
 
     def _farthest(self, length: int, window: int, group: int) -> float:

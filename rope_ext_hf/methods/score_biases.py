@@ -66,7 +66,7 @@ class _ScoreBias(RemappingMethod):
 
     @abstractmethod
     def bias(self, distance: Tensor, heads: int) -> Tensor:
-        """What is added to scores, 0 at distance 0.
+        """The addition to scores, 0 at distance 0.
 
         Args:
             distance: tokens beyond `start`, (rows or 1, 1, queries, keys) float32, at least 0.
@@ -123,7 +123,7 @@ class _ScoreBias(RemappingMethod):
 class ALiBi(_ScoreBias):
     """ALiBi beside RoPE (Press et al. 2022, arXiv 2108.12409): scores fall linearly beyond `start`, a slope per head.
 
-    `strength`: what the slopes of the paper are multiplied by.
+    `strength`: the factor of the slopes of the paper.
     """
 
     strength: float = 1.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -36,14 +36,13 @@ class _TurnedQueries(RemappingMethod):
 
     # keys are cached at their own positions, which is where they stand in the nearest zone
     local_zone_exact = False
+    least: ClassVar = RemappingMethod.least | {"start": 1}
 
     window: int | None = None
     start: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start is not None and self.start < 1:
-            raise MethodError(f"{self.name}: start must be at least 1, got {self.start}")
         if self.start is not None and self.window is not None and self.start > self.window:
             raise MethodError(f"{self.name}: start must be at most window = {self.window}, got {self.start}")
 
@@ -95,10 +94,7 @@ class Stairs(_TurnedQueries):
     default half of it. S and W as in STRING, of which this is the form without an end.
     """
 
-    guidance = Guidance(
-        when="the length is open-ended and cached keys must stay as an engine has them",
-        decode=ZONES,
-    )
+    guidance = Guidance(when="the length is open-ended and cached keys must stay as an engine has them", decode=ZONES)
 
     chunk: int | None = None
 
@@ -127,8 +123,7 @@ class String(_TurnedQueries):
     """
 
     guidance = Guidance(
-        when="inputs stay within the trained length, and the keys farthest back are read badly",
-        decode=ZONES,
+        when="inputs stay within the trained length, and the keys farthest back are read badly", decode=ZONES
     )
     default_temperature = "none"  # the paper has none
 

@@ -283,14 +283,9 @@ class Yarn(RampedMethod):
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
             return super().plain_rope_parameters(rotary)
-        optional = {
-            "mscale": self.mscale,
-            "mscale_all_dim": self.mscale_all_dim,
-            "attention_factor": self.attention_factor,
-        }
-        return _yarn_parameters(
-            self, rotary, self.factor, **{key: float(value) for key, value in optional.items() if value is not None}
-        )
+        given = {key: getattr(self, key) for key in ("mscale", "mscale_all_dim", "attention_factor")}
+        optional = {key: float(value) for key, value in given.items() if value is not None}
+        return _yarn_parameters(self, rotary, self.factor, **optional)
 
 
 def _yarn_parameters(method: RampedMethod, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     above_diagonal: bool = False
 
     def rectangles(self, low: int) -> Iterator[TileRectangle]:
-        """What is visible, keys below position `low` left out; a pair of query and key is in one rectangle at most."""
+        """The visible pairs of query and key, each in one rectangle; keys below position `low` are left out."""
         (q0, q1), (k0, k1) = self.queries, self.keys
         k0 = max(k0, low)
         edge = q0 - self.diagonal + (1 if self.above_diagonal else 0)  # the last key that query q0 sees, or the first

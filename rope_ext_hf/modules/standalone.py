@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
-from rope_ext_hf.methods.base import Rotary
-from rope_ext_hf.methods.constants import may_keep_tensors
+from rope_ext_hf.methods.base import Rotary, may_keep_tensors
 from rope_ext_hf.methods.static import ntk_theta
 from rope_ext_hf.rotary.phase import angles, fixed_point
 

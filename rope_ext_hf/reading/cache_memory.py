@@ -31,7 +31,7 @@ _STATE_WIDTH = 4
 
 
 class _LayerMemory(NamedTuple):
-    """What one layer keeps.
+    """The memory of one layer, in numbers.
 
     Attributes:
         per_token: numbers per token.
@@ -66,7 +66,7 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
 
 
 def cached_layers(config: Any) -> list[_LayerMemory]:
-    """What each layer keeps that does not share the keys and values of another."""
+    """The memory of each layer that does not share the keys and values of another."""
     count = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     window, sliding = sliding_layers(config)
     kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if sliding else ""] * count)

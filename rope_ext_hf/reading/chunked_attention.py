@@ -8,10 +8,10 @@ its mask and its attention's keywords. Whatever is more than causality with a wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from rope_ext_hf.patches.attention_interface import (
     use_attention,
 )
 
+T = TypeVar("T")
+
 _ATTENTION = "rope_ext_hf.chunks"
 
 _UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
@@ -36,7 +38,7 @@ _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_
 
 
 class NotReadInChunksError(Exception):
-    """A model that needs something when it is read that reading in chunks does not have; the message is the reason."""
+    """A model that cannot be read in chunks; the message is the reason."""
 
 
 class _MaskReadError(NotReadInChunksError, AttributeError):
@@ -45,7 +47,7 @@ class _MaskReadError(NotReadInChunksError, AttributeError):
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a mask says, in place of the mask.
+    """The rule that a mask follows, in place of the mask.
 
     Attributes:
         window: keys a query sees, itself included; None: no window.
@@ -67,7 +69,7 @@ class MaskRule:
         raise _MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
 
 
-def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
+def _mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
     """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`.
 
     Raises:
@@ -89,12 +91,7 @@ def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
 
 
 def chunked_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: MaskRule | Tensor | None,
-    **given: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     """Causal attention of the newest queries to a cache that ends with their own keys.
 
@@ -153,17 +150,32 @@ def _attend(
     return attend_from_kwargs(LocalAttention(window), None, every, query, key, value, None, **given)
 
 
-@contextmanager
-def reading_in_chunks(model: nn.Module, reach_seen: Callable[[int | None], None] | None = None) -> Iterator[None]:
+def reading_in_chunks(
+    model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
+) -> AbstractContextManager[None]:
     """Every attention module of this model uses `chunked_attention`, until the end of the block.
 
     Args:
         reach_seen: called at every attention with how many keys a query may see, itself included; None: all.
     """
-    register_attention(_ATTENTION, chunked_attention, mask_rule)
-    token = _REACH_SEEN.set(reach_seen)
+    return attending(model, _ATTENTION, chunked_attention, _REACH_SEEN, reach_seen)
+
+
+@contextmanager
+def attending(
+    model: nn.Module, name: str, attention: Callable[..., Any], variable: ContextVar[T], value: T
+) -> Iterator[None]:
+    """Every attention module of this model uses a function, until the end of the block.
+
+    Args:
+        name: the name that transformers knows the function by.
+        attention: as `chunked_attention`, with masks as `_mask_rule` describes them.
+        variable, value: the variable that the function reads, and its value inside.
+    """
+    register_attention(name, attention, _mask_rule)
+    token = variable.set(value)
     try:
-        with use_attention(model, _ATTENTION):
+        with use_attention(model, name):
             yield
     finally:
-        _REACH_SEEN.reset(token)
+        variable.reset(token)

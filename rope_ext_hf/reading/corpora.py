@@ -2,11 +2,8 @@
 
     from rope_ext_hf.reading.corpora import load
     documents = load([text, another])                            # texts themselves: a list; a string alone is a name
-    documents = load("stdlib")                                   # held-out modules of Python's own standard library
-    documents = load("war-and-peace.txt")                        # one file, one document
-    documents = load("books/*.txt", min_bytes=100_000)           # a pattern; or a folder, read recursively
-    documents = load("reports.jsonl.zst?column=body", join=True)  # one document per line; see `load` for the kinds
-    documents = load("hf:emozilla/pg19?split=test", max_documents=10)  # streamed from the Hugging Face Hub
+    documents = load("books/*.txt", min_bytes=100_000)           # files; see `load` for all that a name may be
+    documents = load("reports.jsonl.zst?column=body", join=True)  # one document per line
 
 Real text that needs no download: every Python installation carries several megabytes of English documentation and
 source code. The bundled reference model was trained on it, less the modules in `HELD_OUT`, which are what `stdlib`
@@ -20,6 +17,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +25,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short
-from rope_ext_hf.reading.documents import Corpus, Document, Documents, Tokens, corpus_name
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.documents import Corpus, Document, Documents, Tokens, corpus_name, utf8_bytes
 from rope_ext_hf.reading.text_files import (
     NAMES,
     TABLES,
@@ -43,15 +40,18 @@ from rope_ext_hf.reading.text_files import (
 
 D = TypeVar("D")
 
+HELD_OUT = ("_pydecimal", "argparse", "inspect", "mailbox", "pydoc_data/topics", "tarfile", "turtle", "typing")
+"""Modules of Python's standard library that no training of the reference model ever reads."""
+
 _SHUFFLE_BUFFER = 256
 """Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
 
 _MAX_EXPANSION = 100
 """A compressed file may expand to this many times its size (text: 3 to 5 times), and in any case to 64 MiB."""
 
-_STREAM_RETRIES = (
-    2  # of a read, each of them half a minute of retries of huggingface_hub; its default of 20 seems to hang
-)
+_STREAM_RETRIES = 2
+"""Of a read, each of them half a minute of retries of huggingface_hub; its default of 20 seems to hang."""
+
 _OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has no NAME= after its question mark
 _HUB_OPTIONS = ("config", "split", "revision")
 _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -121,13 +121,11 @@ def load(
         CorpusError: nothing of that name, not reachable, damaged, not UTF-8, no such column, no text; it names file
             and line. Something else than a corpus.
     """
-    if isinstance(data, Documents) and all(
-        option is None for option in (column, join, min_bytes, max_documents, seed, max_expansion)
-    ):
+    given = {"column": column, "join": join, "min_bytes": min_bytes, "max_documents": max_documents, "seed": seed}
+    given = {key: value for key, value in (given | {"max_expansion": max_expansion}).items() if value is not None}
+    if isinstance(data, Documents) and not given:
         return data
     try:
-        given = {"column": column, "join": join, "min_bytes": min_bytes, "max_documents": max_documents, "seed": seed}
-        given["max_expansion"] = max_expansion
         source, options = _parse(data, given)
         documents = Documents()
         documents.source = corpus_name(data) or documents.source
@@ -150,7 +148,8 @@ def load(
         raise CorpusError(f"{short(str(data), 200)!r} cannot be read: {reason(error)}{hint}") from error
 
     for document in given_documents:
-        if _size(document) < least:
+        size = utf8_bytes(document.name, document.text) if document.ids is None else len(document.ids)
+        if size < least:
             documents.left_out += 1
             continue
         documents.append(document)
@@ -191,7 +190,7 @@ def _in_groups(documents: Iterable[Document | Tokens], least: int) -> list[Docum
 def _parse(data: Corpus, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """`SOURCE?key=value&...` as source and options, those given apart among them; a file of that name is that file."""
     if not isinstance(data, str):
-        return Documents.source, {key: value for key, value in given.items() if value is not None}
+        return Documents.source, dict(given)
     if not data.strip() or "\n" in data or "\0" in data:
         raise CorpusError(f"{short(data)!r} is no name; {NAMES}")
     source, text = data, ""
@@ -212,25 +211,16 @@ def _parse(data: Corpus, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
             wanted = {"join": "true", "column": "NAME"}.get(key, "NAME" if key in _HUB_OPTIONS else "NUMBER")
             raise CorpusError(f"{data!r}: the option {key!r} takes one value, as in {key}={wanted}") from error
     for key, value in given.items():
-        if value is not None and options.setdefault(key, value) != value:
+        if options.setdefault(key, value) != value:
             raise CorpusError(f"{data!r} has {key}={options[key]!r}, but {key}={value!r} is given")
     return source, options
-
-
-def _size(document: Document | Tokens) -> int:
-    if document.ids is not None:
-        return len(document.ids)
-    try:
-        return len(document.text.encode("utf-8"))
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
-        raise CorpusError(f"{document.name}: not text: {error.reason} at character {error.start}") from error
 
 
 # -- values in memory --------------------------------------------------------------------------------------------------
 
 
 def _given(data: Any, column: str | None, expansion: int) -> Iterator[Document | Tokens]:
-    """What is no string: texts, token ids, rows, files, documents."""
+    """Documents that no string names: texts, token ids, rows, files, documents."""
     if hasattr(data, "column_names") and not isinstance(data, Mapping):  # a data set, streamed or not
         items, rows = [], data
     else:
@@ -283,6 +273,16 @@ def _refused(data: object) -> CorpusError:
         "a corpus is a name, a list of texts, token ids (lists, tensors), a datasets.Dataset, pathlib.Path of files, "
         f"or documents, got {type(data).__name__}{keys}"
     )
+
+
+def stdlib_held_out() -> list[Document]:
+    """The held-out modules this Python installation has (some distributions split a few off), in `HELD_OUT`'s order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = {name: root / f"{name}.py" for name in HELD_OUT}
+    documents = [Document(name, file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()]
+    if not documents:
+        raise CorpusError(f"no source of the standard library found in {root}; give a text file with --data FILE")
+    return documents
 
 
 def _local(source: str, column: str | None, seed: int | None, expansion: int) -> Iterator[Document]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-MAX_TOKEN_ID = 2**31 - 1
+from rope_ext_hf.errors import CorpusError
 
 Content = str | Sequence[int]
 
@@ -49,11 +49,23 @@ class Tokens:
         return self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
 
 
+def utf8_bytes(name: str, text: str) -> int:
+    """The UTF-8 bytes of the text of a document.
+
+    Raises:
+        CorpusError: half a surrogate pair, which JSON can spell and no tokenizer takes.
+    """
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"{name}: not text: {error.reason} at character {error.start}") from error
+
+
 class Documents(list[Document | Tokens]):
     """A list of documents.
 
     Attributes:
-        source: what the text is called, in results.
+        source: the name of the text, in results.
         left_out: how many were shorter than `min_bytes`.
     """
 
@@ -62,9 +74,9 @@ class Documents(list[Document | Tokens]):
 
 
 def corpus_name(corpus: Corpus | None) -> str | None:
-    """What a text is called in results: its name, if it is given by one; None for None."""
+    """The name of a text in results: the one it is given by, or that of `Documents`; None for None."""
     return str(corpus) if isinstance(corpus, (str, Path)) else None if corpus is None else Documents.source
 
 
 Corpus = str | Path | Document | Tensor | Iterable[object]
-"""What `rope_ext_hf.reading.corpora.load` takes."""
+"""Everything that `rope_ext_hf.reading.corpora.load` takes."""

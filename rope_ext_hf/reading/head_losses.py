@@ -16,7 +16,7 @@ class HeadLosses:
 
     Args:
         head: from hidden states to logits.
-        config: the text config, which has what is done to logits after the head.
+        config: the text config, which states how logits are scaled or capped after the head.
         dtype: of the model.
         room: bytes for logits at a time.
         finish: logits are scaled or capped as the config says.
@@ -57,7 +57,7 @@ class HeadLosses:
             yield self._finished(nn.functional.linear(hidden.to(weight.device), weight[at : at + width], part))
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """What the common families do to what comes out of the head: a scale or a soft cap; float32."""
+        """Logits as the common families finish them after the head, by a scale or a soft cap; float32."""
         logits = logits.float()
         if not self.finish:
             return logits

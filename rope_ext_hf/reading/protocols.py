@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import MethodError, did_you_mean
@@ -81,20 +81,12 @@ PROTOCOLS: dict[str, Protocol] = {}
 """Every protocol by name; `register_protocol` adds to it."""
 
 
-def register_protocol(
-    name: str,
-    *,
-    prefix: Literal["span", "document"] = "span",
-    default_prefix: DefaultPrefix = "added",
-    uses_targets: bool = False,
-    uses_stride: bool = False,
-    same_targets: bool = False,
-) -> Callable[[_Spans], _Spans]:
+def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans]:
     """Register a generator of spans as a protocol; the first line of its docstring is the protocol's description.
 
     Args:
         name: the name in Python and on the command line.
-        prefix, default_prefix, uses_targets, uses_stride, same_targets: see `Protocol`.
+        **attributes: those of `Protocol` that are not the default, such as uses_targets=True.
 
     Raises:
         ValueError: the name is taken, or the generator has no docstring.
@@ -106,9 +98,7 @@ def register_protocol(
         if not (spans.__doc__ or "").strip():
             raise ValueError(f"protocol {name!r} has no docstring; its first line is shown in help texts")
         description = (spans.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        PROTOCOLS[name] = Protocol(
-            name, spans, description, prefix, default_prefix, uses_targets, uses_stride, same_targets
-        )
+        PROTOCOLS[name] = Protocol(name, spans, description, **attributes)
         return spans
 
     return register

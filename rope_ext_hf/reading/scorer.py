@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Cost(NamedTuple):
-    """What a measurement cost: tokens that went through the model, seconds, and peak GPU memory in bytes."""
+    """The cost of a measurement: tokens that went through the model, seconds, and peak GPU memory in bytes."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -75,21 +74,13 @@ _LEAST_CHUNK = 16
 CHECKED = 12
 """Tokens of the check; no window needs more of them, because windows are taken from the masks themselves."""
 
-EQUAL = {torch.float32: 1e-4, torch.float64: 1e-4}
-NEARLY_EQUAL = 0.15
-"""The root mean square difference of logits that counts as equal, in standard deviations of the logits.
 
-Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
-"""
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """The root mean square difference of logits that counts as equal, in standard deviations of the logits.
 
-
-@dataclass(frozen=True)
-class _Prefix:
-    """The state of a cache after the tokens that prompts have in common."""
-
-    cache: SpanCache
-    tokens: int
-    state: list[dict[str, Any]]
+    Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
+    """
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
 
 
 class TokenScorer:
@@ -136,7 +127,7 @@ class TokenScorer:
         self.finish = True
         self.windows: dict[int, int] = {}
         self.cache: SpanCache | None = None
-        self.prefix: _Prefix | None = None
+        self.prefix: tuple[int, list[dict[str, Any]]] | None = None  # tokens that prompts share, the cache after them
         # As loaded, a method that follows the input is run right by transformers in one forward only.
         self.follows_the_input = any(
             rope.method.depends_on_length(rope.plain) for slot in slots for rope in slot.as_loaded.values()
@@ -172,7 +163,7 @@ class TokenScorer:
         Args:
             ids: (N,) int64.
             first: the first scored token, at least 1.
-            length: what length-dependent methods are held at; default N.
+            length: the length at which length-dependent methods are held; default N.
 
         Returns:
             (N - first,) float32 on the CPU.
@@ -198,7 +189,7 @@ class TokenScorer:
         Args:
             prompt: (P,) int64.
             answers: (count, A) int64.
-            length: what length-dependent methods are held at; default P + A.
+            length: the length at which length-dependent methods are held; default P + A.
             shared: so many tokens at the beginning are those of the next prompts too; the state after them is kept.
             again: they are those of the call before, which had the same model, length and `shared`; they are not
                 read again.
@@ -325,19 +316,15 @@ class TokenScorer:
             ids: the prompt but its last token, whose output each answer needs.
             count: tokens of an answer.
         """
-        prefix, start = self.prefix, 0
-        cache = self._empty_cache(len(ids) + count)
-        if again and prefix is not None and prefix.cache is cache and prefix.tokens == shared:
-            cache.restore(prefix.state)
-            start = shared
-        # The state is taken where the shared beginning ends, so that the next prompt can go on from there.
-        elif shared:
+        cache, known = self._empty_cache(len(ids) + count), 0
+        if again and self.prefix is not None and self.prefix[0] == shared:
+            cache.restore(self.prefix[1])
+            known = shared
+        elif shared:  # the next prompt can go on from where the shared beginning ends
             self._read(ids[:shared], cache)
-            self.prefix = _Prefix(cache, shared, cache.state())
-            self._read(ids[shared:], cache, shared)
-            return len(ids) + 1
-        self._read(ids[start:], cache, start)
-        return len(ids) + 1 - start
+            self.prefix = shared, cache.state()
+        self._read(ids[shared:], cache, shared)
+        return len(ids) + 1 - known
 
     def _answer_logits(self, spans: list[Tensor], known: int) -> Iterator[Tensor]:
         """Logits (answer tokens, vocabulary) of every answer, from the cache of the prompt but its last token."""
@@ -392,7 +379,7 @@ class TokenScorer:
         Raises:
             UnsupportedModelError: a model that needs more than token ids, or that sees tokens after those it scores.
         """
-        tolerance = EQUAL.get(self.model.dtype, NEARLY_EQUAL)
+        tolerance = rounding_tolerance(self.model.dtype)
         ids = torch.arange(3, 3 + CHECKED, device=self._device)
         with torch.inference_mode(), _length(self.model, CHECKED):
             wanted = self._ordinary_logits(ids, tolerance)

@@ -149,7 +149,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
 
     def state(self) -> list[dict[str, Any]]:
-        """What `restore` needs: how many keys and values count, and copies of all other states."""
+        """The state that `restore` goes back to: how many keys and values count, and copies of all other states."""
         return [_copied(_changing(layer)) for layer in self.layers]
 
     def restore(self, state: list[dict[str, Any]]) -> None:

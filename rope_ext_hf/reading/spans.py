@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.errors import CorpusError, MethodError, short, warn_caller
+from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_token, load_tokenizer
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import MAX_TOKEN_ID, Corpus, Document, Tokens
+from rope_ext_hf.reading.documents import Corpus, Document, Tokens, utf8_bytes
 from rope_ext_hf.reading.preflight import sliding_window_warning
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
@@ -25,6 +25,7 @@ from rope_ext_hf.reading.protocols import (
     check_lengths,
     resolve_protocol,
 )
+from rope_ext_hf.reading.text_files import token_ids
 from rope_ext_hf.reading.token_bytes import byte_ends
 
 if TYPE_CHECKING:
@@ -64,15 +65,11 @@ def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeniz
 
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     if document.ids is not None:  # which token has which bytes is unknown: each gets its share
-        ids = list(document.ids)
-        _check_ids(document.name, ids, MAX_TOKEN_ID)
+        ids = list(token_ids(document.ids, document.name))
         total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
         return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
     text = document.text
-    try:
-        total = len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise CorpusError(f"{document.name}: not text: {error.reason} at character {error.start}") from error
+    total = utf8_bytes(document.name, text)
     encoded = tokenizer(
         text,
         add_special_tokens=False,
@@ -88,12 +85,6 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), ends, text)
 
 
-def _check_ids(name: str, ids: Sequence[int], most: int) -> None:
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < most:
-            raise CorpusError(f"{name}: {short(repr(token))} is not a token id; they are whole numbers from 0 on")
-
-
 def _shares(total: int, count: int) -> tuple[int, ...]:
     """Where each of `count` parts of equal size ends."""
     if total == count:  # a token per byte: a text has millions
@@ -103,7 +94,7 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What a perplexity evaluation reads, the same for every method; pure data.
+    """The spans that a perplexity evaluation reads, the same for every method; pure data.
 
     Attributes:
         protocol: the protocol that made the spans.
@@ -282,8 +273,8 @@ def prepare(
     documents = [document for document in given if isinstance(document, Tokens)]
     for document in raw:  # before the tokenizer decodes them
         if document.ids is not None:
-            _check_ids(document.name, document.ids, MAX_TOKEN_ID)
-            check_vocabulary(model, [Tokens(document.name, torch.tensor(list(document.ids), dtype=torch.int64), ())])
+            ids = torch.tensor(list(token_ids(document.ids, document.name)), dtype=torch.int64)
+            check_vocabulary(model, [Tokens(document.name, ids, ())])
     if raw and tokenizer is not None:
         documents += tokenize(raw, tokenizer)
     check_vocabulary(model, documents)

@@ -23,14 +23,15 @@ from typing import Any, BinaryIO
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.reading.documents import MAX_TOKEN_ID, Content, Document
+from rope_ext_hf.reading.documents import Content, Document
 
 NAMES = (
     "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines or parquet file, a folder, a pattern such as "
     "'books/*.txt', or hf:OWNER/NAME. In Python, a text itself is given in a list: [text]"
 )
-"""What a string may be that names text."""
+"""The names of texts, for the end of an error message."""
 
+_MAX_TOKEN_ID = 2**31 - 1
 _FREE_EXPANSION = 64 * 2**20  # bytes
 _PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
 _PROSE = (".txt", ".md", ".rst", ".py")  # what counts as text in a folder; named alone, a file may be called anything
@@ -69,6 +70,16 @@ def file_kind(file: Path) -> str:
 
 
 def read_file(file: Path, name: str, column: str | None, expansion: int) -> Iterator[Document]:
+    """The documents in one file.
+
+    Args:
+        name: the name of its documents, with the line or row where there are several.
+        column: where the text of a row is; None: see `read_rows`.
+        expansion: how many times its size a compressed file may expand to.
+
+    Raises:
+        CorpusError: a damaged file, or another than its name says.
+    """
     reader = TABLES.get(file_kind(file), _prose)
     last = ""
     try:
@@ -84,6 +95,7 @@ def read_file(file: Path, name: str, column: str | None, expansion: int) -> Iter
 
 
 def reason(error: Exception) -> str:
+    """Why a file or a stream could not be read, in one line."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text: {error.reason} at byte {error.start}"
     if isinstance(error, json.JSONDecodeError):
@@ -133,6 +145,14 @@ def _open_zstd(file: Path, mode: str) -> BinaryIO:
 
 
 def optional_package(module: str, purpose: str) -> Any:
+    """A module of a package that is installed for some kinds of text only.
+
+    Args:
+        purpose: the kind of text that needs the package, in the plural.
+
+    Raises:
+        CorpusError: it is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -197,8 +217,9 @@ def read_rows(rows: Iterable[tuple[int, object]], where: str, column: str | None
 
 
 def token_ids(ids: Sequence[Any], where: str) -> array[int]:
+    """Token ids as 64-bit integers; CorpusError, which says where, for anything else."""
     for item in ids:
-        if type(item) is not int or not 0 <= item < MAX_TOKEN_ID:
+        if type(item) is not int or not 0 <= item < _MAX_TOKEN_ID:
             raise CorpusError(f"{where}: {short(repr(item))} is not a token id; they are whole numbers from 0 on")
     return array("q", ids)  # a fifth of the memory of a list
 

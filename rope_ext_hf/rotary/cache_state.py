@@ -1,4 +1,4 @@
-"""What a cache carries from one forward of a patched model to the next: how its keys are rotated, row by row.
+"""The record that a cache carries between forwards of a patched model: how its keys are rotated, row by row.
 
 transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, holds it, so
 that a forward onto the cache either continues it right or refuses it. It is copied and pickled with its cache.
@@ -26,7 +26,7 @@ _CACHE_STATE = "_rope_ext_hf_cache_state"
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """What rotates the keys that a patched model stores in a cache.
+    """The origin of the keys that a patched model stores in a cache.
 
     Attributes:
         tables: the method, the geometry and the fixed length in tokens of each rotary module of the decoder.
@@ -89,10 +89,10 @@ class RowState:
 
 @dataclass
 class CacheState:
-    """What is stored with a cache that a patched model has filled.
+    """The record that is kept with a cache which a patched model has filled.
 
     Attributes:
-        origin: what rotated its keys.
+        origin: the rotary modules that rotated its keys.
         packed: a row holds several inputs one after the other, which no later token continues.
         rows: how the keys of each row are rotated; None: all by their positions alone, or half-way after an error.
         follows: the rows of this state move with those of the cache.

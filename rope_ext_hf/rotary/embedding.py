@@ -143,12 +143,10 @@ class RotaryEmbedding(nn.Module):
         # `_copies` has those of the last few lengths: holding a length again copies nothing to the device.
         self._values: tuple[int, ...] = ()
         self._copies: dict[tuple[int, ...], Tensor] = {}
-        self.register_buffer("frequency", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         self.profiles = self._list_profiles()
-        if self.profiles:
-            self.register_buffer("profile_frequencies", torch.empty(0, dtype=torch.int64, device="cpu"), False)
-        if axis_of_pair is not None:
-            self.register_buffer("axes", torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
+        buffers = {"frequency": True, "profile_frequencies": bool(self.profiles), "axes": axis_of_pair is not None}
+        for name in (name for name, used in buffers.items() if used):
+            self.register_buffer(name, torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
             self.register_buffer("longest_seen", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False)
         if self.method.trainable:
@@ -282,30 +280,29 @@ class RotaryEmbedding(nn.Module):
             int64 (rows, 1 or tokens, dim // 2), and (rows, 1 or tokens, 1) float32 or one number.
         """
         device = lengths.device
+        attention_factor: Tensor | float
         if self.profiles:
-            return self._phase_of_profiles(lengths.unsqueeze(-1))
-        wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
-        inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
-        frequency = fixed_point(self._multiplied(inv_freq)).to(device)
-        if isinstance(attention_factor, Tensor):
-            attention_factor = attention_factor.to(device, torch.float32)
+            frequency, attention_factor = self._phase_of_profiles(lengths.unsqueeze(-1))
+        else:
+            wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
+            inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
+            frequency = fixed_point(self._multiplied(inv_freq)).to(device)
+            if isinstance(attention_factor, Tensor):
+                attention_factor = attention_factor.to(device, torch.float32)
         if lengths.ndim > 1:
             return frequency, attention_factor
-        return frequency.unsqueeze(-2), (
-            attention_factor.unsqueeze(-2) if isinstance(attention_factor, Tensor) else attention_factor
-        )
+        if isinstance(attention_factor, Tensor):
+            attention_factor = attention_factor.unsqueeze(-2)
+        return frequency.unsqueeze(-2), attention_factor
 
-    def _phase_of_profiles(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """`phase_per_position` from the table of all profiles; lengths (rows, 1) or (rows, tokens, 1)."""
+    def _phase_of_profiles(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Frequencies and attention factors from the table of all profiles; lengths (rows, 1) or (rows, tokens, 1)."""
         profile = torch.zeros_like(lengths)
         attention_factor = torch.full_like(lengths, self.profiles[0][1].attention_factor, dtype=torch.float32)
         for (end, _), (_, longer) in pairwise(self.profiles):
             profile = profile + (lengths > end)
             attention_factor = torch.where(lengths > end, longer.attention_factor, attention_factor)
-        frequency = self.profile_frequencies.to(lengths.device)[profile.squeeze(-1)]
-        if lengths.ndim > 2:
-            return frequency, attention_factor
-        return frequency.unsqueeze(-2), attention_factor.unsqueeze(-2)
+        return self.profile_frequencies.to(lengths.device)[profile.squeeze(-1)], attention_factor
 
     def resolve_lengths(self, lengths: Tensor) -> Tensor:
         """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""

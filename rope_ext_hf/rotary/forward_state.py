@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 @dataclass(eq=False, kw_only=True)
 class ForwardState:
-    """What is kept for one forward of one module.
+    """The state of one forward of one module.
 
     Attributes:
-        owner: the module whose forward it is, or what else began it.
+        owner: the module whose forward it is, or another object that began it.
         tables: the rotary modules inside that read this state.
         row_lengths: the lengths whose frequencies the rows get, (rows,) or (rows, tokens) integers; None: each row's
             largest position + 1.
         frequency: fixed-point frequencies, int64 (dim // 2,), in place of the method's.
-        attention_factor: what cos and sin are multiplied by, where `frequency` is given.
+        attention_factor: the factor of cos and sin, where `frequency` is given.
     """
 
     owner: object

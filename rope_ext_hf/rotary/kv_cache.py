@@ -42,7 +42,7 @@ _FUSED_UPCAST_DEVICES = {"cuda"}
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """Which dims of a cached key are rotated, and how.
+    """The rotated dims of a cached key, and how they rotate.
 
     Attributes:
         pairing: "half" or "interleaved".

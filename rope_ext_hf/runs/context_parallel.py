@@ -11,8 +11,6 @@ wherever collectives do, with windows, softcaps and sinks, by the attention that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +22,10 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.attention_interface import register_attention, use_attention
 from rope_ext_hf.patches.parallelism import check_context_parallel
-from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
+from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, attending, chunked_attention
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
-from rope_ext_hf.reading.scorer import CHECKED, EQUAL, NEARLY_EQUAL, TokenScorer
+from rope_ext_hf.reading.scorer import CHECKED, TokenScorer, rounding_tolerance
 from rope_ext_hf.reading.span_cache import FULL, SLIDING, SpanCache
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
@@ -44,7 +41,7 @@ _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several processes reads of a span.
+    """The part of a span that one of several processes reads.
 
     Attributes:
         rank, count: this process, and how many there are.
@@ -125,17 +122,6 @@ def _spread_attention(
     return torch.cat(parts, dim=1), None
 
 
-@contextmanager
-def _reading(model: nn.Module, share: Share) -> Iterator[None]:
-    register_attention(_ATTENTION, _spread_attention, mask_rule)
-    token = _SHARE.set(share)
-    try:
-        with use_attention(model, _ATTENTION):
-            yield
-    finally:
-        _SHARE.reset(token)
-
-
 class SpreadScorer(TokenScorer):
     """Losses of spans that several processes read together; all of them make the same calls and get the same results.
 
@@ -173,7 +159,7 @@ class SpreadScorer(TokenScorer):
         # Beyond the end stands the last token again, which no other one sees.
         kept = places.clamp(max=len(inputs) - 1)
         cache = _GatheredCache(self.decoder.config, share, self.group)
-        with _reading(self.model, share):
+        with attending(self.model, _ATTENTION, _spread_attention, _SHARE, share):
             out = self.decoder(
                 input_ids=inputs[kept][None], position_ids=kept[None], past_key_values=cache, use_cache=True
             )
@@ -193,7 +179,7 @@ class SpreadScorer(TokenScorer):
                 difference = float((self._spread(ids, 1) - wanted).square().mean().sqrt())
             except NotReadInChunksError as error:
                 return str(error)
-        if difference <= EQUAL.get(self.model.dtype, NEARLY_EQUAL) * max(1e-3, float(wanted.std())):
+        if difference <= rounding_tolerance(self.model.dtype) * max(1e-3, float(wanted.std())):
             return None
         return f"together its losses are off by {difference:.2g} nats per token, more than rounding may make"
 

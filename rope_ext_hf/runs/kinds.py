@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
-from rope_ext_hf.methods.base import rotary_from_dict
-from rope_ext_hf.methods.registry import method_from_dict
+from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.journal import Cell, Layout, Value
@@ -101,7 +100,7 @@ class Run(Generic[R_co]):
         if method_key(method) == method_key(self.settings["loaded"]):
             return self.context_length
         try:
-            rotary = rotary_from_dict(self.settings["basis"]["rotary"], method_from_dict)
+            rotary = rotary_from_dict(self.settings["basis"]["rotary"])
             return method_from_dict(method or {}).extended_length(rotary)
         except (KeyError, TypeError, ValueError, MethodError):  # of another version, or a method that is not here
             return None

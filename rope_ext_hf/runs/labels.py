@@ -1,4 +1,4 @@
-"""What methods are called in tables, plots and sentences, and their keys in dicts and journals."""
+"""The names of methods in tables, plots and sentences, and their keys in dicts and journals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rope_ext_hf.methods.registry import method_from_dict
 
 
 class MethodResult(Protocol):
-    """What every result has: its method, `RopeMethod.to_dict` or None for the model as loaded."""
+    """A result: it has its method, `RopeMethod.to_dict` or None for the model as loaded."""
 
     @property
     def method(self) -> dict[str, Any] | None: ...

@@ -1,4 +1,4 @@
-"""What runs of any kind say of a method at a context length: one number, with the items that it is the mean of.
+"""The results of runs of any kind, for a method at a context length: one number and the items that it is a mean over.
 
     for measure in run.kind.measures(run):
         print(measure.name, measure.estimate(method_key(None), 4096))
@@ -18,14 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.runs.statistics import (
-    FEWEST,
-    Estimate,
-    estimate,
-    estimate_share,
-    estimate_share_change,
-    resample,
-)
+from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share, estimate_share_change, resample
 
 _Cell = tuple[str, int]
 """The key of a method, and a context length."""
@@ -60,7 +53,7 @@ class Measure:
         unit: of its values, such as "nats per token"; "%" for shares, whose values are 0 to 1.
         evidence: how close it is to use.
         higher_is_better: false for losses.
-        items: per document or prompt a sum and what it is divided by, by method key and length.
+        items: a sum and its divisor per document or prompt, by method key and length.
         kind_of_item: in words, in the singular.
         reaches: effective lengths by method key, where the kind of run has them.
         threshold: the value that they are measured by.

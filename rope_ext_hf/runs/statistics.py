@@ -63,7 +63,7 @@ def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, l
 
     Args:
         sums: of each item, nats for example.
-        weights: what each sum is divided by, tokens for example; None: 1 each.
+        weights: the divisor of each sum, tokens for example; None: 1 each.
         level: of each end.
 
     An item's value, its sum over its weight, varies alike whatever its weight: documents differ more than their tokens
@@ -105,15 +105,17 @@ def estimate_share(shares: Sequence[float], *, level: float = 0.975) -> Estimate
     return _widened(shares, (0.0, 0.0, 1.0, 1.0), (0.0, 1.0), level)
 
 
-def estimate_share_change(changes: Sequence[float], *, level: float = 0.975) -> Estimate:
+def estimate_share_change(changes: Sequence[float]) -> Estimate:
     """The mean of paired differences of such values, -1 to 1: half an item is added at each end, and one at 0.
 
     Source: Agresti and Min, Simple improved confidence intervals for comparing matched proportions (2005).
     """
-    return _widened(changes, (-(0.5**0.5), 0.5**0.5), (-1.0, 1.0), level)
+    return _widened(changes, (-(0.5**0.5), 0.5**0.5), (-1.0, 1.0))
 
 
-def _widened(values: Sequence[float], added: Sequence[float], ends: tuple[float, float], level: float) -> Estimate:
+def _widened(
+    values: Sequence[float], added: Sequence[float], ends: tuple[float, float], level: float = 0.975
+) -> Estimate:
     value, items = math.fsum(values) / len(values), len(values)
     if items < FEWEST:
         return Estimate(value, None, None, items)

@@ -1,4 +1,4 @@
-"""What follows from numbers with intervals: better, worse, cannot tell, or no measure. Here every judgement is made.
+"""Judgements on numbers with intervals: better, worse, cannot tell, or no measure. All are made here.
 
     >>> str(verdict(Estimate(-0.2, -0.25, -0.15, 9), unit="nats per token"))
     'lower by 0.200 [0.150 to 0.250] nats per token'
@@ -23,7 +23,7 @@ AS_LOADED = "the model as loaded"
 
 
 class Outcome(StrEnum):
-    """What a change says of the first of two."""
+    """The judgement on the first of two, by a change."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -66,7 +66,7 @@ def verdict(
         unit: of the change.
         higher_is_better: of the values.
         than: the change that counts as none; better and worse are counted from there.
-        item: what the interval is over, in the singular.
+        item: the kind of item that the interval is over, in the singular.
         scale, digits: how the change is written: multiplied by the one, with so many decimals.
     """
     if change is None:
@@ -106,7 +106,7 @@ def _length_text(length: int, context_length: int) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured of one model with several methods: all that a conclusion follows from.
+    """The measures of one model with several methods: all that a conclusion follows from.
 
     Attributes:
         names: the label of each method by its key.
@@ -189,7 +189,7 @@ class Findings:
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str], Outcome]:
-        """What is known of every two methods, of the first one."""
+        """The outcome for the first of every two methods."""
         turned = {Outcome.BETTER: Outcome.WORSE, Outcome.WORSE: Outcome.BETTER}
         found = {pair: self.compare(*pair) for pair in combinations(self.candidates, 2)}
         return found | {(b, a): turned.get(outcome, outcome) for (a, b), outcome in found.items()}
@@ -218,7 +218,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What findings come to.
+    """The conclusion from findings.
 
     Attributes:
         text: in sentences.
@@ -235,7 +235,7 @@ class Conclusion:
 
 
 def conclude(findings: Findings) -> Conclusion:
-    """Which method reads best, up to what length, at what price, and what cannot be told."""
+    """Conclude which method reads best, up to what length, at what price, and what cannot be told."""
     known, lead, sentences = findings, findings.lead, list[str]()
     if lead is None:
         sentences.append(_undecided(known))
@@ -333,7 +333,7 @@ def _near(known: Findings, measure: Measure, lead: str, rise: float) -> list[str
 
 
 def _price(known: Findings, lead: str) -> list[str]:
-    """What a method changes at the context length."""
+    """The price of a method: its changes at the context length."""
     here = known.context_length
     changes = [
         f"the {measure.name} is {known.change(measure, (lead, here), (known.loaded, here))}"
@@ -345,7 +345,7 @@ def _price(known: Findings, lead: str) -> list[str]:
 
 
 def _time(known: Findings, lead: str) -> list[str]:
-    """What a method costs in time, where it and the model as loaded were timed in one run."""
+    """The time that a method takes, where it and the model as loaded were timed in one run."""
     for times in sorted(known.times, key=lambda measure: -measure.longest):
         ratio = time_ratio(times, lead, known.loaded)
         if ratio is None or ratio.low is None or ratio.high is None:

@@ -45,10 +45,10 @@ _CONTINUE = "the same command continues where it stopped"
 
 
 class _Meeting:
-    """What several processes tell each other.
+    """The meeting of several processes, where they tell each other how they are.
 
     Args:
-        rank: which of them this process is.
+        rank: the number of this process.
         count: how many there are.
 
     Raises:
@@ -100,16 +100,12 @@ class _Meeting:
                 )
 
     def check(self) -> None:
-        """Raise where another process has ended.
-
-        Raises:
-            RopeExtError: it has; the message says which, and why.
-        """
+        """Raise RopeExtError where another process has ended; the message says which, and why."""
         if self._fault is not None:
             raise RopeExtError(self._fault)
 
     def fault_behind(self, error: BaseException) -> str | None:
-        """What happened to another process, where that may be the reason of an error; None: nothing did."""
+        """The fault of another process, where that may be the reason of an error; None: nothing did."""
         causes = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
@@ -170,7 +166,7 @@ class _Meeting:
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """Which other process has ended, and why; None: none has.
+        """The process that has ended, and why, in words; None: none has.
 
         Args:
             seen: by process, its last sign of life and when that was new; brought up to date.
@@ -206,7 +202,7 @@ def _connect() -> Any:
 
 
 def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """What differs, with both values where people can read these."""
+    """The name of a difference, with both values where people can read these."""
     values = [each.get(name, "none") for each in (first, other)]
     return f"{name} ({short(values[0])} / {short(values[1])})" if max(map(len, values)) < 40 else name
 
@@ -216,7 +212,7 @@ class Workers:
     """The processes that share a run; items are dealt out among them.
 
     Attributes:
-        rank: which of them this process is.
+        rank: the number of this process.
         count: how many there are.
         meeting: how they reach each other; None: they do not.
         together: all of them measure every item, each reading a part of it, and the first one writes.
@@ -290,11 +286,7 @@ class Workers:
             self.meeting.exchange(basis or {})
 
     def check(self) -> None:
-        """Raise where another process has ended.
-
-        Raises:
-            RopeExtError: it has.
-        """
+        """Raise RopeExtError where another process has ended."""
         if self.meeting is not None:
             self.meeting.check()
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_WORDINGS = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
+_SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
+_WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 _BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
 
@@ -82,15 +83,11 @@ def _sample(
     places = sorted(rng.random() for _ in story.facts)
     for fact, place in reversed(list(zip(story.facts, places, strict=True))):
         lines.insert(int(place * (noise + 1)), fact)
-    prompt = _PROMPT.format(context=" ".join(lines), question=story.question, **_wording(task))
+    prompt = _PROMPT.format(context=" ".join(lines), question=story.question, **_WORDINGS[task])
     # A word of the question is never the answer.
     others = tuple(x for x in story.labels if x != story.answer and x.lower() not in story.question.lower())
     length = count_tokens(tokenizer, prompt + "\nAnswer:") + _BUDGET
     return Sample(prompt, "\nAnswer:", (story.answer,), _BUDGET, length, others)
-
-
-def _wording(task: str) -> dict[str, str]:
-    return {key: text.strip() for key, text in _WORDINGS[task].items()}
 
 
 def _goes(rng: random.Random, who: str, room: str) -> str:

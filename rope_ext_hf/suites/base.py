@@ -35,7 +35,7 @@ class Sample:
     """One prompt and its right answers.
 
     Attributes:
-        prompt: what the model reads; with a chat template, the user's message.
+        prompt: the text that the model reads; with a chat template, the user's message.
         prefix: how the answer begins, given to the model after the prompt.
         references: strings that a right answer holds.
         budget: tokens to generate at most.
@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """What the prompts of a task are made with.
+    """The settings that the prompts of a task are made with.
 
     Attributes:
         tokenizer: counts the tokens of prompts, without special tokens.
@@ -86,7 +86,7 @@ class Suite(ABC):
         name: on the command line and in results.
         tasks: their names, in the order in which they are shown.
         seed: the default seed of its prompts.
-        score_by: "generate" or "rank", what is done where nothing else is asked for.
+        score_by: the default way to score answers, "generate" or "rank".
     """
 
     name: ClassVar[str]
@@ -134,14 +134,14 @@ class Suite(ABC):
 
     @abstractmethod
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        """What `samples` returns."""
+        """The prompts that `samples` returns."""
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
         """The share of references that an answer holds, in any case: RULER's `string_match_all`.
 
         Args:
-            answer: what was generated.
+            answer: the generated text.
             references, others: of the sample.
         """
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)

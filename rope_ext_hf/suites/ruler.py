@@ -57,6 +57,8 @@ _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TRIES = 100
 """Draws of a prompt with the least text before the task counts as too long; some names are shorter than others."""
 _WORDS = "RULER_WORDS"
+_DEPTHS = [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40))]
+"""Percentages of a text that needles stand behind."""
 _Made = tuple[str, Sequence[str], Sequence[str]]
 """A prompt with its answer prefix, the right answers, and wrong ones that stand in it."""
 
@@ -101,7 +103,7 @@ _FWE = _Template(
 
 @dataclass
 class _Generator:
-    """What draws the prompts of one task, at one length.
+    """The generator of the prompts of one task, at one length.
 
     Attributes:
         length: tokens of prompt and generation together.
@@ -174,7 +176,6 @@ def _niah(
 ) -> list[Sample]:
     """Needles in a haystack of noise, of other needles, or of a text."""
     keys, words = max(keys, queries), re.sub(r"\s+", " ", g.haystack).split(" ")
-    depths = _depths()
     draws: dict[str, Callable[[], str]] = {
         "words": lambda: g.random.choice(_pairs()),
         "numbers": lambda: str(g.random.randint(10**6, 10**7 - 1)),
@@ -198,7 +199,7 @@ def _niah(
         g.shuffle(needles)
         if hay == "essay":
             text = " ".join((words * -(-size // len(words)))[:size])
-            context = _hide(needles, _splitter()(text.strip()), g.random.sample(depths, len(needles)))
+            context = _hide(needles, _splitter()(text.strip()), g.random.sample(_DEPTHS, len(needles)))
         else:
             lines = [_NOISE] * size
             if hay == "needle":
@@ -334,7 +335,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     return samples
 
 
-_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
+_RULER_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
     "niah_single_1": (_NIAH, _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
     "niah_single_2": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
     "niah_single_3": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
@@ -354,11 +355,11 @@ class Ruler(Suite):
     """RULER without its two tasks of question answering, which need SQuAD and HotpotQA."""
 
     name = "ruler"
-    tasks = tuple(_TASKS)
+    tasks = tuple(_RULER_TASKS)
     seed = 42
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        template, make, parameters = _TASKS[task]
+        template, make, parameters = _RULER_TASKS[task]
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
         generator = _Generator(
@@ -375,11 +376,6 @@ def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int
         pieces.append(" ".join(sentences[start : places[index + 1]]))
         pieces += needles[index : index + 1]
     return " ".join(pieces)
-
-
-@cache
-def _depths() -> list[int]:
-    return [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40)).astype(int)]
 
 
 @cache

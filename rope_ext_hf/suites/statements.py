@@ -1,13 +1,13 @@
 """Prompts that ask at their end for what was stated earlier in a long text.
 
-    question = ask(TASKS["key-value"], random.Random(0), keys=2)
+    question = ask(RETRIEVALS["key-value"], random.Random(0), keys=2)
     question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
     question.question          # "\\n# quill ="
     question.answer            # " 51893"
 
-A task is what is asked and in which words; all tasks are data in `TASKS`, so a new one is a new entry. The bundled
-model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come from two
-disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
+A task is what is asked and in which words; all tasks are data in `RETRIEVALS`, so a new one is a new entry. The
+bundled model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come
+from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CONSONANTS = (
     "tr",
     "wh",
 )
-"""What made-up words consist of."""
+"""The parts of made-up words."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
 _Draw = Callable[[random.Random, bool], str]
@@ -92,7 +92,7 @@ def _identifier(rng: random.Random, held_out: bool) -> str:
 
 
 def _subject(rng: random.Random, held_out: bool) -> str:
-    """What a sentence begins with; in training sometimes shorter, so that more sentences fit into a prompt."""
+    """The beginning of a sentence; in training sometimes shorter, so that more sentences fit into a prompt."""
     return " ".join(["The", *_words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
 
 
@@ -146,7 +146,7 @@ class Task:
     filler: str | None = None
 
 
-TASKS: dict[str, Task] = {
+RETRIEVALS: dict[str, Task] = {
     "key-value": Task(
         name=_identifier,
         value=_number,
@@ -166,10 +166,7 @@ TASKS: dict[str, Task] = {
     "quote": Task(
         name=_subject,
         value=_predicate,
-        held_out=(
-            Wording("\n'{name} {value}.'\n", "\n'{name}"),
-            Wording("\n-- {name} {value}!\n", "\n-- {name}"),
-        ),
+        held_out=(Wording("\n'{name} {value}.'\n", "\n'{name}"), Wording("\n-- {name} {value}!\n", "\n-- {name}")),
     ),
     "copy": Task(
         name=_code_prefix,
@@ -248,10 +245,7 @@ class Question:
             return (texts[index], *texts[:index], *texts[index + 1 :])
 
         return replace(
-            self,
-            statements=first(self.statements),
-            questions=first(self.questions),
-            answers=first(self.answers),
+            self, statements=first(self.statements), questions=first(self.questions), answers=first(self.answers)
         )
 
 

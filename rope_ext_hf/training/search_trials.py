@@ -31,7 +31,7 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import prefix_token
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
-from rope_ext_hf.suites.statements import TASKS
+from rope_ext_hf.suites.statements import RETRIEVALS
 from rope_ext_hf.training.run_folder import cut
 
 if TYPE_CHECKING:
@@ -317,10 +317,12 @@ def prompts(
     Raises:
         MethodError: an unknown task, or a length too short for its wording.
     """
-    if task not in TASKS:
-        raise MethodError(f"unknown fitness {task!r}; it is loss, key-tokens or a retrieval task: {', '.join(TASKS)}")
+    if task not in RETRIEVALS:
+        raise MethodError(
+            f"unknown fitness {task!r}; it is loss, key-tokens or a retrieval task: {', '.join(RETRIEVALS)}"
+        )
     haystack = torch.cat([document.ids for document in documents])
-    made = make_trials(TASKS[task], tokenizer, trials=count, distractors=1, seed=seed)
+    made = make_trials(RETRIEVALS[task], tokenizer, trials=count, distractors=1, seed=seed)
     if (least := max(trial.wording for trial in made)) > length:
         raise MethodError(f"length {length} is too short for task {task!r}: its wording alone has {least} tokens")
     passages = []

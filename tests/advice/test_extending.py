@@ -18,7 +18,7 @@ from rope_ext_hf.advice.extending import ExtensionVerdict, plan_extension
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.statistics import Estimate

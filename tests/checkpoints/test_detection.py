@@ -18,7 +18,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import detection as detect
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.support.checkpoint_folders import watch_reads

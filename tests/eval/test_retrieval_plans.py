@@ -25,7 +25,7 @@ from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import Run
-from rope_ext_hf.suites.statements import TASKS
+from rope_ext_hf.suites.statements import RETRIEVALS
 from tests.support.models import build, build_config
 
 TEXT = "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. " * 40
@@ -51,7 +51,7 @@ def merging_tokenizer(bos: bool = False) -> Any:
     )
     numbers = " ".join(str(n) for n in range(100, 1000))
     tokenizer.train_from_iterator(
-        [TEXT, *(wording.question for task in TASKS.values() for wording in task.held_out), numbers], trainer
+        [TEXT, *(wording.question for task in RETRIEVALS.values() for wording in task.held_out), numbers], trainer
     )
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -67,7 +67,7 @@ def asked(results: list[Retrieval]) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", RETRIEVALS)
 @pytest.mark.parametrize("keys", [1, 3])
 def test_prompt_and_answer_fill_the_context_and_the_statement_stands_at_its_depth(
     name: str, task: str, keys: int
@@ -75,7 +75,7 @@ def test_prompt_and_answer_fill_the_context_and_the_statement_stands_at_its_dept
     if task == "passkey" and keys > 1:
         pytest.skip("has one key")
     tokenizer = TOKENIZERS[name]()
-    chosen = TASKS[task]
+    chosen = RETRIEVALS[task]
     hay = torch.tensor(tokenizer(chosen.filler or TEXT[:400], add_special_tokens=False)["input_ids"])
     for trial in make_trials(chosen, tokenizer, trials=4, distractors=4, keys=keys):
         answer = tokenizer.decode(trial.answers[0])
@@ -108,7 +108,7 @@ def test_with_a_key_for_every_depth_prompts_of_a_trial_differ_in_their_question_
     tokenizer, depths, length = byte_tokenizer(), (0.0, 0.5, 1.0), 700
     hay = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
     by_depth = shared_trials(
-        lambda **given: make_trials(TASKS[task], tokenizer, trials=4, distractors=4, keys=keys, **given), depths
+        lambda **given: make_trials(RETRIEVALS[task], tokenizer, trials=4, distractors=4, keys=keys, **given), depths
     )
     for same in zip(*by_depth, strict=True):
         prompts = [trial.prompt(hay, length, depth) for trial, depth in zip(same, depths, strict=True)]
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompt
 def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     sizes = set()
-    for trial in make_trials(TASKS["assignment"], tokenizer, trials=12, distractors=9):
+    for trial in make_trials(RETRIEVALS["assignment"], tokenizer, trials=12, distractors=9):
         numbers = [int(tokenizer.decode(ids)) for ids in trial.answers]
         assert trial.answers.shape[0] == len(set(numbers)) == 10
         assert all(10_000 <= number < 100_000 for number in numbers)
@@ -159,21 +159,21 @@ def test_distractors_are_other_numbers_of_as_many_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("task", WORDINGS)
 def test_every_task_has_as_many_distractors_as_a_default_run_asks_for(task: str) -> None:
-    for trial in make_trials(TASKS[task], byte_tokenizer(), trials=20, distractors=19):
+    for trial in make_trials(RETRIEVALS[task], byte_tokenizer(), trials=20, distractors=19):
         assert len({tuple(ids) for ids in trial.answers.tolist()}) == 20
 
 
 def test_answers_to_the_other_keys_are_among_the_distractors() -> None:
     tokenizer = byte_tokenizer()
-    for trial in make_trials(TASKS["key-value"], tokenizer, trials=6, distractors=5, keys=4):
+    for trial in make_trials(RETRIEVALS["key-value"], tokenizer, trials=6, distractors=5, keys=4):
         others = [tokenizer.decode(statement) for statement in trial.statements[1:]]
         for ids, statement in zip(trial.answers[1:4], others, strict=True):
             assert tokenizer.decode(ids) in statement
 
 
 def test_a_tokenizer_that_begins_with_bos_is_given_one() -> None:
-    (with_bos,) = make_trials(TASKS["passkey"], merging_tokenizer(bos=True), trials=1, distractors=2)
-    (without,) = make_trials(TASKS["passkey"], merging_tokenizer(), trials=1, distractors=2)
+    (with_bos,) = make_trials(RETRIEVALS["passkey"], merging_tokenizer(bos=True), trials=1, distractors=2)
+    (without,) = make_trials(RETRIEVALS["passkey"], merging_tokenizer(), trials=1, distractors=2)
     assert with_bos.head.tolist() == [0, *without.head.tolist()]
     assert (with_bos.statements[0] == 0).sum() == (with_bos.question == 0).sum() == 0
 
@@ -181,7 +181,7 @@ def test_a_tokenizer_that_begins_with_bos_is_given_one() -> None:
 @pytest.mark.slow
 def test_trials_depend_on_the_seed_alone() -> None:
     tokenizer = byte_tokenizer()
-    task = TASKS["key-value"]
+    task = RETRIEVALS["key-value"]
     five = make_trials(task, tokenizer, trials=5, distractors=3, seed=1)
     two = make_trials(task, tokenizer, trials=2, distractors=3, seed=1)
     other = make_trials(task, tokenizer, trials=2, distractors=3, seed=2)
@@ -293,7 +293,7 @@ def test_a_model_that_tells_nothing_apart_has_the_middle_rank(value: float) -> N
 def test_refusals() -> None:
     model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
     given: dict[str, Any] = {"lengths": [100], "tokenizer": tokenizer, "task": "key-value", "trials": 2}
-    least = max(trial.wording for trial in make_trials(TASKS["key-value"], tokenizer, trials=2, distractors=1))
+    least = max(trial.wording for trial in make_trials(RETRIEVALS["key-value"], tokenizer, trials=2, distractors=1))
     with pytest.raises(MethodError, match=rf"length {least - 1} is too short.* {least} tokens"):
         passkey(model, **given | {"lengths": [100, least - 1]}, haystack=HAY)
     assert len(passkey(model, **given | {"lengths": [least]}, haystack=HAY, depths=[0])) == 1

@@ -47,9 +47,9 @@ class KeyValue(Suite):
         made = []
         for index in range(wanted.count):
             rng = random.Random(f"{task} {wanted.seed} {index}")
-            from rope_ext_hf.suites.statements import TASKS, ask
+            from rope_ext_hf.suites.statements import RETRIEVALS, ask
 
-            drawn = ask(TASKS["key-value"], rng, keys=1, wording=index).about(0)
+            drawn = ask(RETRIEVALS["key-value"], rng, keys=1, wording=index).about(0)
             (statement,) = drawn.statements
             room = wanted.room - 12 - sum(map(len, (drawn.head, statement, drawn.question)))
             start, place = rng.randrange(10_000), rng.randrange(room)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods import Rotary, frequencies, method_from_dict, resolve_method
-from rope_ext_hf.methods.base import TrainedScaling, rotary_from_dict
+from rope_ext_hf.methods import Rotary, frequencies, resolve_method
+from rope_ext_hf.methods.base import TrainedScaling
+from rope_ext_hf.methods.registry import rotary_from_dict
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 Table = tuple[list[float], float, int]  # inverse frequencies, attention factor, context length
@@ -199,13 +200,13 @@ def test_a_rotary_embedding_with_its_scalings_is_hashable_and_goes_through_json(
     rotary = Rotary(64, 1e4, 4096).scaled(resolve_method("yarn", None, factor=8.0), context_length=32768)
     stacked = rotary.scaled(resolve_method("ntk", None, factor=2.0), context_length=65536)
     for each in (rotary.plain, rotary, stacked):
-        assert rotary_from_dict(each.to_dict(), method_from_dict) == each
-        assert hash(rotary_from_dict(each.to_dict(), method_from_dict)) == hash(each)
+        assert rotary_from_dict(each.to_dict()) == each
+        assert hash(rotary_from_dict(each.to_dict())) == hash(each)
     assert stacked.context_length == 65536
     assert stacked.plain == Rotary(64, 1e4, 4096)
     for broken in ({}, {"dim": 64}, rotary.to_dict() | {"own": {}}, rotary.to_dict() | {"own": {"method": {}}}):
         with pytest.raises(MethodError):
-            rotary_from_dict(broken, method_from_dict)
+            rotary_from_dict(broken)
 
 
 def test_a_scaling_of_another_rotary_embedding_is_refused() -> None:

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
 from tests.support.models import TRAINED, build, logits, rotary_of, tokens
 from tests.support.oracles import rotate_to

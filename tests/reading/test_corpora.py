@@ -16,9 +16,8 @@ from training_text import stdlib_training
 
 from rope_ext_hf import CorpusError
 from rope_ext_hf.reading import corpora, text_files
-from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.corpora import HELD_OUT, load, stdlib_held_out
 from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.reading.stdlib_corpus import HELD_OUT, stdlib_held_out
 
 TEXTS = ["Grüße, world", "zwei\nlines", "three"]
 ROWS = [{"text": text, "id": number} for number, text in enumerate(TEXTS, 1)]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rope_ext_hf as rope
 from rope_ext_hf import NTKAwareRoPE, Rotary, RotaryEmbedding
 from rope_ext_hf.errors import LengthError
-from rope_ext_hf.methods.constants import device_constant
+from rope_ext_hf.methods.base import constant
 from rope_ext_hf.rotary.embedding import override_angles
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, state_of_table
 from tests.support.models import TRAINED, build, logits, tokens
@@ -190,15 +190,15 @@ def test_overridden_angles_reach_this_thread_and_these_modules_alone() -> None:
 def test_constants_are_kept_for_plain_calls_alone() -> None:
     numbers, device = (1.5, -2.0, 3.25), torch.device("cpu")
     with FakeTensorMode():
-        fake = device_constant(numbers, torch.float64, device)
+        fake = constant(numbers, device)
     with torch.inference_mode():
-        kept = device_constant(numbers, torch.float64, device)
+        kept = constant(numbers, device)
     assert type(fake) is not Tensor
     assert type(kept) is Tensor
     assert not kept.is_inference()
-    assert device_constant(numbers, torch.float64, device) is kept
+    assert constant(numbers, device) is kept
     with FakeTensorMode():
-        assert type(device_constant(numbers, torch.float64, device)) is not Tensor
+        assert type(constant(numbers, device)) is not Tensor
 
 
 class _Logits(nn.Module):
@@ -215,7 +215,7 @@ class _Logits(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_an_export_before_the_first_forward_leaves_the_model_as_it_was(method: str) -> None:
-    device_constant.__globals__["_kept"].cache_clear()
+    constant.__globals__["_kept"].cache_clear()
     ids = tokens(150)
     model = patched(method)
     exported = torch.export.export(_Logits(model), (ids,), strict=False)
@@ -246,7 +246,7 @@ def test_an_export_of_a_remapping_method_with_a_length_that_varies_is_refused(me
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_first_forward_in_inference_mode_does_not_break_training(method: str) -> None:
-    device_constant.__globals__["_kept"].cache_clear()
+    constant.__globals__["_kept"].cache_clear()
     model, ids = patched(method), tokens(100)
     with torch.inference_mode():
         model(ids)

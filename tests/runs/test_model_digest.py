@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.runs import model_digest as module
-from rope_ext_hf.runs.model_digest import WORDS_PER_ROW, model_digest
+from rope_ext_hf.runs.model_digest import BLOCK_BYTES, model_digest
 from tests.support.models import ROTATING, build, build_known, logits, tokens
 
 WHERE_FROM = {"_name_or_path", "_commit_hash", "_auto_class", "auto_map", "transformers_version", "architectures"}
@@ -248,7 +249,7 @@ DTYPES += [torch.int32, torch.complex64, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 7, 8 * WORDS_PER_ROW // 4 + 3])
+@pytest.mark.parametrize("count", [1, 7, BLOCK_BYTES // 4 + 3])
 def test_the_place_of_every_element_counts_in_every_dtype(dtype: torch.dtype, count: int) -> None:
     raw = torch.randint(0, 2, (count * dtype.itemsize,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     tensor = raw.view(dtype)
@@ -287,19 +288,15 @@ def test_slices_of_a_larger_tensor_and_empty_ones_are_read() -> None:
     assert digest(torch.eye(3).to_sparse()) != digest(2 * torch.eye(3).to_sparse())
 
 
-def test_a_row_makes_the_sums_that_are_written_down() -> None:
-    """In Python's own whole numbers, modulo 2**64."""
-    draws = torch.Generator().manual_seed(5)
-    count = WORDS_PER_ROW + 1000
-    words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=draws)
-    inner = module._Digest()
-    low, high = inner._multipliers_on(torch.device("cpu")).tolist()
-    assert all(number % 2 for number in (*low, *high))
-    rows = [words[:WORDS_PER_ROW].tolist(), words[WORDS_PER_ROW:].tolist()]
-    expected = [
-        sum(factor * (word >> shift) for factor, word in zip(factors, row, strict=False)) % 2**64
-        for row in rows
-        for factors, shift in ((low, 0), (high, 32))
-    ]
-    sums = torch.cat(inner._row_sums(words.view(torch.uint8)))
-    assert [number % 2**64 for number in sums.tolist()] == expected
+def test_a_large_tensor_is_read_whole_block_by_block() -> None:
+    """Other blocks in the same places, and the same blocks in other places, are another tensor."""
+    whole = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32)
+    first, *others = torch.split(whole, BLOCK_BYTES // 4)
+    assert digest(torch.cat([*others, first])) != digest(whole)
+    assert digest(torch.cat([first, first, others[1]])) != digest(whole)
+    hashed = hashlib.sha256()
+    for part in ("shape", "[", "", "'torch.int32'", "", str(len(whole)), "shape", "]"):
+        hashed.update(f"{len(part)}:{part}".encode())
+    for block in (first, *others):
+        hashed.update(hashlib.sha256(block.numpy().tobytes()).digest())
+    assert digest(whole) == hashed.hexdigest()

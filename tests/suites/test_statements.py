@@ -10,11 +10,11 @@ import pytest
 from training_prompts import WORDINGS, Part, ask_in_training, training_prompt
 from training_text import stdlib_training
 
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.suites.statements import (
     HELD_OUT_VERBS,
     HELD_OUT_WORDS,
-    TASKS,
+    RETRIEVALS,
     TRAINING_VERBS,
     TRAINING_WORDS,
     Task,
@@ -39,7 +39,7 @@ def drawn(task: Task, count: int, held_out: bool) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("name", WORDINGS)
 def test_names_values_and_wordings_of_measurements_are_never_trained_on(name: str) -> None:
-    task = TASKS[name]
+    task = RETRIEVALS[name]
     trained_names, trained_values = drawn(task, 3000, held_out=False)
     names, values = drawn(task, 3000, held_out=True)
     assert min(map(len, (trained_names, names, trained_values, values))) > 300
@@ -53,7 +53,7 @@ def test_word_lists_are_disjoint_and_without_repeats() -> None:
     for trained, held_out in ((TRAINING_WORDS, HELD_OUT_WORDS), (TRAINING_VERBS, HELD_OUT_VERBS)):
         assert len({*trained, *held_out}) == len(trained) + len(held_out)
     # made-up names may happen to be words, but not those of measurements: the parts of all names of training are here
-    trained_names, _ = drawn(TASKS["key-value"], 20_000, held_out=False)
+    trained_names, _ = drawn(RETRIEVALS["key-value"], 20_000, held_out=False)
     assert not {part for name in trained_names for part in name.split("_")} & set(HELD_OUT_WORDS)
 
 
@@ -72,7 +72,7 @@ def test_filler_of_measurements_is_no_training_text() -> None:
 
 @pytest.mark.parametrize(("name", "keys"), [*itertools.product(WORDINGS, (1, 2, 4)), ("needle", 3), ("passkey", 1)])
 def test_questions_have_one_answer(name: str, keys: int) -> None:
-    task = TASKS[name]
+    task = RETRIEVALS[name]
     for index in range(20):
         question = ask(task, random.Random(index), keys=keys, wording=index)
         assert len(question.statements) == len(question.questions) == len(question.answers) == keys
@@ -86,9 +86,9 @@ def test_questions_have_one_answer(name: str, keys: int) -> None:
         assert ask(task, random.Random(index + 1), keys=keys, wording=index) != question
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVALS)
 def test_wordings_take_turns_and_answers_follow_from_statements(name: str) -> None:
-    task = TASKS[name]
+    task = RETRIEVALS[name]
     in_training = partial(ask_in_training, name)
     for wordings, draw in ((WORDINGS.get(name, ()), in_training), (task.held_out, partial(ask, task))):
         for index, wording in enumerate(wordings):
@@ -99,7 +99,7 @@ def test_wordings_take_turns_and_answers_follow_from_statements(name: str) -> No
 
 
 def test_other_answers_begin_with_those_of_the_other_keys() -> None:
-    task = TASKS["assignment"]
+    task = RETRIEVALS["assignment"]
     question = ask(task, random.Random(0), keys=3, wording=0)
     others = list(itertools.islice(other_answers(task, question, random.Random(1), wording=0), 10))
     assert others[:2] == list(question.answers[1:])
@@ -157,10 +157,10 @@ def test_statements_that_do_not_fit_are_left_out() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no names that tell 2 keys apart"):
-        ask(TASKS["passkey"], random.Random(0), keys=2)
+        ask(RETRIEVALS["passkey"], random.Random(0), keys=2)
     few = Task(
         name=lambda rng, held_out: rng.choice("ab"),
-        value=TASKS["copy"].value,
+        value=RETRIEVALS["copy"].value,
         held_out=(Wording("{name} {value}", "{name}"),),
     )
     with pytest.raises(ValueError, match="only 2 different names"):
@@ -170,7 +170,7 @@ def test_refusals() -> None:
 def test_prompts_are_those_of_earlier_measurements() -> None:
     """Another word, wording or order of draws changes this digest, and with it every published figure of retrieval."""
     digest = hashlib.sha256()
-    for name, task in TASKS.items():
+    for name, task in RETRIEVALS.items():
         for seed, held_out in itertools.product(range(300), (True, False)):
             keys = 1 if name == "passkey" else 1 + seed % 4
             if held_out:

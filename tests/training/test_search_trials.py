@@ -17,9 +17,9 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Factors, Linear, Yarn
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import prepare, tokenize
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.training.search_space import two_lists

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.stdlib_corpus import stdlib_held_out
+from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.runs.verdicts import Outcome, verdict
