@@ -4,6 +4,7 @@
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
     model = load_model("reference", device="auto")
     tokenizer = load_tokenizer("reference")
+    print(fingerprint("my-model/").digest)
 
 Every failure a user can cause is a CheckpointError of one line.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rope_ext_hf.downloads import WEIGHT_SUFFIXES, download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
@@ -26,6 +28,7 @@ from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.family_settings import check_sizes
+from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import folder_of
@@ -418,3 +421,29 @@ def foreign_errors(failure: str) -> Iterator[None]:
 def loading(what: str) -> AbstractContextManager[None]:
     """`foreign_errors` for what is being loaded."""
     return foreign_errors(f"{what} could not be loaded")
+
+
+@foreign_errors("this model has no fingerprint")
+def fingerprint(
+    model: nn.Module | str | Path | Any, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Fingerprint:
+    """What rotates how in a model: `fingerprint(a).differences(fingerprint(b))` are sentences, none where both agree.
+
+    Args:
+        model: a model in memory, patched or not, of which the rotary modules are read; or a folder, a Hub id,
+            "reference", or a config of transformers, of which no weights are read; or a JSON file of
+            `Fingerprint.to_dict`.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Raises:
+        CheckpointError: no such model, or a file that holds no fingerprint.
+        UnsupportedModelError: a model without rotary modules.
+    """
+    if isinstance(model, nn.Module):
+        return fingerprint_of(model)
+    if not isinstance(model, (str, Path)):
+        return fingerprint_of(empty_model(model, trust_remote_code=trust_remote_code))
+    if Path(model).suffix == ".json" and Path(model).is_file():
+        return Fingerprint.from_dict(read_json(Path(model)))
+    return fingerprint_of(load_empty(model, revision=revision, trust_remote_code=trust_remote_code))
