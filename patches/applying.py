@@ -31,6 +31,7 @@ def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
+        CheckpointError: the specs are of another model.
     """
     apply_plan(plan_replay(model, specs))
     return model

@@ -17,7 +17,6 @@ from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import before_patches, check_pairing, undo_saved_patch
-from rope_ext_hf.patches.layer_types import rotating_layers
 from rope_ext_hf.patches.notes import sliding_notes
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
@@ -224,7 +223,7 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,
         theta=rotary.theta,
-        rotating_layers=rotating_layers(slot.config),
+        rotating_layers=slot.layers.rotating,
         **rest,
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import nn
 
+from rope_ext_hf.config_keys.keys import rotated_dims
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -24,6 +25,7 @@ from rope_ext_hf.patches.config import (
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
+from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slots import Slot, find_slots, present_specs
@@ -136,18 +138,53 @@ def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
         UnsupportedModelError: there are several, or none.
     """
     some_attend = any(slot.scaled_layers for slot in slots)
-    described = {
-        (rope := read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)).rotary: rope
+    return _only_rope(
+        read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
         for slot in slots
         for own in [config if slot.config is slots[0].config else before_patches(slot.config)]
         for layer_type in (slot.scaled_layers if some_attend else slot.as_loaded)
-    }
-    if len(described) != 1:
-        several = "; ".join(map(str, described))
+    )
+
+
+def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
+    by_rotary = {rope.rotary: rope for rope in described}
+    if len(by_rotary) != 1:
+        several = "; ".join(map(str, by_rotary))
         raise UnsupportedModelError(
             f"one method needs one rotary embedding over all full-attention layers; this model has {several}"
         )
-    return next(iter(described.values()))
+    return next(iter(by_rotary.values()))
+
+
+# What a config alone states is asked where no model is built: of a config.json without weights, of classes that are not
+# here (remote code), and by commands that answer at once. The rotated dims then follow from sizes in the config, of
+# which a model has the frequencies themselves; all else is read in one way.
+
+
+def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]]:
+    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers.
+
+    Raises:
+        UnsupportedModelError: there are several, or none.
+        ServingError: a config without the sizes of its heads.
+    """
+    parameters = getattr(layers.config, "rope_parameters", None) or {}
+    nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+    chosen = layers.choose(layers.served(nested or [None]))
+    if not chosen:
+        raise layers.nothing_to_extend()
+    return _only_rope(rope_of_layers(layers.config, layer_type) for layer_type in chosen), list(chosen)
+
+
+def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
+    """The rotary embedding of one layer type, by a text config."""
+    values = config.to_dict()
+    parameters = values.get("rope_parameters") or {}
+    settings = parameters if layer_type is None else parameters[layer_type]
+    proportional = settings.get("rope_type") == "proportional"
+    partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}
+    return read_rope(config, rotated_dims(values, geometry), layer_type)
 
 
 def before_patches(config: Any) -> Any:

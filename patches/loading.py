@@ -20,7 +20,6 @@ from rope_ext_hf.patches.applying import replay
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
-from rope_ext_hf.patches.slots import find_slots
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -203,14 +202,6 @@ def restore_patch(model: M, record: Mapping[str, Any]) -> M:
         CheckpointError: a record of a patch of another model.
         FingerprintError: the model rotates otherwise than the record says of the saved one.
     """
-    specs = saved_specs(record)
-    slots = find_slots(model, specs[-1].layers)
-    dims = {slot.as_loaded[layer_type].plain.dim for slot in slots for layer_type in slot.scaled_layers}
-    if dims and specs[-1].rotary.dim not in dims:
-        raise CheckpointError(
-            f"the record of a patch is for {specs[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "
-            "it was made for another model"
-        )
-    replay(model, tuple(specs))
+    replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)
     return model

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -36,7 +36,7 @@ from rope_ext_hf.patches.geometry import (
     stated_length,
     undo_saved_patch,
 )
-from rope_ext_hf.patches.layer_types import Layers, nothing_to_extend, rotating_layers
+from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
@@ -100,9 +100,19 @@ def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
+        CheckpointError: they are of another model.
     """
     *below, top = specs
-    return _plan(model, top.layers, lambda base: top, below=tuple(below))
+
+    def make_spec(base: BaseRope) -> PatchSpec:
+        if base.rotary.dim != top.rotary.dim:
+            raise CheckpointError(
+                f"the record of a patch is for {top.rotary.dim} rotated dims per head, this model has "
+                f"{base.rotary.dim}; it was made for another model"
+            )
+        return top
+
+    return _plan(model, top.layers, make_spec, below=tuple(below))
 
 
 def _plan(
@@ -119,11 +129,11 @@ def _plan(
     check_pairing(model)
     slots = find_slots(model, layers)
     if not any(slot.scaled_layers for slot in slots):
-        raise nothing_to_extend(slots[0].config)
+        raise slots[0].layers.nothing_to_extend()
     configs = _copied_configs(model, slots[0].config)
     config = next(swap.patched for swap in configs if swap.original is slots[0].config)
     undo_saved_patch(config)
-    check_rotating(config, layers)
+    slots[0].layers.check_rotating(layers)
     base = base_rope(model, slots, config, over, context_length)
     # 2. the method, with every parameter filled in
     spec, live, saved = make_spec(base), below or base.live, below or base.saved
@@ -147,7 +157,7 @@ def _plan(
     sliding, every_layer = sliding_notes(slots[0], encoding.extended_length or spec.rotary.context_length)
     notes = [
         sliding,
-        unrotated_note(slots[0].config, spec.method),
+        unrotated_note(slots[0].layers, spec.method),
         *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers),
     ]
     state = PatchState(
@@ -196,16 +206,6 @@ def _on_meta_device(model: nn.Module) -> bool:
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
-
-
-def check_rotating(config: Any, layers: tuple[str | int, ...] | None = None) -> None:
-    """Raise UnsupportedModelError where no full-attention layer rotates and no other layers were asked for."""
-    rotating, full = rotating_layers(config)
-    if full and not rotating and layers is None:
-        raise UnsupportedModelError(
-            f"none of the {full} full-attention layers of this {config.model_type!r} model rotates its queries and "
-            "keys; a RoPE method would change its sliding-window layers only, which see no further for it"
-        )
 
 
 def _check_same_layers(spec: PatchSpec, below: Sequence[PatchSpec]) -> None:

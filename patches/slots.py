@@ -23,7 +23,7 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.family_hooks import angle_table, learned_log_multiplier
-from rope_ext_hf.patches.layer_types import Layers, LayerType, choose_layer_types, layers_of_types
+from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
@@ -37,6 +37,7 @@ class Slot:
     Attributes:
         parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
         config: the config it was built from.
+        layers: the layers of that config.
         as_loaded: per layer type (None: there is one for all layers) the rotary embedding that its config describes.
         layout, cast: how its angles come out, see `RotaryEmbedding`.
         axis_of_pair: per layer type, the axis of the positions that rotates each pair, see `RotaryEmbedding`.
@@ -50,6 +51,7 @@ class Slot:
     attribute: str
     module: nn.Module
     config: Any
+    layers: AttentionLayers
     as_loaded: dict[LayerType, ConfigRope]
     layout: Layout
     cast: bool
@@ -261,11 +263,11 @@ def _rotates_inside(model: nn.Module) -> bool:
     return any("rotary" in name or "rotate" in name for name in names)
 
 
-def _with_layers(slot: Slot, several: bool, layers: Layers | None) -> Slot:
+def _with_layers(slot: Slot, several: bool, asked: Layers | None) -> Slot:
     """A slot, of a model with several slots or one, with the layer types that a method is applied to."""
     theta = slot.as_loaded[None].plain.theta if several and None in slot.as_loaded else None
-    served = layers_of_types(slot.config, list(slot.as_loaded), theta)
-    return replace(slot, scaled_layers=choose_layer_types(slot.config, served, layers), idle=not any(served.values()))
+    served = slot.layers.served(list(slot.as_loaded), theta)
+    return replace(slot, scaled_layers=slot.layers.choose(served, asked), idle=not any(served.values()))
 
 
 def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, Any]]:
@@ -316,7 +318,19 @@ def _inspect(parent: nn.Module, attribute: str, module: nn.Module, config: Any) 
         _check_against_config(config, inv_freq, as_loaded[layer_type])
         layout, cast, axis_of_pair[layer_type] = _probe(module, as_loaded[layer_type], layer_type)
     log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
-    return Slot(parent, attribute, module, config, as_loaded, layout, cast, axis_of_pair, log_multiplier=log_multiplier)
+    layers = AttentionLayers(config)
+    return Slot(
+        parent,
+        attribute,
+        module,
+        config,
+        layers,
+        as_loaded,
+        layout,
+        cast,
+        axis_of_pair,
+        log_multiplier=log_multiplier,
+    )
 
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
@@ -348,7 +362,16 @@ def _inspect_table(parent: nn.Module, attribute: str, module: nn.Module, config:
         if not torch.allclose(shown, torch.cat((angles.sin(), angles.cos()), -1) * attention_factor, atol=2e-2):
             raise _another_geometry(config, rope)
     return Slot(
-        parent, attribute, module, config, {None: rope}, "bare", cast=True, axis_of_pair={None: None}, is_table=True
+        parent,
+        attribute,
+        module,
+        config,
+        AttentionLayers(config),
+        {None: rope},
+        "bare",
+        cast=True,
+        axis_of_pair={None: None},
+        is_table=True,
     )
 
 
