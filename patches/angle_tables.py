@@ -23,8 +23,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.length_profiles import ProfileSlot
-from rope_ext_hf.patches.patch_state import PatchState
-from rope_ext_hf.patches.slots import PatchedSlot, Slot
+from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot
 
 
 def keeps_angles_in_weights(config: Any) -> bool:

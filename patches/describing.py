@@ -18,11 +18,11 @@ from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import before_patches, check_pairing, undo_saved_patch
 from rope_ext_hf.patches.notes import sliding_notes
-from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import published_length, recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import PatchState, Slot, patched_slots
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, patch_state, rotary_modules
+from rope_ext_hf.patches.slot_finding import frequency_buffers, rotary_modules
+from rope_ext_hf.patches.slots import PatchedSlot, patch_state
 
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
@@ -173,15 +174,11 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
     Raises:
         UnsupportedModelError: a model without rotary modules.
     """
-    root: Any = getattr(model, "config", None)
-    if root is None or not hasattr(root, "get_text_config"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
-    config = root.get_text_config()
-    found = [each for each in rotary_modules(model) if each[3].model_type == config.model_type]
+    found = rotary_modules(model)
+    root: Any = model.config
     layers: dict[str, _LayerRope] = {}
     for parent, attribute, module, own in found:
-        for name in frequency_names(module):
-            layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
+        for layer_type, name in frequency_buffers(module).items():
             title = layer_type or ("all" if len(found) == 1 else attribute)
             layers[title] = _layer_rope(getattr(parent, attribute), module, name, layer_type, own)
     if not layers:
@@ -189,7 +186,8 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
             f"{type(model).__name__} ({root.model_type}) has no rotary modules whose frequencies could be compared"
         )
     scales = {float(scale) for scale in _softmax_scales(model)}
-    return Fingerprint(class_pairing(config), _length(config, found), tuple(sorted(scales)), layers)
+    length = _length(root.get_text_config(), found)
+    return Fingerprint(class_pairing(root), length, tuple(sorted(scales)), layers)
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:
@@ -302,8 +300,7 @@ def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]
     parent, attribute, module, own = modules[0]
     if isinstance(getattr(parent, attribute), PatchedSlot):
         return stated
-    name = frequency_names(module)[0]
-    layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
+    layer_type, name = next(iter(frequency_buffers(module).items()))
     described = read_rope(own, 2 * getattr(module, name).shape[-1], layer_type)
     return described.context_length if described.method.name == "linear" else stated
 

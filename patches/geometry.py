@@ -28,7 +28,8 @@ from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
-from rope_ext_hf.patches.slots import Slot, find_slots, present_specs
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import Slot, present_specs
 
 _Over = Literal["own", "original", "patched"]
 """What a patch is applied over: the model as loaded, the model without its own scaling, or the present patch."""

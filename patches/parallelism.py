@@ -8,7 +8,8 @@ from torch import nn
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.slots import find_slots, patched_slots
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import patched_slots
 
 
 def check_context_parallel(model: nn.Module) -> None:

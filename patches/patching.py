@@ -23,7 +23,8 @@ from rope_ext_hf.patches.applying import apply_plan, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slots import find_slots, patched_slots, present_specs
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import patched_slots, present_specs
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 if TYPE_CHECKING:

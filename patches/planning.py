@@ -39,9 +39,9 @@ from rope_ext_hf.patches.geometry import (
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
-from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
-from rope_ext_hf.patches.slots import Slot, find_slots, patch_state
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import ConfigSwap, PatchState, Slot, patch_state
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
-from rope_ext_hf.patches.patch_state import PatchState
-from rope_ext_hf.patches.slots import PatchedSlot, patch_state, patched_slots
+from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patch_state, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -34,7 +34,8 @@ from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
-from rope_ext_hf.patches.slots import find_slots, present_specs
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import present_specs
 
 
 class Model:
