@@ -25,7 +25,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.slot_finding import frequency_buffers, rotary_modules
-from rope_ext_hf.patches.slots import PatchedSlot, patch_state
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
@@ -196,13 +196,12 @@ def fingerprint_record(model: nn.Module) -> dict[str, Any]:
     Args:
         model: patched. Its length is that of the patch: a config is saved with it, whatever the live one says.
     """
-    state = patch_state(model)
-    assert state is not None, "only a patched model has a record"
     try:
         saved = fingerprint_of(model)
     except UnsupportedModelError:
         return {}
-    length = state.encoding.extended_length or state.encoding.saved_length
+    encoding = patched_slots(model)[0].state.encoding
+    length = encoding.extended_length or encoding.saved_length
     return {FINGERPRINT_KEY: replace(saved, length=length).to_dict()}
 
 

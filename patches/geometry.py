@@ -21,7 +21,7 @@ from rope_ext_hf.patches.config import (
     former_in,
     original_settings,
     read_rope,
-    saved_specs,
+    recorded_specs,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
@@ -114,10 +114,9 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
     live = present_specs(model)
     saved = live
     if not live:
-        record = vars(slots[0].config).get(PATCH_KEY)
-        if record is None:
+        saved = tuple(recorded_specs(slots[0].config))
+        if not saved:
             raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
-        saved = tuple(saved_specs(record))
     top = saved[-1]
     if isinstance(top.method, RemappingMethod):
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")

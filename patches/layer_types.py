@@ -1,4 +1,4 @@
-"""Which layers of a model attend to everything before them, which rotate, and which rotary embedding each uses."""
+"""Which layers of a model attend to everything before them, which rotate, and by which of its rotary embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
-from rope_ext_hf.patches.config import PATCH_KEY, saved_specs
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.config import ConfigRope, recorded_specs
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import rope_key
 from rope_ext_hf.patches.family_settings import values_of
@@ -55,9 +57,9 @@ class AttentionLayers:
 
     def _stated_length(self) -> int:
         """The length in tokens that the config states, without the patches recorded in it; 0: none."""
-        if (record := vars(self.config).get(PATCH_KEY)) is not None:
-            with suppress(MethodError):  # a damaged record is refused by whoever reads the patch
-                return saved_specs(record)[0].rotary.context_length
+        with suppress(MethodError):  # a damaged record is refused by whoever reads the patch
+            if specs := recorded_specs(self.config):
+                return specs[0].rotary.context_length
         stated = getattr(self.config, "max_position_embeddings", None)
         return stated if isinstance(stated, int) else 0
 
@@ -165,6 +167,37 @@ class AttentionLayers:
                 "queries and keys; a RoPE method would change its sliding-window layers only, which see no further "
                 "for it"
             )
+
+    def sliding_note(self, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
+        """What a patch does to sliding-window layers, as a sentence, and whether every layer is one.
+
+        Args:
+            apart: the rotary embedding of the sliding-window layers, where it is one of their own.
+        """
+        window, sliding, count = self.window, self.sliding, self.config.num_hidden_layers
+        if not window or not sliding or window >= extended_length:
+            return None, False
+        if sliding == count:
+            reach = f"Every layer attends to the last {window} tokens only"
+            return f"{reach}: a longer RoPE does not make the model look further back.", True
+        share = f"{sliding} of {count} layers attend to the last {window} tokens only"
+        if apart is not None:
+            own = f"{apart.method.name}, theta {apart.plain.theta:g}"
+            return f"{share} and keep their own rotary embedding ({own}).", False
+        return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
+
+    def unrotated_note(self, method: RopeMethod) -> str | None:
+        """What a method does to full-attention layers without RoPE, as a sentence; None: it reaches every layer."""
+        rotating, full = self.rotating
+        if rotating == full:
+            return None
+        layers = f"{full - rotating} of the {full} full-attention layers do not rotate their queries and keys (no RoPE)"
+        if isinstance(method, RemappingMethod):
+            if not method.moves_keys:  # it adds a bias to scores, which every layer gets
+                return None
+            if method.temperature != "none":
+                return f"{layers}: the temperature ({method.temperature}) is all that the method changes there."
+        return f"{layers}: the method does not reach them."
 
     def nothing_to_extend(self) -> UnsupportedModelError:
         """The error for a model whose every layer sees a window, whatever the RoPE method."""

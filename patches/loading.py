@@ -129,20 +129,13 @@ def _load_patched(
         if key in SAVED_KEYS:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))
-    if keeps_angles_in_weights(config):
-        return restore_patch(_load_with_table(loader, path, config, record, auto_class, kwargs), record)
-    return restore_patch(_load_whole(loader, path, auto_class, {"config": config, **kwargs}), record)
-
-
-def _load_with_table(
-    loader: Any, path: str | Path, config: Any, record: dict[str, Any], auto_class: str | None, kwargs: dict[str, Any]
-) -> PreTrainedModel:
-    """Load weights with the table of a patch among them, and put the table of plain RoPE in its place."""
-    positions = config.max_position_embeddings
-    config.max_position_embeddings = record["max_position_embeddings"]
+    positions = config.max_position_embeddings if keeps_angles_in_weights(config) else None
+    if positions is not None:  # the table of the patch is among the weights
+        config.max_position_embeddings = record["max_position_embeddings"]
     model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
-    restore_table(model, positions)
-    return model
+    if positions is not None:
+        restore_table(model, positions)
+    return restore_patch(model, record)
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:

@@ -37,7 +37,6 @@ from rope_ext_hf.patches.geometry import (
     undo_saved_patch,
 )
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -154,10 +153,10 @@ def _plan(
         undo_saved_patch(other)
         write_rope(other, encoding, spec, saved, layer_types)
     _check_softmax_scale(slots[0], config, encoding)
-    sliding, every_layer = sliding_notes(slots[0], encoding.extended_length or spec.rotary.context_length)
+    sliding, every_layer = slots[0].sliding_note(encoding.extended_length or spec.rotary.context_length)
     notes = [
         sliding,
-        unrotated_note(slots[0].layers, spec.method),
+        slots[0].layers.unrotated_note(spec.method),
         *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers),
     ]
     state = PatchState(

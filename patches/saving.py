@@ -7,7 +7,7 @@ import filecmp
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
-from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patch_state, patched_slots
+from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -187,7 +187,7 @@ def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) ->
 
     Warns of engines known to run another model from it.
     """
-    file, state, fingerprint = folder / "config.json", _state(model), fingerprint_record(model)
+    file, state, fingerprint = folder / "config.json", patched_slots(model)[0].state, fingerprint_record(model)
     config = json.loads(file.read_text(encoding="utf-8"))
     former = _CHECKPOINT.fullmatch(folder.name) is None
     for part in [config, *config.values()]:
@@ -232,7 +232,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
             f"{config.model_type!r} keeps its angles in its weights, which are only copied here; load the model, "
             "patch it with rope_ext_hf.patch, and save it with save_pretrained"
         )
-    adapter = find_adapter(source)
+    adapter, state = find_adapter(source), patched_slots(model)[0].state
     names = [file for file in list_files(source) if not _left_out(Path(file))]
     inputs = file_stamps(source / file for file in names)
     size = sum(size for _, size, _ in inputs.values())
@@ -242,12 +242,12 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
             _rewrite_config(staging, model, out)
-            _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
+            _raise_tokenizer_length(staging / "tokenizer_config.json", state.encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
-                record = _state(model).record | fingerprint_record(model)
+                record = state.record | fingerprint_record(model)
                 write_json(staging / file, with_record(read_json(staging / file), record))
-        card = _card(model, name or source.name, adapter.base if adapter else None)
+        card = _card(state.record, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -288,20 +288,13 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
         write_json(file, settings | {"model_max_length": extended})
 
 
-def _state(model: nn.Module) -> PatchState:
-    state = patch_state(model)
-    assert state is not None, "only a patched model is saved with a patch"
-    return state
-
-
 def _left_out(name: Path) -> bool:
     if "__pycache__" in name.parts or name.name in ("config.json", "README.md", "__init__.py"):
         return True
     return name.suffix in (".png", ".jpg", ".svg")
 
 
-def _card(model: PreTrainedModel, name: str, base: str | None) -> str:
-    record = _state(model).record
+def _card(record: Mapping[str, Any], name: str, base: str | None) -> str:
     method = ", ".join(f"{key}={value}" for key, value in record["method"].items() if not isinstance(value, list))
     library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
     return (

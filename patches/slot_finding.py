@@ -130,21 +130,9 @@ def _inspect(
         log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
     layers = AttentionLayers(config)
     served = layers.served(list(as_loaded), as_loaded[None].plain.theta if several and None in as_loaded else None)
-    return Slot(
-        parent,
-        attribute,
-        module,
-        config,
-        layers,
-        as_loaded,
-        layout,
-        cast,
-        axis_of_pair,
-        is_table,
-        log_multiplier,
-        scaled_layers=layers.choose(served, asked),
-        idle=not any(served.values()),
-    )
+    scaled, idle = layers.choose(served, asked), not any(served.values())
+    found = (parent, attribute, module, config)
+    return Slot(*found, layers, as_loaded, layout, cast, axis_of_pair, is_table, log_multiplier, scaled, idle)
 
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding, ConfigRope
 from rope_ext_hf.patches.engine_keys import EngineAgreement
-from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
+from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers, LayerType
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
@@ -55,6 +56,19 @@ class Slot:
     def axes(self) -> int:
         """How many axes its positions have."""
         return max(1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values())
+
+    def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
+        """What a patch does to sliding-window layers, as a sentence, and whether every layer is one."""
+        chosen = [name for name in self.scaled_layers if name in SLIDING]
+        apart = next((rope for name, rope in self.as_loaded.items() if name in SLIDING), None)
+        note, every_layer = self.layers.sliding_note(apart, extended_length)
+        if note is None or every_layer or not chosen:
+            return note, every_layer
+        return (
+            f"Its {chosen[0]} layers alone are changed. They attend to the last {self.layers.window} tokens only, and "
+            "a longer RoPE does not make them look further back.",
+            False,
+        )
 
 
 @dataclass
@@ -173,13 +187,6 @@ def _table(slot: Slot, axis_of_pair: tuple[int, ...] | None, method: RopeMethod,
     return (_RemappedRotaryEmbedding if remapped else RotaryEmbedding)(method, rotary, **arguments)
 
 
-class _Removable(Protocol):
-    """What a patch has put elsewhere in a model."""
-
-    def remove(self) -> None:
-        """Take it away again."""
-
-
 class PatchedSlot(nn.Module):
     """What stands in a slot while a model is patched.
 
@@ -202,7 +209,7 @@ class PatchedSlot(nn.Module):
         # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
-        self.hooks: list[_Removable] = []  # that hand a method the lengths of each forward
+        self.hooks: list[Any] = []  # what the patch has put elsewhere in the model; `remove` takes each away again
         if slot.log_multiplier is not None:
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]
@@ -229,8 +236,7 @@ class PatchedSlot(nn.Module):
     def present_spec(self) -> PatchSpec:
         """The patch, with the values that a trainable parameter has now."""
         spec = self.state.spec
-        tables = (self.table(name) for name in self.tables)
-        table = next((each for each in tables if each.method == spec.method), None)
+        table = next((each for each in tables_of([self]) if each.method == spec.method), None)
         return spec if table is None else replace(spec, method=table.present_method)
 
     def table(self, name: str) -> RotaryEmbedding:
@@ -262,6 +268,11 @@ def _with_replaced(state: dict[str, Any], prefix: str, *_: Any) -> None:
 def patched_slots(model: nn.Module) -> list[PatchedSlot]:
     """The slots of a model that hold one of our modules."""
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
+
+
+def tables_of(slots: Iterable[PatchedSlot]) -> list[RotaryEmbedding]:
+    """Every rotary module in these slots, one for each layer type."""
+    return [slot.table(name) for slot in slots for name in slot.tables]
 
 
 def patch_state(model: nn.Module) -> PatchState | None:

@@ -27,7 +27,6 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
-from rope_ext_hf.patches.notes import sliding_note
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.reading.preflight import estimate_flops
@@ -99,7 +98,7 @@ def advise(
     if specs and 2 * target_length <= reached:
         times = f"{reached / target_length:.3g} times what is asked for"
         larger = (f"The patch is for {reached:,} tokens, {times}.", *cost_notes(specs[-1].method, specs[-1].rotary))
-    note, _ = sliding_note(opened.layers, _sliding_rope(opened), target_length)
+    note, _ = opened.layers.sliding_note(_sliding_rope(opened), target_length)
     present = (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
     published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_interface import register_attention, use_attention
-from rope_ext_hf.patches.parallelism import check_context_parallel
+from rope_ext_hf.patches.patching import check_context_parallel
 from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
 from rope_ext_hf.reading.scorer import CHECKED, EQUAL, NEARLY_EQUAL, TokenScorer

@@ -32,7 +32,6 @@ from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
-from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import refuse_adapter
 
@@ -160,7 +159,7 @@ def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]
             layer_type = next((key for key in nested if key not in SLIDING), None)
             described = rope_of_layers(text, layer_type)
             scaled = not isinstance(described.method, Default)
-            return described.context_length, unrotated_note(AttentionLayers(text), described.method) if scaled else None
+            return described.context_length, AttentionLayers(text).unrotated_note(described.method) if scaled else None
     except RopeExtError:
         return None, None
 

@@ -23,15 +23,15 @@ from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import (
     PATCH_KEY,
     config_encoding,
+    recorded_specs,
     saved_specs,
     softmax_scale,
     write_rope,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_config, stated_length, undo_saved_patch
+from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
-from rope_ext_hf.patches.notes import unrotated_note
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -69,12 +69,10 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
         ServingError: a config without the sizes of its heads.
     """
     if isinstance(model, nn.Module):
-        config = copy.deepcopy(find_slots(model)[0].config)
+        config = find_slots(model)[0].config
         top: Any = getattr(model, "config", config)
-        record = vars(config).get(PATCH_KEY)
-        undo_saved_patch(config)
-        live = list(present_specs(model))
-        specs = live or (saved_specs(record) if record is not None else [])
+        specs = list(present_specs(model)) or recorded_specs(config)
+        config = before_patches(config)
         composite = getattr(top, "text_config", None) is not None
         return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, specs=specs)
     refuse_adapter(model, model_folder(model, revision=revision, weights=False))
@@ -197,7 +195,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         patched.max_position_embeddings = encoding.saved_length
     inv_freq, attention_factor = spec.method.frequencies(spec.rotary, length)
     notes = (
-        unrotated_note(model.layers, spec.method),
+        model.layers.unrotated_note(spec.method),
         recipe_warning(config, spec.rotary, spec.method, spec.target_length),
     )
     settings = values["rope_parameters"] if layer_type is None else values["rope_parameters"][layer_type]

@@ -23,8 +23,7 @@ from rope_ext_hf.hub import fingerprint
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.loading import find_config
-from rope_ext_hf.patches.parallelism import check_context_parallel
-from rope_ext_hf.patches.patching import patched_method
+from rope_ext_hf.patches.patching import check_context_parallel, patched_method
 from rope_ext_hf.runs.labels import label
 
 if TYPE_CHECKING:
