@@ -97,7 +97,9 @@ def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: there are none.
     """
-    parameters = getattr(config, "rope_parameters", None) or _implied_settings(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if not parameters and angle_table(config.model_type) is not None:  # a table that the config does not mention
+        parameters = {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
     settings = parameters.get(layer_type) if layer_type is not None else parameters
     if not settings or settings.get("rope_theta") is None:
         raise UnsupportedModelError(
@@ -105,13 +107,6 @@ def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
             + (f" for its {layer_type!r} layers" if layer_type else "")
         )
     return dict(settings)
-
-
-def _implied_settings(config: Any) -> dict[str, Any]:
-    """The rope settings of a family whose table of angles its config does not mention."""
-    if angle_table(config.model_type) is None:
-        return {}
-    return {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
 
 
 def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRope:
@@ -132,14 +127,11 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
         rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
         rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
     if rope_type not in _METHOD_OF_ROPE_TYPE:
+        ours = str(rope_type).startswith(_PLUGIN_PREFIX)
         raise UnsupportedModelError(
             f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; known: "
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
-            + (
-                "; load this folder with rope_ext_hf.from_pretrained"
-                if str(rope_type).startswith(_PLUGIN_PREFIX)
-                else ""
-            )
+            + ("; load this folder with rope_ext_hf.from_pretrained" if ours else "")
         )
     if rope_type == "dynamic" and runs_alpha(config.model_type) and settings.get("alpha"):
         method = resolve_method("ntk", None, factor=float(settings["alpha"]))
@@ -417,6 +409,11 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error) if isinstance(error, MethodError) else repr(error)
         raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({reason}); delete that key") from error
+
+
+def written_keys(record: Mapping[str, Any]) -> set[str]:
+    """The top-level keys of a config with this record that go with the patch."""
+    return {PATCH_KEY, *SAVED_KEYS, *former_in(record)}
 
 
 def former_in(record: Mapping[str, Any]) -> set[str]:

@@ -34,10 +34,10 @@ _SAME = 1e-5
 """The largest relative difference of two numbers that computing them in another way explains."""
 
 _NEARLY = 1e-2
-"""The largest one at which an explanation fits: numbers may have been rounded since."""
+"""The largest relative difference at which an explanation fits: numbers may have been rounded since."""
 
 _SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""The largest relative error of a cast to each."""
+"""The largest relative error of a cast to each dtype."""
 _SMALLEST_FLOAT16 = 2.0**-24
 
 _STEPS = 137.3  # of a number in a digest, per factor of e: uneven, so that round numbers do not stand at an edge
@@ -286,11 +286,7 @@ def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: st
     if buffer.device.type == "meta" or described.method.length_dependent:
         return stated_rope
     factor = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", stated_rope.attention_factor)
-    values = asdict(stated_rope) | {
-        "inv_freq": tuple(buffer.double().tolist()),
-        "attention_factor": float(factor),
-    }
-    return _LayerRope(**values)
+    return replace(stated_rope, inv_freq=tuple(buffer.double().tolist()), attention_factor=float(factor))
 
 
 def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]]) -> int | None:

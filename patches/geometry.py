@@ -16,12 +16,11 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import (
     PAIRING_KEY,
     PATCH_KEY,
-    SAVED_KEYS,
     ConfigRope,
-    former_in,
     original_settings,
     read_rope,
     recorded_specs,
+    written_keys,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
@@ -221,14 +220,10 @@ def undo_saved_patch(config: Any) -> None:
     """Turn the config of a model loaded from a patched folder back into what it was before that patch."""
     before = original_settings(config.to_dict())
     if before is not None:
-        for key in SAVED_KEYS:
-            if key in before:
-                setattr(config, key, before[key])
-            else:  # a class without it keeps what was written as any other key
-                vars(config).pop(key, None)
-        for key in former_in(getattr(config, PATCH_KEY)):  # transformers keeps those that its class has no use for
+        for key in written_keys(getattr(config, PATCH_KEY)) - before.keys():  # a class keeps keys that it does not have
             vars(config).pop(key, None)
-        delattr(config, PATCH_KEY)
+        for key, value in before.items():
+            setattr(config, key, value)
 
 
 def check_pairing(model: nn.Module) -> None:

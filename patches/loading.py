@@ -17,7 +17,7 @@ from rope_ext_hf.files import check_regular
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
 from rope_ext_hf.patches.applying import replay
-from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
+from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
 from rope_ext_hf.reference import folder_of
@@ -63,8 +63,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
-    restored = original_settings(config) or {}
-    written = {PATCH_KEY, *SAVED_KEYS, *former_in(config[PATCH_KEY])}
+    restored, written = original_settings(config) or {}, written_keys(config[PATCH_KEY])
     return {key: value for key, value in config.items() if key not in written} | restored
 
 

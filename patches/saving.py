@@ -141,8 +141,7 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
 
 def _trained_keys(model: nn.Module) -> list[str]:
     """Keys in a model's state_dict of the parameters that its method trains."""
-    rotary = [module for slot in patched_slots(model) for module in slot.tables.modules()]
-    trained = {id(parameter) for module in rotary for parameter in module.parameters(recurse=False)}
+    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
 
 

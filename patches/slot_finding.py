@@ -159,14 +159,11 @@ def _rope_of_table(module: nn.Module, config: Any) -> ConfigRope:
     rope = read_rope(config, weight.shape[-1])
     if weight.device.type != "meta":
         inv_freq, attention_factor = rope.method.frequencies(rope.plain, rope.plain.trained_length)
-        shown = weight[:_ROWS_CHECKED].detach().double().cpu()
+        shown = weight[:512].detach().double().cpu()
         angles = torch.arange(len(shown), dtype=torch.float64)[:, None] * inv_freq
         if not torch.allclose(shown, torch.cat((angles.sin(), angles.cos()), -1) * attention_factor, atol=2e-2):
             raise _another_geometry(config, rope)
     return rope
-
-
-_ROWS_CHECKED = 512
 
 
 def _check_against_config(config: Any, inv_freq: Tensor, rope: ConfigRope) -> None:
@@ -241,7 +238,7 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
 
 
 _CAST = (torch.bfloat16, torch.float32)
-"""What cos and sin come out as where x is bfloat16."""
+"""The dtypes in which cos and sin may come out where x is bfloat16."""
 
 
 def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool, tuple[int, ...] | None]:

@@ -259,7 +259,7 @@ def _without_replaced(slot: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def _with_replaced(state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The inverse, for weights that are loaded into a patched model."""
+    """Undo `_without_replaced` in weights that are loaded into a patched model."""
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(prefix + "tables.")]:
         if not key.startswith(prefix + _REPLACED):
             state[prefix + _REPLACED + key.removeprefix(prefix)] = state.pop(key)

@@ -196,9 +196,8 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
         with torch.device("meta"):
             if hasattr(loader, "_model_mapping"):
                 model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
-            elif (
-                getattr(loader, "config_class", None) is None
-            ):  # PreTrainedModel keeps what it finds out for all models
+            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
+            elif getattr(loader, "config_class", None) is None:
                 raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
             else:
                 model = loader._from_config(config)
@@ -370,27 +369,25 @@ def _check_token_settings(source: str, options: dict[str, Any]) -> None:
     """
     from transformers.utils import cached_file
 
-    def check(value: Any, file: str) -> None:
-        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            check(inner, file)
-        for key in value if isinstance(value, dict) and "content" in value else ():
-            if not key.isprintable():
-                raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
-
-    def check_counts(settings: dict[str, Any], file: str) -> None:
+    where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        cached = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
+        settings = {} if cached is None else read_json(Path(cached))
+        for key in (key for token in _token_settings(settings) for key in token if not key.isprintable()):
+            raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
         for key in sorted(_TOKEN_COUNTS & settings.keys()):
             if isinstance(settings[key], int) and settings[key] > _MAX_ADDED_TOKENS:
                 raise CheckpointError(
                     f"{file}: {key} asks for {short(str(settings[key]))} tokens; at most {_MAX_ADDED_TOKENS:,} are made"
                 )
 
-    where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        cached = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
-        if cached is not None:
-            settings = read_json(Path(cached))
-            check(settings, file)
-            check_counts(settings, file)
+
+def _token_settings(value: Any) -> Iterator[dict[str, Any]]:
+    """The settings of each special token in a JSON value."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _token_settings(inner)
+    if isinstance(value, dict) and "content" in value:
+        yield value
 
 
 def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

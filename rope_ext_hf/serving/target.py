@@ -89,11 +89,7 @@ def needs_nothing(context_length: int, target_length: int, rule: str) -> str:
 
 
 def refuse_adapter(name: str | Path, folder: Path) -> None:
-    """Raise for a folder of PEFT: an engine is given the whole model.
-
-    Raises:
-        CheckpointError: it is an adapter.
-    """
+    """Raise CheckpointError for a folder of PEFT: an engine is given the whole model."""
     if find_adapter(folder) is not None:
         raise CheckpointError(
             f"{short(str(name))!r} is an adapter of PEFT, without a config of its own; give its base model, or merge "
