@@ -101,11 +101,11 @@ class Adapter:
     Attributes:
         path: the folder or Hub id.
         base: the folder or Hub id of the model that it was trained on.
-        settings: of PEFT, ours left out.
+        settings: those of PEFT, without the keys of this package.
         record: the patch of that model; None: the folder of the base model decides.
         pairing: the pairing of the adapter's weights, where they were converted.
         hub: arguments that find `path` on the Hub.
-        subfolder: of `path`.
+        subfolder: the folder inside `path`; empty: `path` itself.
     """
 
     path: str

@@ -108,12 +108,7 @@ def _takes_any_keyword(decoder: nn.Module) -> bool:
 
 
 def remapped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a patched model, as transformers calls it.
 

@@ -33,7 +33,7 @@ class Layer:
     """How one attention module attends; it does not change from one forward to the next.
 
     Attributes:
-        index: among the attention modules of its decoder.
+        index: its place among the attention modules of its decoder.
     """
 
     rule: AttentionRule

@@ -377,7 +377,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
         former = former_keys(config["model_type"], written, record["layer_types"])
-        agree = all(config[key] == former.get(key) for key in former_in(record) & config.keys())
+        agree = all(config[key] == former.get(key) for key in _former_in(record) & config.keys())
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the {PATCH_KEY!r} record of this config is damaged ({error!r}); delete that key"
@@ -413,10 +413,10 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
 
 def written_keys(record: Mapping[str, Any]) -> set[str]:
     """The top-level keys of a config with this record that go with the patch."""
-    return {PATCH_KEY, *SAVED_KEYS, *former_in(record)}
+    return {PATCH_KEY, *SAVED_KEYS, *_former_in(record)}
 
 
-def former_in(record: Mapping[str, Any]) -> set[str]:
+def _former_in(record: Mapping[str, Any]) -> set[str]:
     """The top-level keys of a config.json that state its rope settings in the former spelling, and go with the patch.
 
     Raises:

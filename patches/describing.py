@@ -146,7 +146,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
     )
     specs = recorded_specs(slot.config)  # of a model that was loaded plainly from a folder that was saved patched
     described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
-    base = base_rope_of_config(described, config=config)
+    base = base_rope_of_config(described, "own", None, config)
     rotary, method, context = described.plain, described.method, base.rotary.context_length
     extended = context
     if specs:

@@ -45,7 +45,7 @@ def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
 
 
 def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
-    """The same settings under the top-level keys of transformers 4; {} where those cannot state them.
+    """Rope settings under the top-level keys of transformers 4; {} where those cannot state them.
 
     Args:
         layer_types: the layer types that are scaled; [None] for a config with one set for all layers.

@@ -52,7 +52,7 @@ class _LayerRope:
         theta: the base; it only explains differences.
         inv_freq: radians per position of each pair, for the longest inputs; where they change without end, for inputs
             of four times the context length.
-        short_inv_freq: those of the shortest inputs, where they follow the length of the input; else None.
+        short_inv_freq: radians per position for the shortest inputs, where they follow the length; else None.
         attention_factor: what cos and sin are multiplied by, for such inputs.
         positions: a remapping method's name and parameters; None: keys are seen where they are.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +30,7 @@ from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs
 
-_Over = Literal["own", "original", "patched"]
+_OVER = ("own", "original", "patched")
 """What a patch is applied over: the model as loaded, the model without its own scaling, or the present patch."""
 
 
@@ -59,7 +59,7 @@ def base_rope(
     Args:
         slots: the slots of the model.
         config: its text config before any patch; `undo_saved_patch` gives it.
-        over: see `_Over`.
+        over: see `_OVER`.
         context_length: overrides the context length that the config states, in tokens.
 
     Raises:
@@ -73,23 +73,19 @@ def base_rope(
 
 
 def _check_over(over: str, context_length: int | None) -> None:
-    if over not in get_args(_Over):
-        known = get_args(_Over)
-        raise MethodError(f"over must be one of {', '.join(known)}; got {over!r}.{did_you_mean(str(over), known)}")
+    if over not in _OVER:
+        raise MethodError(f"over must be one of {', '.join(_OVER)}; got {over!r}.{did_you_mean(str(over), _OVER)}")
     if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
         raise MethodError(f"context_length must be a whole number of at least 1 token, got {context_length!r}")
 
 
-def base_rope_of_config(
-    described: ConfigRope, over: str = "own", context_length: int | None = None, config: Any = None
-) -> BaseRope:
+def base_rope_of_config(described: ConfigRope, over: str, context_length: int | None, config: Any) -> BaseRope:
     """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
     Args:
-        over: "own" or "original", see `_Over`.
+        over: "own" or "original", see `_OVER`.
         context_length: overrides the context length that the config states or its publisher does, in tokens.
-        config: the text config without patches, for what is published of a model without a scaling of its own; None:
-            nothing is.
+        config: the text config without patches, for what is published of a model without a scaling of its own.
 
     Raises:
         MethodError: an unknown `over`, "patched", or a `context_length` below 1.
@@ -102,20 +98,16 @@ def base_rope_of_config(
         rotary, rule = described.plain, "the original length of the config"
     if context_length is not None:
         rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
-    elif over == "own" and config is not None and rotary.own is None:
-        published = published_length(config, rotary.context_length)
-        if published is not None:
-            rotary, rule = _with_context_length(rotary, published), "as published"
+    elif over == "own" and rotary.own is None and (published := published_length(config, rotary.context_length)):
+        rotary, rule = _with_context_length(rotary, published), "as published"
     return BaseRope(rotary, rule)
 
 
 def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> BaseRope:
     live = present_specs(model)
-    saved = live
-    if not live:
-        saved = tuple(recorded_specs(slots[0].config))
-        if not saved:
-            raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
+    saved = live or tuple(recorded_specs(slots[0].config))
+    if not saved:
+        raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
     top = saved[-1]
     if isinstance(top.method, RemappingMethod):
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
@@ -260,9 +252,7 @@ def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: i
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
-    """The rotary embedding of a model's weights, also where nothing can be patched.
-
-    It is the family table's, else the model's own.
+    """The rotary embedding of a model's weights, by the family table, else the model's own.
 
     Raises:
         UnsupportedModelError: neither is known.

@@ -68,10 +68,10 @@ class _Generation(ForwardState):
 
     Attributes:
         patch: the patch of its model.
-        encoder: the half of its model that reads the prompt and generates nothing; None: there is none.
+        encoder: the half of its model that reads the prompt and generates nothing; None: a model without one.
         tokens: how many the longest row may come to have, padding included; None: not worked out yet.
         new_tokens: how many of them are generated.
-        begun: whether a forward of it was met.
+        begun: whether a forward inside the call was met.
     """
 
     patch: PatchState | None

@@ -28,14 +28,7 @@ from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import rotates_back
-from rope_ext_hf.patches.geometry import (
-    BaseRope,
-    base_rope,
-    bind_to,
-    check_pairing,
-    stated_length,
-    undo_saved_patch,
-)
+from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning

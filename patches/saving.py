@@ -17,14 +17,7 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.patches.adapters import (
-    ADAPTER_CONFIG,
-    find_adapter,
-    modules_with_adapters,
-    record_patch,
-    stop_recording,
-    with_record,
-)
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
@@ -56,6 +49,11 @@ class _RewritingSave:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        model.__dict__["save_pretrained"] = self
+
+    def remove(self) -> None:
+        """Go back to the method of the class."""
+        self.model.__dict__.pop("save_pretrained", None)
 
     def __call__(
         self,
@@ -89,24 +87,16 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     saving them begins with `state_dict`, of which a model may announce the beginning.
 
     Args:
-        slot: a slot of the model; it keeps the handles of hooks.
+        slot: a slot of the model; it keeps the way back.
     """
     from transformers import PreTrainedModel
 
     listing = modules_with_adapters(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.__dict__["save_pretrained"] = _RewritingSave(module)
+            slot.hooks.append(_RewritingSave(module))
         if isinstance(module, PreTrainedModel) or module in listing:
             slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]
-
-
-def detach_saving(model: nn.Module) -> None:
-    """Go back to the `save_pretrained` of the class, and save adapters without a record."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("save_pretrained"), _RewritingSave):
-            del module.__dict__["save_pretrained"]
-    stop_recording(model)
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:

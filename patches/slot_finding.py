@@ -194,14 +194,8 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
     stand_in, pairs = copy.copy(module), rope.plain.dim // 2
     # Different frequencies of at most one radian: each pair of columns shows which of them it was rotated by.
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
-    stand_in._buffers = {
-        name: known.clone()
-        if name.endswith("inv_freq")
-        else buffer
-        if buffer is None
-        else buffer.new_zeros(buffer.shape, device="cpu")
-        for name, buffer in module._buffers.items()
-    }
+    empty = {name: x if x is None else x.new_zeros(x.shape, device="cpu") for name, x in module._buffers.items()}
+    stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else x for name, x in empty.items()}
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
 
     def run(positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:

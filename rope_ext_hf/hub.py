@@ -40,26 +40,14 @@ if TYPE_CHECKING:
 _SAMPLES, _SAMPLED_BYTES = 256, 4096
 """Blocks of a file of weights that count for its digest, and the bytes of each."""
 
-_DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+_DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
 }
 
-
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
-_CONFIG_FILES = ("config.json", "generation_config.json", ADAPTER_CONFIG, "*.py")
-_ALL_OF_A_TOKENIZER = (
-    *_TOKENIZER_FILES,
-    "config.json",
-    ADAPTER_CONFIG,
-    "*.txt",
-    "tekken.json",
-    "chat_template*",
-    "*.py",
-)
-
+_CLASS_FILES = ("config.json", ADAPTER_CONFIG, "*.py")
+_CONFIG_FILES = (*_CLASS_FILES, "generation_config.json")
+_ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *_CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
 
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
 
