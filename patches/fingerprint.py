@@ -185,7 +185,8 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({root.model_type}) has no rotary modules whose frequencies could be compared"
         )
-    scales = {float(scale) for scale in _softmax_scales(model)}
+    attention = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    scales = {scale for module in attention if isinstance(scale := getattr(module, "scaling", None), float)}
     length = _length(root.get_text_config(), found)
     return Fingerprint(class_pairing(root), length, tuple(sorted(scales)), layers)
 
@@ -310,14 +311,6 @@ def _of_method(method: RopeMethod, rotary: Rotary, length: int) -> _LayerRope:
         attention_factor,
         method.to_dict() if isinstance(method, RemappingMethod) else None,
     )
-
-
-def _softmax_scales(model: nn.Module) -> Iterator[float]:
-    """What the attention modules of a model multiply scores by."""
-    for module in model.modules():
-        scale = getattr(module, "scaling", None)
-        if isinstance(scale, float) and hasattr(module, "layer_idx"):
-            yield scale
 
 
 def _layer_differences(expected: _LayerRope, actual: _LayerRope) -> Iterator[str]:

@@ -142,7 +142,8 @@ def _plan(
     one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
     encoding = config_encoding(config, spec, layer_types[0], writable=not one_for_all)
     write_rope(config, encoding, spec, saved, layer_types)
-    for other in _other_configs(slots, configs):
+    others = {id(slot.config) for slot in slots} - {id(slots[0].config)}  # T5Gemma has a config for each of its halves
+    for other in (swap.patched for swap in configs if id(swap.original) in others):
         undo_saved_patch(other)
         write_rope(other, encoding, spec, saved, layer_types)
     _check_softmax_scale(slots[0], config, encoding)
@@ -182,12 +183,6 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
             originals[id(config)] = config
     memo: dict[int, Any] = {}  # shared, so that a config inside another one is copied once
     return [ConfigSwap(copy.deepcopy(config, memo), config) for config in originals.values()]
-
-
-def _other_configs(slots: Sequence[Slot], configs: Sequence[ConfigSwap]) -> list[Any]:
-    """The copies of further text configs that slots were built from (T5Gemma has one for each of its two halves)."""
-    every = {id(slot.config) for slot in slots} - {id(slots[0].config)}
-    return [swap.patched for swap in configs if id(swap.original) in every]
 
 
 def _on_meta_device(model: nn.Module) -> bool:

@@ -249,24 +249,19 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
     Raises:
         FileError: a file of the source leads out of it.
     """
-    unlike = []
-    for name in list_files(source):
-        mine, copied = source / name, out / name
-        if _left_out(Path(name)):
-            continue
-        if not copied.is_file():
-            unlike.append(name)
-        elif Path(name).name in _CHANGED_COPIES:
-            settings = [_without(read_json(path), _CHANGED_COPIES[Path(name).name]) for path in (mine, copied)]
-            if settings[0] != settings[1]:
-                unlike.append(name)
-        elif not filecmp.cmp(mine, copied, shallow=False):
-            unlike.append(name)
-    return unlike
+    names = [name for name in list_files(source) if not _left_out(Path(name))]
+    return [name for name in names if not _is_copy(source / name, out / name)]
 
 
-def _without(settings: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name.partition(":")[0] != key}
+def _is_copy(file: Path, copied: Path) -> bool:
+    """Whether a file has the same bytes in a patched copy; where the copy changes a key, the same JSON besides."""
+    if not copied.is_file() or file.name not in _CHANGED_COPIES:
+        return copied.is_file() and filecmp.cmp(file, copied, shallow=False)
+    kept = [
+        {key: value for key, value in read_json(path).items() if key.partition(":")[0] != _CHANGED_COPIES[file.name]}
+        for path in (file, copied)
+    ]
+    return kept[0] == kept[1]
 
 
 def _raise_tokenizer_length(file: Path, extended: int | None) -> None:

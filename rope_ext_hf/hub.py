@@ -120,18 +120,18 @@ def source_digest(name: str | Path, *, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def _hub_options(
-    source: str,
+def _locate(
+    name: str | Path,
     revision: str | None,
     patterns: Sequence[str],
     *,
     trust_remote_code: bool = False,
     weights: bool = False,
-) -> dict[str, Any]:
-    """Arguments that make transformers find a source, of which what is on the Hub is downloaded before.
+) -> tuple[str, dict[str, Any]]:
+    """`model_source` of a name, and arguments that make transformers find it; what is on the Hub is downloaded before.
 
     Args:
-        source: as `model_source` gives it; of an adapter, its base model is found too.
+        name: of an adapter, its base model is found too.
         revision: branch, tag or commit on the Hub.
         patterns: which files are needed.
         trust_remote_code: whether code that comes with the model may run; it may be in further repositories.
@@ -150,13 +150,14 @@ def _hub_options(
         code_too = trust_remote_code and hub_answers(constants.ENDPOINT)
         return {"revision": commit} | ({} if code_too else {"local_files_only": True})
 
+    source = model_source(name)
     options = find(source, revision)
     adapter = find_adapter(source, **options)
     if adapter is None:
-        return options
+        return source, options
     with finding_base(adapter):
         of_base = find(model_source(adapter.base), adapter.base_revision.get("revision"))
-    return options | {key: value for key, value in of_base.items() if key != "revision"}
+    return source, options | {key: value for key, value in of_base.items() if key != "revision"}
 
 
 def _is_folder(path: Path) -> bool:
@@ -206,8 +207,7 @@ def read_config(
     Raises:
         CheckpointError: no such model.
     """
-    source = model_source(name)
-    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
+    source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the config of {short(str(name))!r}"):
         config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
     return config, record
@@ -252,8 +252,7 @@ def load_model(
         MethodError: an unknown dtype, or a device that cannot be used.
     """
     kind, place = find_dtype(dtype) if isinstance(dtype, str) else dtype, find_device(device)
-    source = model_source(name)
-    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
+    source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:
         options["device_map"] = device_map
     elif place.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
@@ -279,8 +278,8 @@ def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     Raises:
         CheckpointError, FileError: a damaged adapter, or nothing of this name.
     """
-    source = model_source(name)
-    return find_adapter(source, **_hub_options(source, revision, _CONFIG_FILES)) is not None
+    source, options = _locate(name, revision, _CONFIG_FILES)
+    return find_adapter(source, **options) is not None
 
 
 def find_dtype(name: str) -> torch.dtype | str:
@@ -326,10 +325,8 @@ def load_tokenizer(
         raise CheckpointError(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
-    source = model_source(name)
-    source, options = tokenizer_source(
-        source, **_hub_options(source, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
-    )
+    source, options = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
+    source, options = tokenizer_source(source, **options)
     if _is_folder(folder := Path(source)) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise CheckpointError(
             f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
