@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +50,9 @@ _CLASSES = {
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
-class _RecordingToDict:
-    """`to_dict` of one adapter's settings, which PEFT writes into adapter_config.json, with the record of the patch."""
-
-    def __init__(self, settings: Any, record: dict[str, Any]) -> None:
-        self.settings, self.record = settings, record
-
-    def __call__(self) -> dict[str, Any]:
-        return with_record(type(self.settings).to_dict(self.settings), self.record)
+def _to_dict(settings: Any, record: dict[str, Any]) -> dict[str, Any]:
+    """`to_dict` of an adapter's settings, which PEFT writes into adapter_config.json, with the record of the patch."""
+    return with_record(type(settings).to_dict(settings), record)
 
 
 def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,15 +74,14 @@ def record_patch(model: nn.Module) -> None:
     if (state := patch_state(model)) is not None:
         record = state.record | fingerprint_record(model)
         for settings in getattr(model, "peft_config", {}).values():
-            settings.__dict__["to_dict"] = _RecordingToDict(settings, record)
+            settings.__dict__["to_dict"] = partial(_to_dict, settings, record)
 
 
 def stop_recording(model: nn.Module) -> None:
     """Save the adapters of a model without a record again."""
     for module in modules_with_adapters(model):
         for settings in module.peft_config.values():
-            if isinstance(settings.__dict__.get("to_dict"), _RecordingToDict):
-                del settings.__dict__["to_dict"]
+            settings.__dict__.pop("to_dict", None)
 
 
 def modules_with_adapters(model: nn.Module) -> list[Any]:
@@ -106,11 +101,11 @@ class Adapter:
     Attributes:
         path: the folder or Hub id.
         base: the folder or Hub id of the model that it was trained on.
-        settings: of PEFT, ours left out.
+        settings: those of PEFT, without the keys of this package.
         record: the patch of that model; None: the folder of the base model decides.
         pairing: the pairing of the adapter's weights, where they were converted.
         hub: arguments that find `path` on the Hub.
-        subfolder: of `path`.
+        subfolder: the folder inside `path`; empty: `path` itself.
     """
 
     path: str

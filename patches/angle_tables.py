@@ -11,7 +11,7 @@ rows of the table, so a method cannot follow the length of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.length_profiles import ProfileSlot
-from rope_ext_hf.patches.patch_state import PatchState
-from rope_ext_hf.patches.slots import PatchedSlot, Slot
+from rope_ext_hf.patches.slot_finding import rotary_modules
+from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot
 
 
 def keeps_angles_in_weights(config: Any) -> bool:
@@ -119,7 +119,7 @@ def restore_table(model: nn.Module, positions: int) -> None:
     Args:
         positions: max_position_embeddings before the patch.
     """
-    for module, config in _tables(model):
+    for _, _, module, config in rotary_modules(model):
         table = module.weight
         assert isinstance(table, Tensor)
         plain: Any = type(module)(positions, table.shape[-1])
@@ -128,12 +128,3 @@ def restore_table(model: nn.Module, positions: int) -> None:
         module.weight = nn.Parameter(plain.weight.to(table.device, table.dtype), requires_grad=False)
         module.num_embeddings = positions  # type: ignore[assignment]
         config.max_position_embeddings = positions
-
-
-def _tables(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    for parent in model.modules():
-        config: Any = getattr(parent, "config", None)
-        if hasattr(config, "model_type"):
-            name = angle_table(config.model_type)
-            if name is not None and name in dict(parent.named_children()):
-                yield getattr(parent, name), config

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.adapters import stop_recording
 from rope_ext_hf.patches.angle_tables import fill_slot
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
@@ -20,7 +21,7 @@ from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.length_profiles import ProfileHooks, install_generate
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.planning import PatchPlan, plan_replay
-from rope_ext_hf.patches.saving import attach_saving, detach_saving
+from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slots import PatchedSlot, patch_state
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,6 +32,7 @@ def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
+        CheckpointError: the specs are of another model.
     """
     apply_plan(plan_replay(model, specs))
     return model
@@ -88,7 +90,7 @@ def take_off(model: nn.Module) -> None:
     for swap in configs:
         swap.sync_user_changes()
     _swap_configs(model, {id(swap.patched): swap.original for swap in configs})
-    detach_saving(model)
+    stop_recording(model)
     detach(model)
 
 

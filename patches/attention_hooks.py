@@ -108,12 +108,7 @@ def _takes_any_keyword(decoder: nn.Module) -> bool:
 
 
 def remapped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a patched model, as transformers calls it.
 
@@ -258,10 +253,8 @@ def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:
 
 def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:
     """The layer index and the window of every attention module under a remapping method; None: it attends to all."""
-    modules = [module for module in model.modules() if LAYER_ATTRIBUTE in module.__dict__]
-    layers: list[Layer] = [module.__dict__[LAYER_ATTRIBUTE] for module in modules]
-    indices = [getattr(module, "layer_idx", -1) for module in modules]
-    return [(index, layer.rule.window_size) for index, layer in zip(indices, layers, strict=True)]
+    layers: list[tuple[nn.Module, Layer | None]] = [(each, vars(each).get(LAYER_ATTRIBUTE)) for each in model.modules()]
+    return [(getattr(module, "layer_idx", -1), layer.rule.window_size) for module, layer in layers if layer]
 
 
 def detach(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ class Layer:
     """How one attention module attends; it does not change from one forward to the next.
 
     Attributes:
-        index: among the attention modules of its decoder.
+        index: its place among the attention modules of its decoder.
     """
 
     rule: AttentionRule
@@ -53,15 +53,15 @@ def register_attention(name: str, function: Callable[..., Any], mask: Callable[.
 def use_attention(model: nn.Module, name: str) -> Iterator[None]:
     """Run the function of that name in transformers' tables in every attention module of a model."""
     every: list[Any] = [module.__dict__.get("config") for module in model.modules()]
-    configs = {id(config): config for config in every if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    for config in configs.values():
+    configs = {id(config): config for config in every if hasattr(config, "_attn_implementation")}.values()
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
         config._attn_implementation = name
     try:
         yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own
 
 
 def is_sliding(kwargs: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -32,8 +32,9 @@ from rope_ext_hf.patches.patch_spec import PatchSpec
 
 PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"
-GUESSED_LENGTH_KEY = "rope_guessed_length"  # max_position_embeddings as a conversion guessed it; ours, others ignore it
 """The config key that states in which pairing the weights are, where they were converted."""
+GUESSED_LENGTH_KEY = "rope_guessed_length"
+"""The config key that states max_position_embeddings as a conversion guessed it; other programs pass over it."""
 _PLUGIN_PREFIX = "rope_ext_hf/"
 UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{_PLUGIN_PREFIX}")
 """The logger, and what its line contains, that misses transformers' own check of a rope type of ours."""
@@ -64,14 +65,6 @@ SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_positi
 """Every config key that a patch may change."""
 
 
-class _Config(Protocol):
-    """The part of a transformers config used here; attributes differ from family to family."""
-
-    model_type: str
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
-
-
 @dataclass(frozen=True)
 class ConfigRope:
     """The rotary embedding that a config describes for one layer type.
@@ -98,13 +91,15 @@ class ConfigRope:
         return self.plain.scaled(self.method, context_length=self.context_length)
 
 
-def _rope_dict(config: _Config, layer_type: str | None) -> dict[str, Any]:
+def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The rope settings of one layer type (None: of a model with one set for all layers).
 
     Raises:
         UnsupportedModelError: there are none.
     """
-    parameters = getattr(config, "rope_parameters", None) or _implied_settings(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if not parameters and angle_table(config.model_type) is not None:  # a table that the config does not mention
+        parameters = {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
     settings = parameters.get(layer_type) if layer_type is not None else parameters
     if not settings or settings.get("rope_theta") is None:
         raise UnsupportedModelError(
@@ -114,14 +109,7 @@ def _rope_dict(config: _Config, layer_type: str | None) -> dict[str, Any]:
     return dict(settings)
 
 
-def _implied_settings(config: _Config) -> dict[str, Any]:
-    """The rope settings of a family whose table of angles its config does not mention."""
-    if angle_table(config.model_type) is None:
-        return {}
-    return {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
-
-
-def read_rope(config: _Config, dim: int, layer_type: str | None = None) -> ConfigRope:
+def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRope:
     """The rotary embedding that a config describes.
 
     Args:
@@ -139,14 +127,11 @@ def read_rope(config: _Config, dim: int, layer_type: str | None = None) -> Confi
         rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
         rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
     if rope_type not in _METHOD_OF_ROPE_TYPE:
+        ours = str(rope_type).startswith(_PLUGIN_PREFIX)
         raise UnsupportedModelError(
             f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; known: "
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
-            + (
-                "; load this folder with rope_ext_hf.from_pretrained"
-                if str(rope_type).startswith(_PLUGIN_PREFIX)
-                else ""
-            )
+            + ("; load this folder with rope_ext_hf.from_pretrained" if ours else "")
         )
     if rope_type == "dynamic" and runs_alpha(config.model_type) and settings.get("alpha"):
         method = resolve_method("ntk", None, factor=float(settings["alpha"]))
@@ -180,7 +165,7 @@ def read_rope(config: _Config, dim: int, layer_type: str | None = None) -> Confi
     return ConfigRope(plain, resolve_method(name, plain, **(given | implied)), context_length, rule, note)
 
 
-def _most_positions(config: _Config) -> int:
+def _most_positions(config: Any) -> int:
     most = getattr(config, "max_position_embeddings", None)
     if most is None:
         raise UnsupportedModelError(
@@ -240,9 +225,7 @@ class ConfigEncoding:
         return str(self.parameters["rope_type"])
 
 
-def config_encoding(
-    config: _Config, spec: PatchSpec, layer_type: str | None, *, writable: bool = True
-) -> ConfigEncoding:
+def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
     """How a config states a patch; nothing is changed.
 
     Args:
@@ -394,7 +377,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
         written, before = record["rope_parameters"], record["before"]
         restored = {key: copy.deepcopy(before[key]) for key in SAVED_KEYS if key in before}
         former = former_keys(config["model_type"], written, record["layer_types"])
-        agree = all(config[key] == former.get(key) for key in former_in(record) & config.keys())
+        agree = all(config[key] == former.get(key) for key in _former_in(record) & config.keys())
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the {PATCH_KEY!r} record of this config is damaged ({error!r}); delete that key"
@@ -428,7 +411,12 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
         raise CheckpointError(f"the {PATCH_KEY!r} record of {owner} is damaged ({reason}); delete that key") from error
 
 
-def former_in(record: Mapping[str, Any]) -> set[str]:
+def written_keys(record: Mapping[str, Any]) -> set[str]:
+    """The top-level keys of a config with this record that go with the patch."""
+    return {PATCH_KEY, *SAVED_KEYS, *_former_in(record)}
+
+
+def _former_in(record: Mapping[str, Any]) -> set[str]:
     """The top-level keys of a config.json that state its rope settings in the former spelling, and go with the patch.
 
     Raises:
@@ -447,6 +435,16 @@ def saved_specs(record: Mapping[str, Any]) -> list[PatchSpec]:
         MethodError: a damaged record.
     """
     return [PatchSpec.from_dict(each) for each in (*record.get("below", ()), record)]
+
+
+def recorded_specs(config: Any) -> list[PatchSpec]:
+    """The patches recorded in a config object, bottom first; none where it has no record.
+
+    Raises:
+        MethodError: a damaged record.
+    """
+    record = vars(config).get(PATCH_KEY)
+    return [] if record is None else saved_specs(record)
 
 
 def _is_subset(now: Any, then: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,16 +13,14 @@ from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.measurements import cost_notes
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
-from rope_ext_hf.patches.config import PATCH_KEY, read_rope, saved_specs
+from rope_ext_hf.patches.config import read_rope, recorded_specs
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.geometry import before_patches, check_pairing, undo_saved_patch
-from rope_ext_hf.patches.layer_types import rotating_layers
-from rope_ext_hf.patches.notes import sliding_notes
-from rope_ext_hf.patches.patch_state import PatchState
+from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, check_pairing
 from rope_ext_hf.patches.planning import PatchPlan
-from rope_ext_hf.patches.recipes import published_length, recipe_note
+from rope_ext_hf.patches.recipes import recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import PatchState, Slot, patched_slots
 from rope_ext_hf.terminal import wrapped
 
 
@@ -143,30 +140,25 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         return _describe_patched(model, find_slots(model, present.layers), filled[0].state, present.method)
     slot = _first_scaled(find_slots(model))
     layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
-    config = copy.deepcopy(slot.config)
+    config = before_patches(slot.config)
     rope_type = (getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}).get(
         "rope_type", "per layer type"
     )
-    specs = []
-    if (saved := vars(config).get(PATCH_KEY)) is not None:  # loaded plainly from a folder that was saved patched
-        undo_saved_patch(config)
-        specs = saved_specs(saved)
+    specs = recorded_specs(slot.config)  # of a model that was loaded plainly from a folder that was saved patched
     described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
-    rotary, method, extended = described.plain, described.method, described.context_length
-    rule = described.rule
-    if rotary == described.rotary and (published := published_length(config, extended)) is not None:
-        extended, rule = published, "as published"
-    context = extended
+    base = base_rope_of_config(described, "own", None, config)
+    rotary, method, context = described.plain, described.method, base.rotary.context_length
+    extended = context
     if specs:
         rotary, method = specs[-1].rotary, specs[-1].method
         extended = specs[-1].target_length or method.extended_length(rotary) or extended
-    note, _ = sliding_notes(slot, extended)
+    note, _ = slot.sliding_note(extended)
     return _description(
         slot,
         rotary,
         method,
         context_length=rotary.context_length if specs else context,
-        context_rule=rule,
+        context_rule=base.rule,
         extended_length=extended,
         save_route=f"as it was loaded (rope type {rope_type})",
         patched=False,
@@ -224,7 +216,7 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
         wavelengths=tuple((TWO_PI / inv_freq).tolist()),
         attention_factor=attention_factor,
         theta=rotary.theta,
-        rotating_layers=rotating_layers(slot.config),
+        rotating_layers=slot.layers.rotating,
         **rest,
     )
 

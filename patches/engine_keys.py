@@ -45,20 +45,18 @@ def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
 
 
 def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
-    """The same settings under the top-level keys of transformers 4; {} where those cannot state them.
+    """Rope settings under the top-level keys of transformers 4; {} where those cannot state them.
 
     Args:
         layer_types: the layer types that are scaled; [None] for a config with one set for all layers.
     """
     scaled = rope_parameters if layer_types[0] is None else rope_parameters[layer_types[0]]
-    others = [
-        each for name, each in rope_parameters.items() if layer_types[0] is not None and name not in layer_types
-        if isinstance(each, Mapping)
-    ]  # fmt: skip
     former = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled}
     if scaled["rope_type"] != "default":
         former["rope_scaling"] = {key: value for key, value in scaled.items() if key != "rope_theta"}
-    for other in others:
+    for name, other in rope_parameters.items():
+        if layer_types[0] is None or name in layer_types or not isinstance(other, Mapping):
+            continue
         if other.get("rope_type", "default") != "default":
             return {}
         if other["rope_theta"] != scaled["rope_theta"]:

@@ -54,8 +54,8 @@ class ModuleRows:
     """How the rows of one module's weight are stored, for configs in which `when` is true.
 
     Attributes:
-        blocks: what follows what.
-        repeat: how many times that is repeated, each with its share of the heads; or `KV_HEADS`, for every key head.
+        blocks: the kinds of rows, one below the other.
+        repeat: how many times the blocks follow, each with its share of the heads; or `KV_HEADS`, for every key head.
         when: a config key that must be true; None: no condition.
     """
 

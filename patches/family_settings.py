@@ -41,15 +41,16 @@ _MOST_STATED: dict[str, float] = {
 """What a config may state at most. Of the counts transformers makes lists, of any length, when it reads a config."""
 
 
-def check_stated(values: Any) -> None:
+def check_stated(values: Mapping[str, Any]) -> None:
     """Check numbers of a config, and of the configs inside it, before a class of transformers reads it.
 
     Raises:
         CheckpointError: a number larger than any model has.
     """
-    for key, value in values.items() if isinstance(values, Mapping) else ():
-        check_stated(value)
-        if isinstance(value, (int, float)) and value > (most := _MOST_STATED.get(key, math.inf)):
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            check_stated(value)
+        elif isinstance(value, (int, float)) and value > (most := _MOST_STATED.get(key, math.inf)):
             raise CheckpointError(
                 f"the config states {short(str(value))} as its {key}; at most {most:,} is supported. Correct the config"
             )
@@ -215,8 +216,7 @@ def class_pairing(config: Any, after: str | None = None) -> str | None:
     is None where the switch differs from the family's own pairing.
 
     Args:
-        config: a Hugging Face config.
-        after: answer as if the switch, where the family has one, were set to this pairing.
+        config, after: as `config_pairing` takes them.
     """
     stated = config_pairing(config, after)
     known = family(config.get_text_config().model_type)

@@ -24,7 +24,8 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.slots import PatchedSlot, frequency_names, patch_state, rotary_modules
+from rope_ext_hf.patches.slot_finding import frequency_buffers, rotary_modules
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
@@ -33,10 +34,10 @@ _SAME = 1e-5
 """The largest relative difference of two numbers that computing them in another way explains."""
 
 _NEARLY = 1e-2
-"""The largest one at which an explanation fits: numbers may have been rounded since."""
+"""The largest relative difference at which an explanation fits: numbers may have been rounded since."""
 
 _SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""The largest relative error of a cast to each."""
+"""The largest relative error of a cast to each dtype."""
 _SMALLEST_FLOAT16 = 2.0**-24
 
 _STEPS = 137.3  # of a number in a digest, per factor of e: uneven, so that round numbers do not stand at an edge
@@ -51,7 +52,7 @@ class _LayerRope:
         theta: the base; it only explains differences.
         inv_freq: radians per position of each pair, for the longest inputs; where they change without end, for inputs
             of four times the context length.
-        short_inv_freq: those of the shortest inputs, where they follow the length of the input; else None.
+        short_inv_freq: radians per position for the shortest inputs, where they follow the length; else None.
         attention_factor: what cos and sin are multiplied by, for such inputs.
         positions: a remapping method's name and parameters; None: keys are seen where they are.
     """
@@ -173,23 +174,21 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
     Raises:
         UnsupportedModelError: a model without rotary modules.
     """
-    root: Any = getattr(model, "config", None)
-    if root is None or not hasattr(root, "get_text_config"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
-    config = root.get_text_config()
-    found = [each for each in rotary_modules(model) if each[3].model_type == config.model_type]
+    found = rotary_modules(model)
+    root: Any = model.config
     layers: dict[str, _LayerRope] = {}
     for parent, attribute, module, own in found:
-        for name in frequency_names(module):
-            layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
+        for layer_type, name in frequency_buffers(module).items():
             title = layer_type or ("all" if len(found) == 1 else attribute)
             layers[title] = _layer_rope(getattr(parent, attribute), module, name, layer_type, own)
     if not layers:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({root.model_type}) has no rotary modules whose frequencies could be compared"
         )
-    scales = {float(scale) for scale in _softmax_scales(model)}
-    return Fingerprint(class_pairing(config), _length(config, found), tuple(sorted(scales)), layers)
+    attention = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    scales = {scale for module in attention if isinstance(scale := getattr(module, "scaling", None), float)}
+    length = _length(root.get_text_config(), found)
+    return Fingerprint(class_pairing(root), length, tuple(sorted(scales)), layers)
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:
@@ -198,13 +197,12 @@ def fingerprint_record(model: nn.Module) -> dict[str, Any]:
     Args:
         model: patched. Its length is that of the patch: a config is saved with it, whatever the live one says.
     """
-    state = patch_state(model)
-    assert state is not None, "only a patched model has a record"
     try:
         saved = fingerprint_of(model)
     except UnsupportedModelError:
         return {}
-    length = state.encoding.extended_length or state.encoding.saved_length
+    encoding = patched_slots(model)[0].state.encoding
+    length = encoding.extended_length or encoding.saved_length
     return {FINGERPRINT_KEY: replace(saved, length=length).to_dict()}
 
 
@@ -289,11 +287,7 @@ def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: st
     if buffer.device.type == "meta" or described.method.length_dependent:
         return stated_rope
     factor = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", stated_rope.attention_factor)
-    values = asdict(stated_rope) | {
-        "inv_freq": tuple(buffer.double().tolist()),
-        "attention_factor": float(factor),
-    }
-    return _LayerRope(**values)
+    return replace(stated_rope, inv_freq=tuple(buffer.double().tolist()), attention_factor=float(factor))
 
 
 def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]]) -> int | None:
@@ -302,8 +296,7 @@ def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]
     parent, attribute, module, own = modules[0]
     if isinstance(getattr(parent, attribute), PatchedSlot):
         return stated
-    name = frequency_names(module)[0]
-    layer_type = name.removesuffix("inv_freq").removesuffix("_") or None
+    layer_type, name = next(iter(frequency_buffers(module).items()))
     described = read_rope(own, 2 * getattr(module, name).shape[-1], layer_type)
     return described.context_length if described.method.name == "linear" else stated
 
@@ -318,14 +311,6 @@ def _of_method(method: RopeMethod, rotary: Rotary, length: int) -> _LayerRope:
         attention_factor,
         method.to_dict() if isinstance(method, RemappingMethod) else None,
     )
-
-
-def _softmax_scales(model: nn.Module) -> Iterator[float]:
-    """What the attention modules of a model multiply scores by."""
-    for module in model.modules():
-        scale = getattr(module, "scaling", None)
-        if isinstance(scale, float) and hasattr(module, "layer_idx"):
-            yield scale
 
 
 def _layer_differences(expected: _LayerRope, actual: _LayerRope) -> Iterator[str]:

@@ -28,7 +28,7 @@ class GivenMask(ForwardState):
 
     Attributes:
         attention_mask: as given; None: none was.
-        with_positions: position_ids were given, too; else this module may fill some in.
+        with_positions: whether position_ids were given, too; else this module may fill some in.
     """
 
     attention_mask: Any = None
@@ -43,13 +43,13 @@ class ForwardContext(ForwardState):
         new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
         past_length: tokens in the cache.
         position_ids: as given, (rows or 1, tokens); None: the decoder counts from the past length on.
-        filled_in: a module around the decoder has filled in the positions, and may not have looked at the mask.
+        filled_in: whether a module around the decoder has filled in the positions, and may not have looked at the mask.
         padding_mask: (rows, past + tokens), 0 where a key is padding; None: none was given.
-        prepared_mask: a mask was given of which nothing follows for the padding.
+        prepared_mask: whether a mask was given of which nothing follows for the padding.
         cache: as given, of the decoder's own tokens; None: none was.
         token_positions: where tokens and padding are, for attention functions (remapping methods).
         layers: the attention modules by index, for code that has no modules (remapping methods).
-        packed: a row holds several inputs one after the other (remapping methods).
+        packed: whether a row holds several inputs one after the other (remapping methods).
         cache_state: what is stored with the cache.
         cache_rows: how the cache's keys are rotated once this forward has ended (length-dependent methods).
         undo: what this forward has changed in its cache until it ends.
@@ -76,7 +76,7 @@ class ForwardContext(ForwardState):
         """The context of a call; None where it has no tokens, which the decoder's own error explains.
 
         Args:
-            axes: of the positions of this decoder.
+            axes: how many axes the positions of this decoder have.
 
         Raises:
             LengthError: positions whose axes differ, as for images and video.

@@ -12,7 +12,7 @@ from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens, values_of
-from rope_ext_hf.patches.slots import PatchedSlot
+from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.forward_state import pop, push
 from rope_ext_hf.rotary.graphs import graph_break
@@ -64,7 +64,7 @@ class DecoderHooks(ABC):
 
     def origin(self) -> KeyOrigin:
         """What rotates the keys that a forward stores now."""
-        return KeyOrigin.from_tables(slot.table(name) for slot in self.slots for name in slot.tables)
+        return KeyOrigin.from_tables(tables_of(self.slots))
 
     def record(self, cache: Any, output: Any, state: CacheState) -> None:
         """Store a state with the cache of a forward that has ended: the one given, or (None) the one returned."""

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 
 from rope_ext_hf.bounds import whole
+from rope_ext_hf.config_keys.keys import rotated_dims
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import (
     PAIRING_KEY,
     PATCH_KEY,
-    SAVED_KEYS,
     ConfigRope,
-    former_in,
     original_settings,
     read_rope,
-    saved_specs,
+    recorded_specs,
+    written_keys,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
+from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
-from rope_ext_hf.patches.slots import Slot, find_slots, present_specs
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import Slot, present_specs
 
-_Over = Literal["own", "original", "patched"]
+_OVER = ("own", "original", "patched")
 """What a patch is applied over: the model as loaded, the model without its own scaling, or the present patch."""
 
 
@@ -58,7 +60,7 @@ def base_rope(
     Args:
         slots: the slots of the model.
         config: its text config before any patch; `undo_saved_patch` gives it.
-        over: see `_Over`.
+        over: see `_OVER`.
         context_length: overrides the context length that the config states, in tokens.
 
     Raises:
@@ -72,23 +74,19 @@ def base_rope(
 
 
 def _check_over(over: str, context_length: int | None) -> None:
-    if over not in get_args(_Over):
-        known = get_args(_Over)
-        raise MethodError(f"over must be one of {', '.join(known)}; got {over!r}.{did_you_mean(str(over), known)}")
+    if over not in _OVER:
+        raise MethodError(f"over must be one of {', '.join(_OVER)}; got {over!r}.{did_you_mean(str(over), _OVER)}")
     if context_length is not None:
         whole("context_length", context_length)
 
 
-def base_rope_of_config(
-    described: ConfigRope, over: str = "own", context_length: int | None = None, config: Any = None
-) -> BaseRope:
+def base_rope_of_config(described: ConfigRope, over: str, context_length: int | None, config: Any) -> BaseRope:
     """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
     Args:
-        over: "own" or "original", see `_Over`.
+        over: "own" or "original", see `_OVER`.
         context_length: overrides the context length that the config states or its publisher does, in tokens.
-        config: the text config without patches, for what is published of a model without a scaling of its own; None:
-            nothing is.
+        config: the text config without patches, for what is published of a model without a scaling of its own.
 
     Raises:
         MethodError: an unknown `over`, "patched", or a `context_length` below 1.
@@ -101,21 +99,16 @@ def base_rope_of_config(
         rotary, rule = described.plain, "the original length of the config"
     if context_length is not None:
         rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
-    elif over == "own" and config is not None and rotary.own is None:
-        published = published_length(config, rotary.context_length)
-        if published is not None:
-            rotary, rule = _with_context_length(rotary, published), "as published"
+    elif over == "own" and rotary.own is None and (published := published_length(config, rotary.context_length)):
+        rotary, rule = _with_context_length(rotary, published), "as published"
     return BaseRope(rotary, rule)
 
 
 def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> BaseRope:
     live = present_specs(model)
-    saved = live
-    if not live:
-        record = vars(slots[0].config).get(PATCH_KEY)
-        if record is None:
-            raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
-        saved = tuple(saved_specs(record))
+    saved = live or tuple(recorded_specs(slots[0].config))
+    if not saved:
+        raise MethodError("over='patched' keeps the present patch underneath, and this model has none")
     top = saved[-1]
     if isinstance(top.method, RemappingMethod):
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
@@ -137,18 +130,53 @@ def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
         UnsupportedModelError: there are several, or none.
     """
     some_attend = any(slot.scaled_layers for slot in slots)
-    described = {
-        (rope := read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)).rotary: rope
+    return _only_rope(
+        read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
         for slot in slots
         for own in [config if slot.config is slots[0].config else before_patches(slot.config)]
         for layer_type in (slot.scaled_layers if some_attend else slot.as_loaded)
-    }
-    if len(described) != 1:
-        several = "; ".join(map(str, described))
+    )
+
+
+def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
+    by_rotary = {rope.rotary: rope for rope in described}
+    if len(by_rotary) != 1:
+        several = "; ".join(map(str, by_rotary))
         raise UnsupportedModelError(
             f"one method needs one rotary embedding over all full-attention layers; this model has {several}"
         )
-    return next(iter(described.values()))
+    return next(iter(by_rotary.values()))
+
+
+# What a config alone states is asked where no model is built: of a config.json without weights, of classes that are not
+# here (remote code), and by commands that answer at once. The rotated dims then follow from sizes in the config, of
+# which a model has the frequencies themselves; all else is read in one way.
+
+
+def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]]:
+    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers.
+
+    Raises:
+        UnsupportedModelError: there are several, or none.
+        ServingError: a config without the sizes of its heads.
+    """
+    parameters = getattr(layers.config, "rope_parameters", None) or {}
+    nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+    chosen = layers.choose(layers.served(nested or [None]))
+    if not chosen:
+        raise layers.nothing_to_extend()
+    return _only_rope(rope_of_layers(layers.config, layer_type) for layer_type in chosen), list(chosen)
+
+
+def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
+    """The rotary embedding of one layer type, by a text config."""
+    values = config.to_dict()
+    parameters = values.get("rope_parameters") or {}
+    settings = parameters if layer_type is None else parameters[layer_type]
+    proportional = settings.get("rope_type") == "proportional"
+    partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}
+    return read_rope(config, rotated_dims(values, geometry), layer_type)
 
 
 def before_patches(config: Any) -> Any:
@@ -185,14 +213,10 @@ def undo_saved_patch(config: Any) -> None:
     """Turn the config of a model loaded from a patched folder back into what it was before that patch."""
     before = original_settings(config.to_dict())
     if before is not None:
-        for key in SAVED_KEYS:
-            if key in before:
-                setattr(config, key, before[key])
-            else:  # a class without it keeps what was written as any other key
-                vars(config).pop(key, None)
-        for key in former_in(getattr(config, PATCH_KEY)):  # transformers keeps those that its class has no use for
+        for key in written_keys(getattr(config, PATCH_KEY)) - before.keys():  # a class keeps keys that it does not have
             vars(config).pop(key, None)
-        delattr(config, PATCH_KEY)
+        for key, value in before.items():
+            setattr(config, key, value)
 
 
 def check_pairing(model: nn.Module) -> None:
@@ -229,9 +253,7 @@ def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: i
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
-    """The rotary embedding of a model's weights, also where nothing can be patched.
-
-    It is the family table's, else the model's own.
+    """The rotary embedding of a model's weights, by the family table, else the model's own.
 
     Raises:
         UnsupportedModelError: neither is known.

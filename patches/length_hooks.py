@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import LengthError, one_line
 from rope_ext_hf.patches.forward_context import ForwardContext, arguments, own_cache, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
-from rope_ext_hf.patches.slots import PatchedSlot
+from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import (
     CacheState,
     KeyOrigin,
@@ -59,7 +59,7 @@ class LengthHooks(DecoderHooks):
 
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Work out the lengths of the rows, and rotate the keys in the cache to their frequencies."""
-        tables = [table for table in self._tables() if table.length_dependent]
+        tables = [table for table in tables_of(self.slots) if table.length_dependent]
         call = arguments(decoder, args, kwargs)
         if not tables:
             if not torch.compiler.is_compiling():
@@ -113,12 +113,9 @@ class LengthHooks(DecoderHooks):
             state.rows = context.cache_rows
             self.record(cache, output, state)
 
-    def _tables(self) -> list[RotaryEmbedding]:
-        return [slot.table(name) for slot in self.slots for name in slot.tables]
-
     def _held(self) -> bool:
         """Whether `fixed_length` holds a length."""
-        return any(table.fixed_length for table in self._tables())
+        return any(table.fixed_length for table in tables_of(self.slots))
 
     def _check_fixed(self, cache: Any) -> None:
         """Refuse keys that were stored at another length than is held now."""

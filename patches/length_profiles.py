@@ -20,8 +20,7 @@ from rope_ext_hf.errors import LengthError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.forward_context import ForwardContext, row_lengths, several_inputs
 from rope_ext_hf.patches.length_hooks import LengthHooks, checked_state, read_on_host, token_positions
-from rope_ext_hf.patches.patch_state import PatchState
-from rope_ext_hf.patches.slots import PatchedSlot, Slot, patch_state
+from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot, patch_state, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, RowState, discard_state, follow_rows, packed_error
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, state_of_table
@@ -69,10 +68,10 @@ class _Generation(ForwardState):
 
     Attributes:
         patch: the patch of its model.
-        encoder: the half of its model that reads the prompt and generates nothing; None: there is none.
+        encoder: the half of its model that reads the prompt and generates nothing; None: a model without one.
         tokens: how many the longest row may come to have, padding included; None: not worked out yet.
         new_tokens: how many of them are generated.
-        begun: whether a forward of it was met.
+        begun: whether a forward inside the call was met.
     """
 
     patch: PatchState | None
@@ -142,7 +141,7 @@ class ProfileHooks(LengthHooks):
         context = self.begin(decoder, args, kwargs)
         if context is None:
             return
-        context.tables = tuple(self._tables())
+        context.tables = tuple(tables_of(self.slots))
         table, tokens = tables[0], context.past_length + context.new_tokens.shape[1]
         positions = context.position_ids
         if positions is None or positions.ndim != 3:

@@ -17,10 +17,9 @@ from rope_ext_hf.files import check_regular
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
 from rope_ext_hf.patches.applying import replay
-from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, former_in, original_settings, saved_specs
+from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
-from rope_ext_hf.patches.slots import find_slots
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
-    restored = original_settings(config) or {}
-    written = {PATCH_KEY, *SAVED_KEYS, *former_in(config[PATCH_KEY])}
+    restored, written = original_settings(config) or {}, written_keys(config[PATCH_KEY])
     return {key: value for key, value in config.items() if key not in written} | restored
 
 
@@ -130,20 +128,13 @@ def _load_patched(
         if key in SAVED_KEYS:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))
-    if keeps_angles_in_weights(config):
-        return restore_patch(_load_with_table(loader, path, config, record, auto_class, kwargs), record)
-    return restore_patch(_load_whole(loader, path, auto_class, {"config": config, **kwargs}), record)
-
-
-def _load_with_table(
-    loader: Any, path: str | Path, config: Any, record: dict[str, Any], auto_class: str | None, kwargs: dict[str, Any]
-) -> PreTrainedModel:
-    """Load weights with the table of a patch among them, and put the table of plain RoPE in its place."""
-    positions = config.max_position_embeddings
-    config.max_position_embeddings = record["max_position_embeddings"]
+    positions = config.max_position_embeddings if keeps_angles_in_weights(config) else None
+    if positions is not None:  # the table of the patch is among the weights
+        config.max_position_embeddings = record["max_position_embeddings"]
     model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
-    restore_table(model, positions)
-    return model
+    if positions is not None:
+        restore_table(model, positions)
+    return restore_patch(model, record)
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
@@ -203,14 +194,6 @@ def restore_patch(model: M, record: Mapping[str, Any]) -> M:
         CheckpointError: a record of a patch of another model.
         FingerprintError: the model rotates otherwise than the record says of the saved one.
     """
-    specs = saved_specs(record)
-    slots = find_slots(model, specs[-1].layers)
-    dims = {slot.as_loaded[layer_type].plain.dim for slot in slots for layer_type in slot.scaled_layers}
-    if dims and specs[-1].rotary.dim not in dims:
-        raise CheckpointError(
-            f"the record of a patch is for {specs[-1].rotary.dim} rotated dims per head, this model has {max(dims)}; "
-            "it was made for another model"
-        )
-    replay(model, tuple(specs))
+    replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)
     return model

@@ -19,12 +19,13 @@ from torch import nn
 from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, is_number
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.applying import apply_plan, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import plan_patch
-from rope_ext_hf.patches.slots import find_slots, patched_slots, present_specs
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,15 +189,13 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
         UnsupportedModelError: an unpatched model whose own config is length-dependent; patch it first.
     """
     whole("length", length)
-    slots = () if patched_slots(model) else find_slots(model)
-    for own in (rope for slot in slots for rope in slot.as_loaded.values()):
-        if own.method.depends_on_length(own.plain):
-            raise UnsupportedModelError(
-                f"this model's own {own.method.name} follows the input inside transformers and cannot be held from "
-                "here; patch it first: rope_ext_hf.patch(model, ...)"
-            )
+    for name in _own_length_dependent(model):
+        raise UnsupportedModelError(
+            f"this model's own {name} follows the input inside transformers and cannot be held from here; patch it "
+            "first: rope_ext_hf.patch(model, ...)"
+        )
     with ExitStack() as stack:
-        for table in _tables(model):
+        for table in tables_of(patched_slots(model)):
             if table.method.depends_on_length(table.rotary):
                 stack.enter_context(table.at_length(length))
         yield model
@@ -204,18 +203,47 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
 
 def reset(model: M) -> M:
     """Forget the longest input a sticky method has met."""
-    for table in _tables(model):
+    for table in tables_of(patched_slots(model)):
         table.reset()
     return model
 
 
-def _tables(model: nn.Module) -> list[RotaryEmbedding]:
-    return [
-        module
-        for slot in patched_slots(model)
-        for module in slot.tables.values()
-        if isinstance(module, RotaryEmbedding)
-    ]
+def check_context_parallel(model: nn.Module) -> None:
+    """Check that a model rotates right where each process has a part of every row: context or sequence parallelism.
+
+    Call it inside `fixed_length`, where that is used. `RopeCallback` calls it in a Trainer with such parallelism.
+
+    Args:
+        model: patched or not.
+
+    Raises:
+        MethodError: a method whose frequencies follow the length of the input, which each process would take from its
+            own part, so that they rotate by different ones; or a remapping method, whose attention needs all keys.
+        UnsupportedModelError: a model without rotary embeddings that could be replaced.
+    """
+    rule = "under context parallelism each process has a part of every row only"
+    for table in tables_of(patched_slots(model)):
+        if isinstance(table.method, RemappingMethod):
+            raise MethodError(
+                f"{rule}, and {table.method.name} needs all keys at their places; choose a frequency method, such as "
+                "yarn"
+            )
+        if table.length_dependent:
+            raise MethodError(
+                f"{rule}, and the frequencies of {table.method.name} follow the longest position of each part; hold "
+                "one length: with rope_ext_hf.fixed_length(model, LENGTH): trainer.train()"
+            )
+    for name in _own_length_dependent(model):
+        raise MethodError(
+            f"{rule}, and the model's own {name} takes the length of the input from it; patch the model with a static "
+            "method, or patch it and hold one length with rope_ext_hf.fixed_length"
+        )
+
+
+def _own_length_dependent(model: nn.Module) -> Iterator[str]:
+    """Methods of a model as loaded that follow the length of the input; none where it is patched."""
+    for slot in () if patched_slots(model) else find_slots(model):
+        yield from (own.method.name for own in slot.as_loaded.values() if own.method.depends_on_length(own.plain))
 
 
 def patched_method(model: nn.Module) -> RopeMethod | None:

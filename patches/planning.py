@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -28,20 +28,12 @@ from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_hooks import rotates_back
-from rope_ext_hf.patches.geometry import (
-    BaseRope,
-    base_rope,
-    bind_to,
-    check_pairing,
-    stated_length,
-    undo_saved_patch,
-)
-from rope_ext_hf.patches.layer_types import Layers, nothing_to_extend, rotating_layers
-from rope_ext_hf.patches.notes import sliding_notes, unrotated_note
+from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
+from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.patch_spec import PatchSpec
-from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
-from rope_ext_hf.patches.slots import Slot, find_slots, patch_state
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import ConfigSwap, PatchState, Slot, patch_state
 
 
 @dataclass(frozen=True)
@@ -100,9 +92,19 @@ def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.
+        CheckpointError: they are of another model.
     """
     *below, top = specs
-    return _plan(model, top.layers, lambda base: top, below=tuple(below))
+
+    def make_spec(base: BaseRope) -> PatchSpec:
+        if base.rotary.dim != top.rotary.dim:
+            raise CheckpointError(
+                f"the record of a patch is for {top.rotary.dim} rotated dims per head, this model has "
+                f"{base.rotary.dim}; it was made for another model"
+            )
+        return top
+
+    return _plan(model, top.layers, make_spec, below=tuple(below))
 
 
 def _plan(
@@ -119,11 +121,11 @@ def _plan(
     check_pairing(model)
     slots = find_slots(model, layers)
     if not any(slot.scaled_layers for slot in slots):
-        raise nothing_to_extend(slots[0].config)
+        raise slots[0].layers.nothing_to_extend()
     configs = _copied_configs(model, slots[0].config)
     config = next(swap.patched for swap in configs if swap.original is slots[0].config)
     undo_saved_patch(config)
-    check_rotating(config, layers)
+    slots[0].layers.check_rotating(layers)
     base = base_rope(model, slots, config, over, context_length)
     # 2. the method, with every parameter filled in
     spec, live, saved = make_spec(base), below or base.live, below or base.saved
@@ -140,14 +142,15 @@ def _plan(
     one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
     encoding = config_encoding(config, spec, layer_types[0], writable=not one_for_all)
     write_rope(config, encoding, spec, saved, layer_types)
-    for other in _other_configs(slots, configs):
+    others = {id(slot.config) for slot in slots} - {id(slots[0].config)}  # T5Gemma has a config for each of its halves
+    for other in (swap.patched for swap in configs if id(swap.original) in others):
         undo_saved_patch(other)
         write_rope(other, encoding, spec, saved, layer_types)
     _check_softmax_scale(slots[0], config, encoding)
-    sliding, every_layer = sliding_notes(slots[0], encoding.extended_length or spec.rotary.context_length)
+    sliding, every_layer = slots[0].sliding_note(encoding.extended_length or spec.rotary.context_length)
     notes = [
         sliding,
-        unrotated_note(slots[0].config, spec.method),
+        slots[0].layers.unrotated_note(spec.method),
         *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers),
     ]
     state = PatchState(
@@ -182,12 +185,6 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
     return [ConfigSwap(copy.deepcopy(config, memo), config) for config in originals.values()]
 
 
-def _other_configs(slots: Sequence[Slot], configs: Sequence[ConfigSwap]) -> list[Any]:
-    """The copies of further text configs that slots were built from (T5Gemma has one for each of its two halves)."""
-    every = {id(slot.config) for slot in slots} - {id(slots[0].config)}
-    return [swap.patched for swap in configs if id(swap.original) in every]
-
-
 def _on_meta_device(model: nn.Module) -> bool:
     """Whether a model's weights are not there, and no hook brings them when they are needed."""
     return all(p.device.type == "meta" for p in model.parameters()) and not any(
@@ -196,16 +193,6 @@ def _on_meta_device(model: nn.Module) -> bool:
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
-
-
-def check_rotating(config: Any, layers: tuple[str | int, ...] | None = None) -> None:
-    """Raise UnsupportedModelError where no full-attention layer rotates and no other layers were asked for."""
-    rotating, full = rotating_layers(config)
-    if full and not rotating and layers is None:
-        raise UnsupportedModelError(
-            f"none of the {full} full-attention layers of this {config.model_type!r} model rotates its queries and "
-            "keys; a RoPE method would change its sliding-window layers only, which see no further for it"
-        )
 
 
 def _check_same_layers(spec: PatchSpec, below: Sequence[PatchSpec]) -> None:

@@ -33,9 +33,7 @@ class Recipe:
     extended_length: int | None = None
 
     def fits(self, config: Any) -> bool:
-        """Whether a text config, without patches, is one of these models."""
-        if config.model_type not in self.model_types:
-            return False
+        """Whether a text config of one of the model types, without patches, is one of these models."""
         rope = getattr(config, "rope_parameters", None) or {}
         values = config.to_dict() | rope.get("full_attention", rope)
         return all(
@@ -88,7 +86,7 @@ def recipes() -> tuple[Recipe, ...]:
 
 def find_recipe(config: Any) -> Recipe | None:
     """The recipe of a text config without patches; None: there is none."""
-    return next((recipe for recipe in recipes() if recipe.fits(config)), None)
+    return next((each for each in recipes() if config.model_type in each.model_types and each.fits(config)), None)
 
 
 def published_length(config: Any, stated: int) -> int | None:

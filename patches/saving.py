@@ -7,7 +7,7 @@ import filecmp
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +17,12 @@ from torch import nn
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
-from rope_ext_hf.patches.adapters import (
-    ADAPTER_CONFIG,
-    find_adapter,
-    modules_with_adapters,
-    record_patch,
-    stop_recording,
-    with_record,
-)
+from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
-from rope_ext_hf.patches.patch_state import PatchState
-from rope_ext_hf.patches.slots import PatchedSlot, patch_state, patched_slots
+from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +49,11 @@ class _RewritingSave:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        model.__dict__["save_pretrained"] = self
+
+    def remove(self) -> None:
+        """Go back to the method of the class."""
+        self.model.__dict__.pop("save_pretrained", None)
 
     def __call__(
         self,
@@ -90,24 +87,16 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     saving them begins with `state_dict`, of which a model may announce the beginning.
 
     Args:
-        slot: a slot of the model; it keeps the handles of hooks.
+        slot: a slot of the model; it keeps the way back.
     """
     from transformers import PreTrainedModel
 
     listing = modules_with_adapters(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.__dict__["save_pretrained"] = _RewritingSave(module)
+            slot.hooks.append(_RewritingSave(module))
         if isinstance(module, PreTrainedModel) or module in listing:
             slot.hooks.append(module.register_state_dict_pre_hook(_before_state_dict))  # type: ignore[no-untyped-call]
-
-
-def detach_saving(model: nn.Module) -> None:
-    """Go back to the `save_pretrained` of the class, and save adapters without a record."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("save_pretrained"), _RewritingSave):
-            del module.__dict__["save_pretrained"]
-    stop_recording(model)
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
@@ -142,8 +131,7 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
 
 def _trained_keys(model: nn.Module) -> list[str]:
     """Keys in a model's state_dict of the parameters that its method trains."""
-    rotary = [module for slot in patched_slots(model) for module in slot.tables.modules()]
-    trained = {id(parameter) for module in rotary for parameter in module.parameters(recurse=False)}
+    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
 
 
@@ -188,7 +176,7 @@ def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) ->
 
     Warns of engines known to run another model from it.
     """
-    file, state, fingerprint = folder / "config.json", _state(model), fingerprint_record(model)
+    file, state, fingerprint = folder / "config.json", patched_slots(model)[0].state, fingerprint_record(model)
     config = json.loads(file.read_text(encoding="utf-8"))
     former = _CHECKPOINT.fullmatch(folder.name) is None
     for part in [config, *config.values()]:
@@ -233,7 +221,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
             f"{config.model_type!r} keeps its angles in its weights, which are only copied here; load the model, "
             "patch it with rope_ext_hf.patch, and save it with save_pretrained"
         )
-    adapter = find_adapter(source)
+    adapter, state = find_adapter(source), patched_slots(model)[0].state
     names = [file for file in list_files(source) if not _left_out(Path(file))]
     inputs = file_stamps(source / file for file in names)
     size = sum(size for _, size, _ in inputs.values())
@@ -243,12 +231,12 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
             _rewrite_config(staging, model, out)
-            _raise_tokenizer_length(staging / "tokenizer_config.json", _state(model).encoding.extended_length)
+            _raise_tokenizer_length(staging / "tokenizer_config.json", state.encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:
-                record = _state(model).record | fingerprint_record(model)
+                record = state.record | fingerprint_record(model)
                 write_json(staging / file, with_record(read_json(staging / file), record))
-        card = _card(model, name or source.name, adapter.base if adapter else None)
+        card = _card(state.record, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -261,24 +249,19 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
     Raises:
         FileError: a file of the source leads out of it.
     """
-    unlike = []
-    for name in list_files(source):
-        mine, copied = source / name, out / name
-        if _left_out(Path(name)):
-            continue
-        if not copied.is_file():
-            unlike.append(name)
-        elif Path(name).name in _CHANGED_COPIES:
-            settings = [_without(read_json(path), _CHANGED_COPIES[Path(name).name]) for path in (mine, copied)]
-            if settings[0] != settings[1]:
-                unlike.append(name)
-        elif not filecmp.cmp(mine, copied, shallow=False):
-            unlike.append(name)
-    return unlike
+    names = [name for name in list_files(source) if not _left_out(Path(name))]
+    return [name for name in names if not _is_copy(source / name, out / name)]
 
 
-def _without(settings: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name.partition(":")[0] != key}
+def _is_copy(file: Path, copied: Path) -> bool:
+    """Whether a file has the same bytes in a patched copy; where the copy changes a key, the same JSON besides."""
+    if not copied.is_file() or file.name not in _CHANGED_COPIES:
+        return copied.is_file() and filecmp.cmp(file, copied, shallow=False)
+    kept = [
+        {key: value for key, value in read_json(path).items() if key.partition(":")[0] != _CHANGED_COPIES[file.name]}
+        for path in (file, copied)
+    ]
+    return kept[0] == kept[1]
 
 
 def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
@@ -289,20 +272,13 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
         write_json(file, settings | {"model_max_length": extended})
 
 
-def _state(model: nn.Module) -> PatchState:
-    state = patch_state(model)
-    assert state is not None, "only a patched model is saved with a patch"
-    return state
-
-
 def _left_out(name: Path) -> bool:
     if "__pycache__" in name.parts or name.name in ("config.json", "README.md", "__init__.py"):
         return True
     return name.suffix in (".png", ".jpg", ".svg")
 
 
-def _card(model: PreTrainedModel, name: str, base: str | None) -> str:
-    record = _state(model).record
+def _card(record: Mapping[str, Any], name: str, base: str | None) -> str:
     method = ", ".join(f"{key}={value}" for key, value in record["method"].items() if not isinstance(value, list))
     library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
     return (

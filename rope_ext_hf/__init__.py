@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.errors import RopeExtError as RopeExtError
     from rope_ext_hf.errors import ServingError as ServingError
     from rope_ext_hf.errors import UnsupportedModelError as UnsupportedModelError
+    from rope_ext_hf.hub import fingerprint as fingerprint
     from rope_ext_hf.methods.base import Frequencies as Frequencies
     from rope_ext_hf.methods.base import RopeMethod as RopeMethod
     from rope_ext_hf.methods.base import Rotary as Rotary
@@ -61,6 +62,5 @@ if TYPE_CHECKING:
     from rope_ext_hf.serving.audit import Audit as Audit
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config
-    from rope_ext_hf.serving.fingerprints import fingerprint as fingerprint
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, "__version__")

@@ -4,6 +4,7 @@
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
     model = load_model("reference", device="auto")
     tokenizer = load_tokenizer("reference")
+    print(fingerprint("my-model/").digest)
 
 Every failure a user can cause is a CheckpointError of one line.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rope_ext_hf.downloads import WEIGHT_SUFFIXES, download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
@@ -26,6 +28,7 @@ from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.family_settings import check_sizes
+from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import folder_of
@@ -37,26 +40,14 @@ if TYPE_CHECKING:
 _SAMPLES, _SAMPLED_BYTES = 256, 4096
 """Blocks of a file of weights that count for its digest, and the bytes of each."""
 
-_DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
+_DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
 }
 
-
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
-_CONFIG_FILES = ("config.json", "generation_config.json", ADAPTER_CONFIG, "*.py")
-_ALL_OF_A_TOKENIZER = (
-    *_TOKENIZER_FILES,
-    "config.json",
-    ADAPTER_CONFIG,
-    "*.txt",
-    "tekken.json",
-    "chat_template*",
-    "*.py",
-)
-
+_CLASS_FILES = ("config.json", ADAPTER_CONFIG, "*.py")
+_CONFIG_FILES = (*_CLASS_FILES, "generation_config.json")
+_ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *_CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
 
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
 
@@ -129,18 +120,18 @@ def source_digest(name: str | Path, *, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def _hub_options(
-    source: str,
+def _locate(
+    name: str | Path,
     revision: str | None,
     patterns: Sequence[str],
     *,
     trust_remote_code: bool = False,
     weights: bool = False,
-) -> dict[str, Any]:
-    """Arguments that make transformers find a source, of which what is on the Hub is downloaded before.
+) -> tuple[str, dict[str, Any]]:
+    """`model_source` of a name, and arguments that make transformers find it; what is on the Hub is downloaded before.
 
     Args:
-        source: as `model_source` gives it; of an adapter, its base model is found too.
+        name: of an adapter, its base model is found too.
         revision: branch, tag or commit on the Hub.
         patterns: which files are needed.
         trust_remote_code: whether code that comes with the model may run; it may be in further repositories.
@@ -159,13 +150,14 @@ def _hub_options(
         code_too = trust_remote_code and hub_answers(constants.ENDPOINT)
         return {"revision": commit} | ({} if code_too else {"local_files_only": True})
 
+    source = model_source(name)
     options = find(source, revision)
     adapter = find_adapter(source, **options)
     if adapter is None:
-        return options
+        return source, options
     with finding_base(adapter):
         of_base = find(model_source(adapter.base), adapter.base_revision.get("revision"))
-    return options | {key: value for key, value in of_base.items() if key != "revision"}
+    return source, options | {key: value for key, value in of_base.items() if key != "revision"}
 
 
 def _is_folder(path: Path) -> bool:
@@ -193,9 +185,8 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
         with torch.device("meta"):
             if hasattr(loader, "_model_mapping"):
                 model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
-            elif (
-                getattr(loader, "config_class", None) is None
-            ):  # PreTrainedModel keeps what it finds out for all models
+            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
+            elif getattr(loader, "config_class", None) is None:
                 raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
             else:
                 model = loader._from_config(config)
@@ -216,8 +207,7 @@ def read_config(
     Raises:
         CheckpointError: no such model.
     """
-    source = model_source(name)
-    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
+    source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the config of {short(str(name))!r}"):
         config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
     return config, record
@@ -262,8 +252,7 @@ def load_model(
         MethodError: an unknown dtype, or a device that cannot be used.
     """
     kind, place = find_dtype(dtype) if isinstance(dtype, str) else dtype, find_device(device)
-    source = model_source(name)
-    options = _hub_options(source, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
+    source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:
         options["device_map"] = device_map
     elif place.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
@@ -289,8 +278,8 @@ def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
     Raises:
         CheckpointError, FileError: a damaged adapter, or nothing of this name.
     """
-    source = model_source(name)
-    return find_adapter(source, **_hub_options(source, revision, _CONFIG_FILES)) is not None
+    source, options = _locate(name, revision, _CONFIG_FILES)
+    return find_adapter(source, **options) is not None
 
 
 def find_dtype(name: str) -> torch.dtype | str:
@@ -336,10 +325,8 @@ def load_tokenizer(
         raise CheckpointError(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
-    source = model_source(name)
-    source, options = tokenizer_source(
-        source, **_hub_options(source, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
-    )
+    source, options = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
+    source, options = tokenizer_source(source, **options)
     if _is_folder(folder := Path(source)) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise CheckpointError(
             f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
@@ -367,27 +354,25 @@ def _check_token_settings(source: str, options: dict[str, Any]) -> None:
     """
     from transformers.utils import cached_file
 
-    def check(value: Any, file: str) -> None:
-        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            check(inner, file)
-        for key in value if isinstance(value, dict) and "content" in value else ():
-            if not key.isprintable():
-                raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
-
-    def check_counts(settings: dict[str, Any], file: str) -> None:
+    where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        cached = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
+        settings = {} if cached is None else read_json(Path(cached))
+        for key in (key for token in _token_settings(settings) for key in token if not key.isprintable()):
+            raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
         for key in sorted(_TOKEN_COUNTS & settings.keys()):
             if isinstance(settings[key], int) and settings[key] > _MAX_ADDED_TOKENS:
                 raise CheckpointError(
                     f"{file}: {key} asks for {short(str(settings[key]))} tokens; at most {_MAX_ADDED_TOKENS:,} are made"
                 )
 
-    where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        cached = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
-        if cached is not None:
-            settings = read_json(Path(cached))
-            check(settings, file)
-            check_counts(settings, file)
+
+def _token_settings(value: Any) -> Iterator[dict[str, Any]]:
+    """The settings of each special token in a JSON value."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _token_settings(inner)
+    if isinstance(value, dict) and "content" in value:
+        yield value
 
 
 def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -418,3 +403,29 @@ def foreign_errors(failure: str) -> Iterator[None]:
 def loading(what: str) -> AbstractContextManager[None]:
     """`foreign_errors` for what is being loaded."""
     return foreign_errors(f"{what} could not be loaded")
+
+
+@foreign_errors("this model has no fingerprint")
+def fingerprint(
+    model: nn.Module | str | Path | Any, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Fingerprint:
+    """What rotates how in a model: `fingerprint(a).differences(fingerprint(b))` are sentences, none where both agree.
+
+    Args:
+        model: a model in memory, patched or not, of which the rotary modules are read; or a folder, a Hub id,
+            "reference", or a config of transformers, of which no weights are read; or a JSON file of
+            `Fingerprint.to_dict`.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Raises:
+        CheckpointError: no such model, or a file that holds no fingerprint.
+        UnsupportedModelError: a model without rotary modules.
+    """
+    if isinstance(model, nn.Module):
+        return fingerprint_of(model)
+    if not isinstance(model, (str, Path)):
+        return fingerprint_of(empty_model(model, trust_remote_code=trust_remote_code))
+    if Path(model).suffix == ".json" and Path(model).is_file():
+        return Fingerprint.from_dict(read_json(Path(model)))
+    return fingerprint_of(load_empty(model, revision=revision, trust_remote_code=trust_remote_code))

@@ -25,13 +25,12 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath
-from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to
+from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
-from rope_ext_hf.patches.notes import sliding_note
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.reading.preflight import estimate_flops
-from rope_ext_hf.serving.target import Model, describe_config, make_target, open_model
+from rope_ext_hf.serving.target import Model, make_target, open_model
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
 """Bytes of a number by dtype; float16 has those of bfloat16."""
@@ -98,7 +97,7 @@ def advise(
     if specs and 2 * target_length <= reached:
         times = f"{reached / target_length:.3g} times what is asked for"
         larger = (f"The patch is for {reached:,} tokens, {times}.", *cost_notes(specs[-1].method, specs[-1].rotary))
-    note, _ = sliding_note(opened.config, _sliding_rope(opened), target_length)
+    note, _ = opened.layers.sliding_note(_sliding_rope(opened), target_length)
     present = (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
     published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})
@@ -123,7 +122,7 @@ def advise(
 def _sliding_rope(opened: Model) -> Any:
     parameters = getattr(opened.config, "rope_parameters", None) or {}
     apart = next((key for key, value in parameters.items() if key in SLIDING and isinstance(value, Mapping)), None)
-    return None if apart is None else describe_config(opened.config, apart)
+    return None if apart is None else rope_of_layers(opened.config, apart)
 
 
 def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:

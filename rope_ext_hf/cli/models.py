@@ -226,7 +226,7 @@ def diff(
 
     Example: `rope-ext diff reference reference`
     """
-    from rope_ext_hf.serving.fingerprints import fingerprint
+    from rope_ext_hf.hub import fingerprint
 
     quiet_transformers()
     one, other = (fingerprint(name, **source.version) for name in (expected, actual))

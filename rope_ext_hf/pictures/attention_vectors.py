@@ -24,7 +24,8 @@ from rope_ext_hf.patches.attention_interface import register_attention, use_atte
 from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.slots import find_slots, patched_slots
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import patched_slots
 from rope_ext_hf.rotary.kv_cache import KeyLayout, candidate_key_layouts, nearly_equal
 
 if TYPE_CHECKING:

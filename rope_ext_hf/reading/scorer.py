@@ -31,7 +31,8 @@ from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length, patched_method
-from rope_ext_hf.patches.slots import Slot, find_slots, patched_slots
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import Slot, patched_slots
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError, reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.preflight import budgets, widest_activation

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.parallelism import check_context_parallel
+from rope_ext_hf.patches.patching import check_context_parallel
 from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, attending, chunked_attention
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
 from rope_ext_hf.reading.scorer import CHECKED, TokenScorer, rounding_tolerance

@@ -27,7 +27,8 @@ from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.slots import find_slots, present_specs
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.labels import label

@@ -30,10 +30,10 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.family_settings import check_stated
-from rope_ext_hf.patches.layer_types import SLIDING
-from rope_ext_hf.patches.notes import unrotated_note
+from rope_ext_hf.patches.geometry import rope_of_layers
+from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.serving.gguf_files import read_file_rope
-from rope_ext_hf.serving.target import describe_config, refuse_adapter
+from rope_ext_hf.serving.target import refuse_adapter
 from rope_ext_hf.terminal import text_table, wrapped
 
 
@@ -158,9 +158,9 @@ def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]
             text = AutoConfig.for_model(str(config.get("model_type")), **values).get_text_config()
             nested = [key for key, value in text.rope_parameters.items() if isinstance(value, Mapping)]
             layer_type = next((key for key in nested if key not in SLIDING), None)
-            described = describe_config(text, layer_type)
+            described = rope_of_layers(text, layer_type)
             scaled = not isinstance(described.method, Default)
-            return described.context_length, unrotated_note(text, described.method) if scaled else None
+            return described.context_length, AttentionLayers(text).unrotated_note(described.method) if scaled else None
     except RopeExtError:
         return None, None
 

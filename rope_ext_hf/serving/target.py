@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length
-from rope_ext_hf.config_keys.keys import length_setting, rotated_dims
+from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, short
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
 from rope_ext_hf.hub import foreign_errors, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
@@ -23,28 +22,20 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import (
     PATCH_KEY,
-    ConfigRope,
     config_encoding,
-    read_rope,
+    recorded_specs,
     saved_specs,
     softmax_scale,
     write_rope,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, stated_length, undo_saved_patch
-from rope_ext_hf.patches.layer_types import (
-    choose_layer_types,
-    layers_of_types,
-    nothing_to_extend,
-    rotating_layers,
-    sliding_layers,
-)
-from rope_ext_hf.patches.notes import unrotated_note
+from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.patch_spec import PatchSpec
-from rope_ext_hf.patches.planning import check_rotating
 from rope_ext_hf.patches.recipes import recipe_warning
-from rope_ext_hf.patches.slots import find_slots, present_specs
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import present_specs
 
 
 class Model:
@@ -55,32 +46,15 @@ class Model:
         config: its text config.
         composite: whether that lies under `text_config`.
         specs: the patches recorded in it, bottom first.
+        layers: the layers of that config.
         layer_types: the layer types that a method applies to; [None]: all layers.
         described: the rotary embedding of those layers.
     """
 
     def __init__(self, name: str, config: Any, *, composite: bool, specs: list[PatchSpec]) -> None:
         self.name, self.config, self.composite, self.specs = name, config, composite, specs
-        parameters = getattr(config, "rope_parameters", None) or {}
-        nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-        self.layer_types = list(choose_layer_types(config, layers_of_types(config, nested or [None])))
-        if not self.layer_types:
-            raise nothing_to_extend(config)
-        self.described: ConfigRope = describe_config(config, self.layer_types[0])
-        for other in self.layer_types[1:]:
-            if describe_config(config, other).rotary != self.described.rotary:
-                raise UnsupportedModelError("the full-attention layers of this model have different rotary embeddings")
-
-
-def describe_config(config: Any, layer_type: str | None) -> ConfigRope:
-    """The rotary embedding that a text config describes for one layer type."""
-    values = config.to_dict()
-    parameters = values.get("rope_parameters") or {}
-    settings = parameters if layer_type is None else parameters[layer_type]
-    proportional = settings.get("rope_type") == "proportional"
-    partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
-    geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}
-    return read_rope(config, rotated_dims(values, geometry), layer_type)
+        self.layers = AttentionLayers(config)
+        self.described, self.layer_types = rope_of_config(self.layers)
 
 
 def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
@@ -95,12 +69,10 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
         ServingError: a config without the sizes of its heads.
     """
     if isinstance(model, nn.Module):
-        config = copy.deepcopy(find_slots(model)[0].config)
+        config = find_slots(model)[0].config
         top: Any = getattr(model, "config", config)
-        record = vars(config).get(PATCH_KEY)
-        undo_saved_patch(config)
-        live = list(present_specs(model))
-        specs = live or (saved_specs(record) if record is not None else [])
+        specs = list(present_specs(model)) or recorded_specs(config)
+        config = before_patches(config)
         composite = getattr(top, "text_config", None) is not None
         return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, specs=specs)
     refuse_adapter(model, model_folder(model, revision=revision, weights=False))
@@ -117,11 +89,7 @@ def needs_nothing(context_length: int, target_length: int, rule: str) -> str:
 
 
 def refuse_adapter(name: str | Path, folder: Path) -> None:
-    """Raise for a folder of PEFT: an engine is given the whole model.
-
-    Raises:
-        CheckpointError: it is an adapter.
-    """
+    """Raise CheckpointError for a folder of PEFT: an engine is given the whole model."""
     if find_adapter(folder) is not None:
         raise CheckpointError(
             f"{short(str(name))!r} is an adapter of PEFT, without a config of its own; give its base model, or merge "
@@ -217,12 +185,15 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
     values = config.to_dict()
     length = spec.target_length or spec.method.extended_length(spec.rotary) or spec.rotary.context_length
     if not changes_nothing:
-        check_rotating(config, spec.layers)
+        model.layers.check_rotating(spec.layers)
         encoding = config_encoding(config, spec, layer_type)
         write_rope(patched, encoding, spec, [], model.layer_types)
         patched.max_position_embeddings = encoding.saved_length
     inv_freq, attention_factor = spec.method.frequencies(spec.rotary, length)
-    notes = (unrotated_note(config, spec.method), recipe_warning(config, spec.rotary, spec.method, spec.target_length))
+    notes = (
+        model.layers.unrotated_note(spec.method),
+        recipe_warning(config, spec.rotary, spec.method, spec.target_length),
+    )
     settings = values["rope_parameters"] if layer_type is None else values["rope_parameters"][layer_type]
     return Target(
         model=model.name,
@@ -250,11 +221,11 @@ def _remapping(model: Model, spec: PatchSpec) -> str:
     """
     if spec.target_length is None and spec.method.extended_length(spec.rotary) is None:
         raise ServingError(f"{spec.method.name} has no end: give the method with the length to serve as target_length")
-    config, (rotating, _) = model.config, rotating_layers(model.config)
-    alike = rotating == config.num_hidden_layers and not sliding_layers(config)[1] and model.layer_types == [None]
+    layers = model.layers
+    alike = layers.rotating[0] == model.config.num_hidden_layers and not layers.sliding and model.layer_types == [None]
     if not alike or spec.layers is not None:
         raise ServingError(
             f"{spec.method.name} is served where every layer attends to everything and rotates alike; serve this "
             "model with this package and transformers"
         )
-    return json.dumps({"method": spec.method.to_dict(), "pairing": class_pairing(config)})
+    return json.dumps({"method": spec.method.to_dict(), "pairing": class_pairing(model.config)})

@@ -19,13 +19,12 @@ from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
 from rope_ext_hf.files import atomic_file, json_text, read_json
+from rope_ext_hf.hub import fingerprint
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.loading import find_config
-from rope_ext_hf.patches.parallelism import check_context_parallel
-from rope_ext_hf.patches.patching import patched_method
+from rope_ext_hf.patches.patching import check_context_parallel, patched_method
 from rope_ext_hf.runs.labels import label
-from rope_ext_hf.serving.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.slots import find_slots
+from rope_ext_hf.patches.slot_finding import find_slots
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, rope_parameters, tokens
 from tests.support.oracles import distance, rotate_to, temperature_scale

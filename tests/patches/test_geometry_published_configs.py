@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.slots import find_slots
+from rope_ext_hf.patches.slot_finding import find_slots
 
 FOLDER = Path(__file__).parents[1] / "support" / "configs"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))

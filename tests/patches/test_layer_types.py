@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
-from rope_ext_hf.patches.slots import find_slots
+from rope_ext_hf.patches.slot_finding import find_slots
 from tests.support.every_model import tiny
 from tests.support.model_checks import state
 from tests.support.models import TRAINED, build, from_config, logits, tokens

@@ -18,7 +18,7 @@ from rope_ext_hf.errors import LengthError, MethodError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
-from rope_ext_hf.patches.slots import find_slots
+from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from tests.support.checkpoint_folders import OTHER, rotate_otherwise
 from tests.support.every_model import tiny
