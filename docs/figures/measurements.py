@@ -121,13 +121,11 @@ def without_training() -> str:
     lines = factor_lines().values()
     scales = sorted({scale for line in lines for _, _, scale in _rows(line) if scale > 1})
     names = dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"])
-    rows = (
-        [
-            name if name == "as loaded" else f"`{name}`",
-            *(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales),
-        ]
-        for name, by_factor in names
-    )
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, by_factor in names:
+        cells = tuple(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales)
+        alike.setdefault(cells, []).append(name if name == "as loaded" else f"`{name}`")
+    rows = ([", ".join(named), *cells] for cells, named in alike.items())
     return markdown_table(["rise at", *(f"{scale}x" for scale in scales)], rows, _note())
 
 

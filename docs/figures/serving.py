@@ -269,7 +269,8 @@ def vllm_logprobs() -> str:
         for name, each in other.items()
     )
     note = (
-        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU; the methods move "
+        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, `theta` only "
+        "where it does not have to go over a scaling; the methods move "
         f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
         f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
         f"of vLLM's class and of transformers.{unlike} Measured by "
@@ -287,14 +288,19 @@ def vllm_remapping() -> str:
     """How far a real vLLM under remapping methods lies from the patched model, in each way of reading the prompts."""
     result = read_result("vllm_remapping")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    by_model: dict[tuple[str, str], dict[str, Row]] = {}
+    by_model: dict[str, dict[str, list[Row]]] = {}
+    methods: dict[str, dict[str, None]] = {}
     for row in result["rows"]:
-        by_model.setdefault((row["model"], row["method"]), {})[row["way"]] = row
+        by_model.setdefault(row["model"], {}).setdefault(row["way"], []).append(row)
+        methods.setdefault(row["model"], {})[f"`{row['method']}`"] = None
 
-    def cell(row: Row | None) -> str:
-        if row is None or "failed" in row:
-            return "**does not run**" if row else ""
-        return f"{row['largest_difference']:.0e}"
+    def cell(model: str, rows: list[Row]) -> str:
+        if failed := [row["method"] for row in rows if "failed" in row]:
+            return f"**{', '.join(failed)} does not run**"
+        if not rows:
+            return "–"
+        some = ", ".join(f"`{row['method']}`" for row in rows) if 2 * len(rows) < len(methods[model]) else ""
+        return f"{max(row['largest_difference'] for row in rows):.0e}" + f" ({some})" * bool(some)
 
     moved = [row["moved_by"] for row in result["rows"]]
     longest, *others = result["lengths"]
@@ -306,9 +312,10 @@ def vllm_remapping() -> str:
         f"move the former by {min(moved):.2g} to {max(moved):.2g}. Measured by `{result['command']}` with {versions}.*"
     )
     table = [
-        (model, f"`{method}`", *(cell(rows.get(way)) for way in ways)) for (model, method), rows in by_model.items()
+        (model, ", ".join(methods[model]), *(cell(model, rows.get(way, [])) for way in ways))
+        for model, rows in by_model.items()
     ]
-    return markdown_table(["model", "method", *ways], table, note)
+    return markdown_table(["model", "methods", *ways], table, note)
 
 
 @figure
