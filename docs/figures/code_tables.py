@@ -145,9 +145,6 @@ def family_count() -> str:
 
 
 @figure
-def families() -> str:
-    rows = (
-        [f"`{pairing}`", ", ".join(f"`{name}`" for name, runs in _families().items() if runs == pairing)]
-        for pairing in ("half", "interleaved")
-    )
-    return markdown_table(["pairing", "`model_type`"], rows)
+def interleaved_families() -> str:
+    """The families that are not `half` paired."""
+    return ", ".join(f"`{name}`" for name, pairing in _families().items() if pairing == "interleaved")
