@@ -176,6 +176,15 @@ def test_options_and_targets_exist(page: str) -> None:
             assert {word for word in words[2:] if word.startswith("--")} <= known | fields, words
 
 
+def test_names_of_the_api_page_exist() -> None:
+    """What mkdocs finds in the sources: a module, or a name that one defines."""
+    for name in re.findall(r"^::: (\S+)$", read("docs/api.md"), flags=re.MULTILINE):
+        module, _, last = name.rpartition(".")
+        of_module, of_name = ((ROOT / each.replace(".", "/")).with_suffix(".py") for each in (name, module))
+        found = of_module.exists() or re.search(rf"^(def|class) {last}\b", of_name.read_text("utf-8"), re.MULTILINE)
+        assert found, name
+
+
 def test_methods_protocols_and_commands_have_their_place() -> None:
     from rope_ext_hf.methods.registry import list_methods
     from rope_ext_hf.reading.protocols import PROTOCOLS

@@ -141,7 +141,7 @@ def _traps(engine: str) -> str:
     traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
     if not traps:
         return "Keys that are ignored or read otherwise: none is known.\n\n"
-    lines = (f"- **{each['key']}** ({each['versions']}): {each['effect']} ({each['source']})\n" for each in traps)
+    lines = (f"- **{each['key']}** ({each['versions']}): {each['effect']} (`{each['source']}`)\n" for each in traps)
     return f"Keys that are ignored or read otherwise:\n\n{''.join(lines)}\n"
 
 
