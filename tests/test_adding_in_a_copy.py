@@ -49,8 +49,6 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
-__all__: list[str] = []
-
 
 @register_method("far-thirds")
 @dataclass(frozen=True, kw_only=True)
