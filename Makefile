@@ -126,7 +126,7 @@ figures: .venv/ready
 pictures: .venv/ready
 	$(RUN)/python -m docs.make_figures --pictures
 
-# Perplexity, retrieval and cost of a model, into docs/real-models.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
+# Perplexity, retrieval and cost of a model, into docs/benchmarks.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
 LENGTHS ?= 32k,64k,128k
 tables: .venv/ready
 	$(RUN)/python benchmarks/real_models.py --model "$(MODEL)" --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)

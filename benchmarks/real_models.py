@@ -1,4 +1,4 @@
-"""Perplexity, retrieval and cost of any model, as loaded and patched: fills docs/real-models.md.
+"""Perplexity, retrieval and cost of any model, as loaded and patched: fills docs/benchmarks.md.
 
     python benchmarks/real_models.py --model Qwen/Qwen3-0.6B --lengths 32k,64k,128k [--device cuda] [--out FILE]
 

@@ -1,7 +1,7 @@
-"""Bits per byte of the bundled model by context length and method: the tables of README and docs/choosing.md.
+"""Bits per byte of the bundled model by context length and method: the tables of docs/choosing.md.
 
     python benchmarks/reference.py [--spans 32] [--device cuda] [--out benchmarks/results.jsonl]
-    python benchmarks/reference.py --biases         # score biases beyond the trained length: docs/hybrids.md
+    python benchmarks/reference.py --biases         # score biases beyond the trained length: docs/own-models.md
 
 Protocol `matched` on the held-out modules of Python's standard library: the same tokens are scored at every length.
 `increase` is how much higher the loss is than that of the model as loaded at its context length, in bits per byte, with

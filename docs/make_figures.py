@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from .figures import (  # noqa: F401, each registers its figures
+from docs.figures import (  # noqa: F401, each registers its figures
     code_tables,
     correctness,
     cost,
@@ -31,9 +31,9 @@ from .figures import (  # noqa: F401, each registers its figures
     search,
     serving,
 )
-from .figures.measurements import MEASURED, measured_file
-from .figures.pictures import draw_pictures
-from .figures.registry import FIGURE, FIGURES, ROOT
+from docs.figures.measurements import MEASURED, measured_file
+from docs.figures.pictures import draw_pictures
+from docs.figures.registry import FIGURE, FIGURES, ROOT
 
 __all__ = ["FIGURES", "fill", "pages"]
 

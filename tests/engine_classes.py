@@ -4,7 +4,7 @@
     python -m tests.engine_classes --vllm FOLDER --sglang FOLDER --exllamav3 FOLDER
 
 FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
-stand-ins, so that no GPU is needed. Every method of every family in docs/engine-*.md is configured with serving_config,
+stand-ins, so that no GPU is needed. Every method of every family in docs/engines.md is configured with serving_config,
 the engine's own class is built from the overrides, and its frequencies and magnitude are compared with the method's;
 then again with the plug-in of this package registered, by its own rope type. The result goes to
 docs/results/engine-classes.json; the exit status is 1 where a difference exceeds float32.

@@ -49,8 +49,6 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 
-__all__: list[str] = []
-
 
 @register_method("far-thirds")
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +169,7 @@ def test_additions_touch_one_source_file_each(tmp_path: Path) -> None:
     for method in ("slow-half", "far-thirds"):
         assert f"\n## {method}\n" in (copy / "docs/methods.md").read_text("utf-8")
     assert "`mlx-two`" in (copy / "README.md").read_text("utf-8")
+    assert "\n## mlx-two\n" in (copy / "docs/engines.md").read_text("utf-8")
 
     from_copy = run(copy, "-c", "import rope_ext_hf; print(rope_ext_hf.__file__)")
     assert from_copy.strip().startswith(str(copy))

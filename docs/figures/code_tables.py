@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from docs.figures.measurements import unchanged_share
+from docs.figures.registry import FIGURE, ROOT, figure, markdown_table, names_in_lines
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.measurements import reach_text
 from rope_ext_hf.methods.remapping import RemappingMethod
-
-from .measurements import unchanged_share
-from .registry import FIGURE, ROOT, figure, markdown_table, names_in_lines
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -68,11 +67,10 @@ def choosing() -> str:
         plain = answer(method.rope_parameters(rotary) is not None for method in methods)
         method = _bound(methods[0], rotary)
         kept = unchanged_share(method, rotary)
-        short = f"the same up to {kept} of the context length" if kept else "change"
-        short = "the same" if method.unchanged_length(rotary) >= UNBOUNDED else short
+        short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
         cells = (static, plain, guidance.unmeasured or reach_text(name), short)
         groups.setdefault(cells, []).append(f"`{name}`")
-    head = ["method", "static", "loads plainly", "helped without training", "short inputs"]
+    head = ["method", "static", "loads plainly", "helped without training", "short inputs unchanged"]
     return markdown_table(head, ((", ".join(names), *cells) for cells, names in groups.items()))
 
 
@@ -126,11 +124,8 @@ def methods_without_a_section() -> str:
 def methods() -> str:
     from rope_ext_hf import list_methods
 
-    summaries = {name: (inspect.getdoc(cls) or "").splitlines()[0] for name, cls in list_methods().items()}
-    return markdown_table(
-        ["name", "what it is", "parameters"],
-        ([f"[`{name}`](#{name})", summaries[name], _parameters(cls)] for name, cls in list_methods().items()),
-    )
+    rows = ([f"[`{name}`](#{name})", _parameters(cls)] for name, cls in list_methods().items())
+    return markdown_table(["name", "parameters"], rows)
 
 
 def _families() -> dict[str, str]:
@@ -150,9 +145,6 @@ def family_count() -> str:
 
 
 @figure
-def families() -> str:
-    rows = (
-        [f"`{pairing}`", ", ".join(f"`{name}`" for name, runs in _families().items() if runs == pairing)]
-        for pairing in ("half", "interleaved")
-    )
-    return markdown_table(["pairing", "`model_type`"], rows)
+def interleaved_families() -> str:
+    """The families that are not `half` paired."""
+    return ", ".join(f"`{name}`" for name, pairing in _families().items() if pairing == "interleaved")

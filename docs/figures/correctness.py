@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .registry import figure, last_line, lines_of, markdown_table, read_result, stamp
+from docs.figures.registry import figure, last_line, lines_of, markdown_table, read_result, stamp
 
 
 @figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .registry import (
+from docs.figures.registry import (
     PROCESSORS,
     figure,
     last_line,

@@ -6,16 +6,20 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .registry import figure, markdown_table
+from docs.figures.registry import figure
 
 
 @figure
 def commands() -> str:
-    """Every command with its arguments, options, defaults and example, by the groups of `rope-ext --help`."""
+    """Every command with its arguments, options, defaults and example, by the groups of `rope-ext --help`.
+
+    What several commands have in common stands in one list before them, and by name in each.
+    """
     import typer
 
     from rope_ext_hf.cli.app import app
@@ -23,16 +27,32 @@ def commands() -> str:
     panels: dict[str, list[Any]] = {}
     for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
         panels.setdefault(command.rich_help_panel, []).append(command)
-    parts = (f"## {panel}\n\n" + "".join(map(_command, listed)) for panel, listed in panels.items())
-    return "\n\n" + "".join(parts)
+    counts = Counter(row for listed in panels.values() for command in listed for row in _rows(command.params))
+    shared: dict[str, _Row] = {}  # by name: of two options of one name, the more common one
+    for row, count in counts.most_common():
+        if count > 1:
+            shared.setdefault(row[0].partition(" ")[0], row)
+    parts = (
+        f"## {panel}\n\n" + "".join(_command(command, shared.values()) for command in listed)
+        for panel, listed in panels.items()
+    )
+    common = _listed(row for row in counts if row in shared.values())
+    return f"\n\n## Options of several commands\n\n{common}" + "".join(parts)
 
 
-def _command(command: Any) -> str:
+def _listed(rows: Iterable[_Row]) -> str:
+    """A list and no table: an option is as long as a telephone is wide."""
+    return "".join(f"- {names}{f' ({default})' * bool(default)}: {text}\n" for names, default, text in rows) + "\n"
+
+
+def _command(command: Any, shared: Collection[_Row]) -> str:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     usage = " ".join(["rope-ext", command.name, *(_name(argument) for argument in arguments), "[OPTIONS]"])
-    return f"### {command.name}\n\n`{usage}`\n\n{inspect.cleandoc(command.help)}" + markdown_table(
-        ["option", "default", "what it does"], _rows(command.params)
-    )
+    rows = list(_rows(command.params))
+    own = _listed(own_rows) if (own_rows := [row for row in rows if row not in shared]) else ""
+    names = [name for row in rows if row in shared for name in re.findall(r"--[a-z-]+", row[0])[:1]]
+    also = f"[Also](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}.\n\n" if names else ""
+    return f"### {command.name}\n\n`{usage}`\n\n{inspect.cleandoc(command.help)}\n\n{own}{also}"
 
 
 def _name(argument: Any) -> str:
@@ -40,7 +60,11 @@ def _name(argument: Any) -> str:
     return name if argument.required else f"[{name}]"
 
 
-def _rows(parameters: Any) -> Iterator[tuple[str, str, str]]:
+_Row = tuple[str, str, str]
+"""Names, default and help of an argument or an option."""
+
+
+def _rows(parameters: Any) -> Iterator[_Row]:
     for parameter in sorted(parameters, key=lambda each: each.param_type_name):  # arguments before options
         if parameter.name == "help":
             continue
@@ -52,8 +76,8 @@ def _rows(parameters: Any) -> Iterator[tuple[str, str, str]]:
         default = parameter.default if not callable(parameter.default) else None
         empty = default in (None, False, "", [], ())
         default = parameter.opts[0] if default is True else default
-        shown = "required" if parameter.required else "–" if empty else f"`{default}`"
-        yield names, shown, (parameter.help or "").replace("|", "\\|").replace("\n", " ")
+        shown = "required" if parameter.required else "" if empty else f"`{default}`"
+        yield names, shown, (parameter.help or "").replace("\n", " ")
 
 
 @figure

@@ -6,7 +6,7 @@ import json
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from .registry import ROOT, Row, figure, lines_of, markdown_table, stamp
+from docs.figures.registry import ROOT, Row, figure, lines_of, markdown_table, stamp
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -82,10 +82,13 @@ def _by_model(key: tuple[str, float | None, int]) -> str:
 
 
 def _note() -> str:
-    lines = factor_lines().items()
-    stamps = [stamp(line, COMMANDS[model]) for model, line in lines]
-    tokens = ", ".join(f"{line['scored_bytes']:,} bytes of the {NAMES[model]}" for model, line in lines)
-    return f"In brackets 95% intervals over the documents; scored at every length: {tokens}.\n" + "\n".join(stamps)
+    lines = factor_lines()
+    tokens = ", ".join(f"{line['scored_bytes']:,} bytes of the {NAMES[model]}" for model, line in lines.items())
+    by_setting: dict[str, list[str]] = {}
+    for model, line in lines.items():
+        by_setting.setdefault(stamp(line, "COMMAND"), []).append(COMMANDS[model])
+    stamps = [text.replace("COMMAND", "` and `".join(commands)) for text, commands in by_setting.items()]
+    return f"95% intervals over the documents; scored at every length: {tokens}. {' '.join(stamps)}"
 
 
 @figure
@@ -118,13 +121,11 @@ def without_training() -> str:
     lines = factor_lines().values()
     scales = sorted({scale for line in lines for _, _, scale in _rows(line) if scale > 1})
     names = dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"])
-    rows = (
-        [
-            name if name == "as loaded" else f"`{name}`",
-            *(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales),
-        ]
-        for name, by_factor in names
-    )
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, by_factor in names:
+        cells = tuple(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales)
+        alike.setdefault(cells, []).append(name if name == "as loaded" else f"`{name}`")
+    rows = ([", ".join(named), *cells] for cells, named in alike.items())
     return markdown_table(["rise at", *(f"{scale}x" for scale in scales)], rows, _note())
 
 

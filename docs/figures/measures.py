@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .registry import Row, figure, last_line, markdown_table, stamp
+from docs.figures.registry import Row, figure, last_line, markdown_table, stamp
 
 MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "trained to read further"}
 
@@ -19,6 +19,7 @@ def interval_coverage() -> str:
     table = [
         [row["losses"], str(row["documents"]), *(f"{row[name]['held']:.1%}" for name in methods)]
         for row in line["rows"]
+        if row["documents"] in (3, 8, 32)
     ]
     return markdown_table(("losses", "documents", *methods), table, stamp(line, "benchmarks/intervals.py"))
 
@@ -27,36 +28,31 @@ def interval_coverage() -> str:
 def measures_agreement() -> str:
     """Kendall's tau of each pair of measures, by model and length."""
     line = last_line("measures")
-    table = [
-        [
-            _model(row),
-            f"{found['length']:,} ({found['length'] // row['context_length']}x)",
-            f"{found['one']} and {found['other']}",
-            f"{found['tau']:.2f} [{found['low']:.2f}, {found['high']:.2f}]",
-        ]
-        for row in line["rows"]
-        for found in row["agreements"]
-    ]
-    return markdown_table(
-        ("model", "tokens", "measures", "Kendall's tau"), table, stamp(line, "benchmarks/measures.py")
-    )
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in line["rows"]:
+        for found in row["agreements"]:
+            tau = "{tau:.2f} [{low:.2f}, {high:.2f}]".format(**found)
+            cell = f"{found['length'] // row['context_length']}x: {tau}"
+            cells.setdefault((_model(row), f"{found['one']} and {found['other']}"), []).append(cell)
+    table = [(*key, ", ".join(values)) for key, values in cells.items()]
+    return markdown_table(("model", "measures", "Kendall's tau"), table, stamp(line, "benchmarks/measures.py"))
 
 
 @figure
 def measures_ranking() -> str:
-    """Every method's value of every measure at eight times the context length, by model."""
-    line, tables = last_line("measures"), []
-    for row in line["rows"]:
+    """Every method's value of every measure at eight times the context length, a column for each model and measure."""
+    heads: list[str] = []
+    cells: dict[str, dict[str, str]] = {}
+    for row in last_line("measures")["rows"]:
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
         longest = max(value["length"] for measure in measures for value in measure["values"])
-        cells: dict[str, list[str]] = {}
         for measure in measures:
             scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)
+            unit = "%" if measure["unit"] == "%" else "nats"
+            heads.append(f"{_model(row)}, {longest:,} tokens: {measure['name']}, {unit}")
             for v in measure["values"]:
                 if v["length"] == longest:
                     low, value, high = (f"{scale * v[key]:.{digits}f}" for key in ("low", "value", "high"))
-                    cells.setdefault(v["method"], []).append(f"{value} [{low}, {high}]")
-        heads = [f"{m['name']}, {'%' if m['unit'] == '%' else 'nats'}" for m in measures]
-        table = [[f"`{name}`", *values] for name, values in cells.items()]
-        tables.append(markdown_table((f"{_model(row)}, {longest:,} tokens", *heads), table))
-    return "".join(tables)
+                    cells.setdefault(v["method"], {})[heads[-1]] = f"{value} [{low}, {high}]"
+    table = [[f"`{name}`", *(values.get(head, "–") for head in heads)] for name, values in cells.items()]
+    return markdown_table(("", *heads), table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from .registry import figure, markdown_table, read_result
+from docs.figures.registry import figure, markdown_table, read_result
 
 COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
 KINDS = {

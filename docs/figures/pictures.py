@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .registry import ROOT, read_result
+from docs.figures.registry import ROOT, read_result
 
 PICTURES = ROOT / "docs" / "pictures"
 

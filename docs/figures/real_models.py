@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .registry import Row, figure, length_table, read_lines, stamp
+from docs.figures.registry import Row, figure, length_table, read_lines, stamp
 
 
 @figure

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .measurements import factor_lines
-from .registry import Row, figure, last_line, length_heads, length_table, lines_of, markdown_table, read_result, stamp
-
-IN_SHORT = ("as loaded", "yarn", "dynamic-yarn", "rerope", "self-extend", "dca")
-"""The methods of the tables in README.md."""
+from docs.figures.registry import (
+    Row,
+    figure,
+    last_line,
+    length_heads,
+    length_table,
+    lines_of,
+    markdown_table,
+    read_result,
+    stamp,
+)
 
 
 def _named(row: Row) -> str:
@@ -20,57 +26,18 @@ def _named(row: Row) -> str:
 
 
 @figure
-def reference_short() -> str:
-    """Loss at the context length and the longest, and retrieval, for README; parameters but the factor are left out."""
-    line = last_line("reference")
-    trained, longest = line["context_length"], max(row["length"] for row in line["rows"])
-    loss = {(_named(row), row["length"]): row["bits_per_byte"] for row in line["rows"]}
-    cells, lengths, _ = _retrieval_cells("retrieval")
-    asked = [length for length in lengths if length in (trained, longest, lengths[-1])]
-
-    def share(name: str, length: int) -> str:
-        shares = [cells.get((name, keys, length)) for keys in (1, 4)]
-        return "/".join(f"{each['exact']:.0%}" for each in shares if each) or "–"
-
-    times = longest // trained
-    other = factor_lines()["docstring-model"]
-    ends = [scale * other["context_length"] for scale in (1, times)]
-    others = {(row["method"], row["factor"] or times, row["length"]): row["bits_per_byte"] for row in other["rows"]}
-    rows = []
-    for label in dict.fromkeys(name for name, _ in loss):
-        name = label if label == "as loaded" else label.split()[0]
-        if name in IN_SHORT:
-            shown = label if " x" in label else name
-            losses = [f"{loss[label, length]:.2f}" for length in (trained, longest)]
-            shares = [share(name.replace(" ", "-"), length) for length in asked]
-            rows.append([shown, *losses, *shares, *(f"{others[name, times, length]:.2f}" for length in ends)])
-    head = [
-        "",
-        *(f"loss at {length:,}" for length in (trained, longest)),
-        *(f"found at {length:,}" for length in asked),
-        *(f"second model at {length:,}" for length in ends),
-    ]
-    return markdown_table(head, rows)
-
-
-@figure
 def reference() -> str:
+    """Bits per byte by length, and the difference to the model as loaded at its context length."""
     result = last_line("reference")
-    best: dict[int, float] = {}
-    for row in result["rows"]:
-        best[row["length"]] = min(row["bits_per_byte"], best.get(row["length"], row["bits_per_byte"]))
-    rows = []
-    for row in result["rows"]:
-        bits = f"{row['bits_per_byte']:.2f}"
-        bold = bits == f"{best[row['length']]:.2f}"
-        rows.append(row | {"method": _named(row), "bits": f"**{bits}**" if bold else bits})
+    rows = [row | {"method": _named(row)} for row in result["rows"]]
     note = _other_windows() + stamp(result, f"benchmarks/reference.py --spans {result['spans']}")
-    return length_table("bits per byte at", result | {"rows": rows}, "{bits}", after=note)
+    cell = "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})"
+    return length_table("bits per byte at", result | {"rows": rows}, cell, after=note)
 
 
 def _other_windows() -> str:
     """Why the bundled model as loaded has another loss in each table."""
-    tables = {"reference": "choosing a method", "remapping": "remapping methods", "hybrids": "hybrids"}
+    tables = {"reference": "choosing a method", "remapping": "remapping methods", "hybrids": "score biases"}
     losses = [
         f"{row['bits_per_byte']:.2f} ({page}, {line['scored_tokens']:,} bytes)"
         for benchmark, page in tables.items()
@@ -93,28 +60,6 @@ def reference_setting() -> str:
 
 
 @figure
-def second_model_setting() -> str:
-    line = next(line for line in reversed(lines_of("factors")) if line["model"] != "reference")
-    return (
-        f"a {line['model_type']} of {line['parameters'] / 1e6:.1f} million parameters, base {line['theta']:,.0f}, "
-        f"trained at {line['context_length']} tokens of a vocabulary of {line['vocabulary']:,}"
-    )
-
-
-@figure
-def reference_increase() -> str:
-    """The difference to the model as loaded at its context length, with intervals."""
-    result = last_line("reference")
-    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
-    names = list(dict.fromkeys(map(_named, result["rows"])))
-    cell = {
-        (_named(r), r["length"]): f"{r['increase']:+.3f} [{r['low']:+.3f}, {r['high']:+.3f}]" for r in result["rows"]
-    }
-    rows = ([name, *(cell[name, length] for length in lengths)] for name in names)
-    return markdown_table(["increase at", *(f"{length:,}" for length in lengths)], rows)
-
-
-@figure
 def remapping() -> str:
     """Bits per byte by length, and the difference to the model as loaded at its context length."""
     line = [line for line in lines_of("remapping") if not line.get("temperatures")][-1]
@@ -123,37 +68,34 @@ def remapping() -> str:
         f"The bundled model over {line['spans']} windows of {line['targets']} bytes in {line['documents']} documents, "
         f"the same bytes at every length; in brackets the difference to the model as loaded at "
         f"{line['context_length']} ({loaded['bits_per_byte']:.3f}), with its 95% interval over the documents. "
-    ) + _other_windows()
+    )
     note += stamp(line, f"benchmarks/remapping.py --spans {line['spans']}")
     cell = "{bits_per_byte:.3f} ({increase:+.3f} [{low:+.3f}, {high:+.3f}])"
     return length_table("bits per byte at", line | {"rows": rows}, cell, name="`{method}`", after=note)
 
 
 @figure
-def temperature_choice() -> str:
-    return _temperatures(
-        "choice", "Over four of the held-out modules (`_pydecimal`, `inspect`, `pydoc_data/topics`, `turtle`)."
-    )
-
-
-@figure
-def temperature_confirmation() -> str:
-    return _temperatures("confirmation", "Over the other four held-out modules.")
-
-
-def _temperatures(documents: str, note: str) -> str:
-    """Bits per byte of some documents at 8 times the context length and more, by method and temperature."""
+def temperatures() -> str:
+    """Bits per byte at 8 times the context length and more, by method and temperature, of both sets of documents."""
     line = [line for line in lines_of("remapping") if line.get("temperatures")][-1]
     rows = [row for row in line["rows"] if row["length"] >= 8 * line["context_length"]]
     lengths = sorted({row["length"] for row in rows})
-    cells = {(row["method"], row["temperature"], row["length"]): row[documents] for row in rows}
+    cells = {(row["method"], row["temperature"], row["length"]): row for row in rows}
     table = (
-        [f"`{method}`", temperature, *(f"{cells[method, temperature, length]:.3f}" for length in lengths)]
+        [
+            f"`{method}`",
+            temperature,
+            *("{choice:.3f} / {confirmation:.3f}".format(**cells[method, temperature, length]) for length in lengths),
+        ]
         for method, temperature in dict.fromkeys(key[:2] for key in cells)
     )
     head = ["method", "temperature", *(f"{length // line['context_length']}x" for length in lengths)]
+    note = (
+        "*Over the four held-out modules that the default was chosen on (`_pydecimal`, `inspect`, `pydoc_data/topics`, "
+        "`turtle`) / over the other four.* "
+    )
     command = f"benchmarks/remapping.py --spans {line['spans']} --temperatures {line['temperatures']}"
-    return markdown_table(head, table, f"*{note}* " + stamp(line, command))
+    return markdown_table(head, table, note + stamp(line, command))
 
 
 @figure
@@ -172,18 +114,18 @@ def _retrieval_cells(*benchmarks: str) -> tuple[dict[tuple[str, int, int], Row],
 
 @figure
 def retrieval() -> str:
+    """The share of exact answers by length, of one key and of one of several."""
     cells, lengths, line = _retrieval_cells("retrieval")
-    rows = (
-        [f"`{name}`, {'one key' if keys == 1 else f'one of {keys}'}"]
-        + [
-            "{:.2f} [{:.2f}, {:.2f}]".format(cell["exact"], *cell["interval"]) if cell else "–"
-            for cell in (cells.get((name, keys, length)) for length in lengths)
-        ]
-        for name in dict.fromkeys(name for name, _, _ in cells)
-        for keys in sorted({keys for other, keys, _ in cells if other == name})
-    )
+    counts = sorted({keys for _, keys, _ in cells})
+
+    def cell(name: str, length: int) -> str:
+        found = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
+        return " / ".join("{:.2f} [{:.2f}, {:.2f}]".format(each["exact"], *each["interval"]) for each in found) or "–"
+
+    rows = ([f"`{name}`", *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells))
     head = ["answered exactly at", *length_heads(lengths, line["context_length"])]
-    return markdown_table(head, rows, stamp(line, "benchmarks/retrieval.py"))
+    kinds = " / ".join("one key" if keys == 1 else f"one of {keys}" for keys in counts)
+    return markdown_table(head, rows, f"*{kinds}.* " + stamp(line, "benchmarks/retrieval.py"))
 
 
 @figure
@@ -209,12 +151,12 @@ def linear_attention() -> str:
     measured = {(row["what"], row["kernel"], row["tokens"]): row for row in line["rows"]}
     lengths = sorted({row["tokens"] for row in line["rows"]})
     rows = [
-        [f"{what}, {key}, `{kernel}`", *(f"{cell[key]:.2f}" if cell else "–" for cell in cells)]
-        for what, key in dict.fromkeys((what, key) for what, _, _ in measured for key in ("time", "memory"))
+        [f"{what}, `{kernel}`", *("{time:.2f} / {memory:.2f}".format(**cell) if cell else "–" for cell in cells)]
+        for what in dict.fromkeys(what for what, _, _ in measured)
         for kernel in dict.fromkeys(row["kernel"] for row in line["rows"])
         for cells in [[measured.get((what, kernel, length)) for length in lengths]]
     ]
-    head = ["times softmax attention", *(f"{length:,}" for length in lengths)]
+    head = ["time / memory, times softmax attention", *(f"{length:,}" for length in lengths)]
     return markdown_table(head, rows, stamp(line, "benchmarks/linear_attention.py"))
 
 
@@ -277,7 +219,7 @@ def hybrids() -> str:
         f"The bundled model, {line['scored_tokens']:,} bytes in {line['documents']} documents, the same bytes at every "
         "length; in brackets the 95% interval of the difference to the model as loaded at "
         f"{line['context_length']}. "
-    ) + _other_windows()
+    )
     note += stamp(line, f"benchmarks/reference.py --biases --spans {line['spans']}")
     return length_table("bits per byte at", line, "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})", after=note)
 

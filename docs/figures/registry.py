@@ -67,10 +67,7 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
     }
 
 
-NARROW = (
-    " The intervals are percentile bootstraps over few documents, narrower than 95% takes: see "
-    "[Intervals](intervals.md)."
-)
+NARROW = " Percentile bootstraps over few documents, [narrower than 95% takes](evaluation.md#intervals)."
 
 
 def stamp(line: Row, command: str) -> str:
@@ -98,6 +95,11 @@ def length_table(title: str, line: Row, cell: str, *, name: str = "{method}", af
     lengths = list(dict.fromkeys(length for _, length in cells))
     rows = ([each, *(cells[each, length] for length in lengths)] for each in dict.fromkeys(each for each, _ in cells))
     return markdown_table([title, *length_heads(lengths, line["context_length"])], rows, after)
+
+
+def anchor(heading: str) -> str:
+    """The part of an address behind the # that leads to a heading."""
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
 def names_in_lines(names: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .registry import figure, markdown_table, read_result, stamp
+from docs.figures.registry import figure, markdown_table, read_result, stamp
 
 
 def _interval(values: Sequence[float]) -> str:

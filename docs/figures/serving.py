@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections import Counter
 from dataclasses import fields
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from docs.figures.registry import FIGURES, ROOT, Row, anchor, figure, markdown_table, names_in_lines, read_result
 from rope_ext_hf.engines.base import Target, find_engine, list_engines
 from rope_ext_hf.errors import ServingError
 from tests.support.serving_models import SERVED, targets
-
-from .registry import FIGURES, ROOT, Row, figure, markdown_table, names_in_lines, read_result
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod
@@ -22,17 +23,24 @@ def engine_names() -> str:
     return names_in_lines(list_engines())
 
 
-ON_THE_PAGE_OF = {"gguf": "llama.cpp"}
-"""Engines that share a page: a GGUF file is what llama.cpp reads."""
+@cache
+def _sections() -> dict[str, str]:
+    """Where each engine has a section that somebody wrote, as a link: below which heading of which page."""
+    found = {}
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        heading = ""
+        for title, name in re.findall(
+            r"^## (.+)$|^<!-- figure: engine-([a-z0-9-]+) -->$", page.read_text("utf-8"), re.MULTILINE
+        ):
+            heading = title or heading
+            if name:
+                found[name] = f"{page.name}#{anchor(heading)}"
+    return found
 
 
-def page_of(engine: str) -> str:
-    """The page of an engine."""
-    return f"engine-{ON_THE_PAGE_OF.get(engine, engine).replace('.', '-')}.md"
-
-
-def _has_page(engine: str) -> bool:
-    return (ROOT / "docs" / page_of(engine)).exists()
+def _figure_of(engine: str) -> str:
+    """The name of an engine in the names of figures."""
+    return engine.replace(".", "-")
 
 
 @cache
@@ -63,13 +71,15 @@ def _served_ways(engine: str) -> list[str | None]:
 
 @figure
 def engines() -> str:
-    """Every engine with its version, its page, and how many of the configurations it serves."""
+    """Every engine with its version, its section, and how many of the configurations it serves."""
     rows = []
     for name, engine in list_engines().items():
         served = _served_ways(name)
-        page = f"[{engine.title or name}]({page_of(name)})" if _has_page(name) else engine.title or name
-        rows.append((f"`{name}`", page, engine.version, f"{sum(each is not None for each in served)} of {len(served)}"))
-    return markdown_table(["`--engine`", "page", "rules read in", "methods of these models served"], rows)
+        link = _sections().get(_figure_of(name), f"#{anchor(name)}")
+        section = f"[{engine.title or name}]({link})"
+        count = f"{sum(each is not None for each in served)} of {len(served)}"
+        rows.append((f"`{name}`", section, engine.version, count))
+    return markdown_table(["`--engine`", "section", "rules read in", "served"], rows)
 
 
 @figure
@@ -80,32 +90,59 @@ def drafts() -> str:
 
 
 @figure
-def engines_without_a_page() -> str:
-    """The tables of an engine that nobody has written a page for yet."""
-    parts = [f"## {name}{_served_table(name)}{_traps_table(name)}" for name in list_engines() if not _has_page(name)]
-    return "\n\n" + "".join(parts) if parts else "\n"
+def engines_without_a_section() -> str:
+    """Sections of the engines that nobody has written one for yet."""
+    missing = [name for name in list_engines() if _figure_of(name) not in _sections()]
+    return "\n\n" + "".join(f"## {name}{_section(name)}" for name in missing) if missing else "\n"
 
 
-def _served_table(engine: str) -> str:
-    """One row for each way to write methods; model and base stand in the first of theirs."""
-    ways = ("as published", "native", "longrope", "divisors", None)
-    cells: dict[tuple[str, str], dict[str | None, list[str]]] = {}
-    for (family, over, method, _), way in zip(_targets(), _served_ways(engine), strict=True):
-        cells.setdefault((family, over), {}).setdefault(way, []).append(method.name)
-    rows = []
-    for key, cell in cells.items():
-        lines = [(way or "refused", ", ".join(cell[way])) for way in ways if way in cell]
-        rows += [[*(key if index == 0 else ("", "")), *line] for index, line in enumerate(lines)]
-    return markdown_table(["model", "over", "how", "methods"], rows)
+def _section(engine: str) -> str:
+    """What the engine is given, what it refuses and what it reads otherwise; not repeated of one that runs another."""
+    if find_engine(engine).rules_of:
+        return _example(engine)
+    return _example(engine) + _refused(engine) + _traps(engine)
 
 
-def _traps_table(engine: str) -> str:
-    traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8"))
+def _refused(engine: str) -> str:
+    """How many configurations are served in which way, and which are refused."""
+    by_model: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
+    ways = _served_ways(engine)
+    for (family, over, method, _), way in zip(_targets(), ways, strict=True):
+        refused, served = by_model.setdefault(family, {}).setdefault(over, ([], []))
+        (refused if way is None else served).append(method.name)
+
+    def cell(refused: list[str], served: list[str]) -> str:
+        if refused and len(served) < 3:
+            return "all" + f" but {' and '.join(served)}" * bool(served)
+        return ", ".join(refused) or "–"
+
     rows = [
-        (trap["versions"], f"`{key}`" if " " not in (key := trap["key"]) else key, trap["effect"], trap["source"])
-        for trap in traps.get(find_engine(engine).rules_of or engine, [])
+        (family, *(cell(*by_base[over]) for over in ("own", "original")))
+        for family, by_base in by_model.items()
+        if any(refused for refused, _ in by_base.values())
     ]
-    return markdown_table(["versions", "key", "what happens", "source"], rows) if rows else "\n\nNone is known.\n\n"
+    counts = ", ".join(f"{count} {_WAYS[way]}" for way, count in Counter(ways).most_common() if way)
+    text = f"{len(ways) - ways.count(None)} of {len(ways)} are served: {counts}."
+    if not rows:
+        return f"{text}\n\n"
+    return f"{text} Refused:" + markdown_table(["model", "over its own scaling", "over its original length"], rows)
+
+
+_WAYS = {
+    "native": "by the engine's own name of the method",
+    "longrope": "as two equal lists",
+    "divisors": "as divisors",
+    "as published": "as published",
+}
+
+
+def _traps(engine: str) -> str:
+    """Keys that the engine ignores or reads otherwise, with the versions and the place in its source."""
+    traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
+    if not traps:
+        return "Keys that are ignored or read otherwise: none is known.\n\n"
+    lines = (f"- **{each['key']}** ({each['versions']}): {each['effect']} (`{each['source']}`)\n" for each in traps)
+    return f"Keys that are ignored or read otherwise:\n\n{''.join(lines)}\n"
 
 
 def _example(engine: str) -> str:
@@ -117,39 +154,38 @@ def _example(engine: str) -> str:
     return f"\n\n```\n{printed}\n```\n\n"
 
 
-for _engine in filter(_has_page, list_engines()):
-    _parts = {"example": _example} | (
-        {} if _engine in ON_THE_PAGE_OF else {"served": _served_table, "traps": _traps_table}
-    )
-    for _part, _make in _parts.items():
-        FIGURES[f"engine-{_engine.replace('.', '-')}-{_part}"] = partial(_make, _engine)
+for _engine in list_engines():
+    if _figure_of(_engine) in _sections():
+        FIGURES[f"engine-{_figure_of(_engine)}"] = partial(_section, _engine)
 
 
-def _classes(result: Row) -> str:
-    """How the rotary classes of an engine compare with what its configurations are meant to compute."""
+@figure
+def engine_classes() -> str:
+    """How the rotary classes of engines compare with what their configurations are meant to compute."""
+    results = read_result("engine-classes")["engines"]
+    columns = [_classes(result) for result in results]
+    rows = ([name, *(column.get(name, "–") for column in columns)] for name in columns[0])
+    return markdown_table(["", *(f"{result['engine']} {result['version']}" for result in results)], rows)
+
+
+def _classes(result: Row) -> dict[str, str]:
     plugin = result.get("plugin", [])
     every = result["rows"] + plugin
-    rows = {
-        "frequencies, largest relative difference (float32 tables)": max(row["frequencies"] for row in every),
-        "magnitude, largest relative difference": max(row["magnitude"] for row in every),
+
+    def largest(key: str) -> str:
+        measured = [row[key] for row in every if key in row]
+        return f"{max(measured):.1e}" if measured else "–"
+
+    return {
+        "configurations by its own rope types": str(len(result["rows"])),
+        "of these, the same module with the plug-in registered": str(result["untouched"]) if plugin else "–",
+        "configurations by the plug-in": str(len(plugin)) if plugin else "–",
+        "frequencies, largest relative difference (float32 tables)": largest("frequencies"),
+        "magnitude, largest relative difference": largest("magnitude"),
+        "softmax scale, largest relative difference": largest("softmax_scale"),
+        "queries rotated by M-RoPE, largest difference": largest("positions"),
+        "families not built by its factory": ", ".join(result["skipped"]) or "none",
     }
-    for key, name in (
-        ("softmax_scale", "softmax scale, largest relative difference"),
-        ("positions", "queries rotated by M-RoPE, largest difference"),
-    ):
-        if measured := [row[key] for row in every if key in row]:
-            rows[name] = max(measured)
-    cells = [("configurations by its own rope types", str(len(result["rows"])))]
-    if plugin:
-        cells.append(("of these, the same module with the plug-in registered", str(result["untouched"])))
-        cells.append(("configurations by the plug-in", str(len(plugin))))
-    cells += [(name, f"{value:.1e}") for name, value in rows.items()]
-    cells.append(("families not built by its factory", ", ".join(result["skipped"]) or "none"))
-    return markdown_table([f"{result['engine']} {result['version']}", "measured by `make test-engines`"], cells)
-
-
-for _each in read_result("engine-classes")["engines"]:
-    FIGURES[f"engine-classes-{_each['engine']}"] = partial(_classes, _each)
 
 
 @figure
@@ -211,18 +247,17 @@ def vllm_logprobs() -> str:
     for row in (*result["rows"], *result["classes"]):
         if row["family"] not in other:
             by_method.setdefault((row["family"], row["over"]), {})[row["method"], row["plugin"]] = row
-    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
 
-    def cell(row: Row | None) -> str:
-        if row is None or "refused" in row:
-            return "refused" if row else ""
-        return "**does not run**" if "failed" in row else f"{row['largest_difference']:.0e}"
+    def cell(rows: list[Row]) -> str:
+        if failed := [row["method"] for row in rows if "failed" in row]:
+            return f"**{', '.join(failed)} does not run**"
+        measured = [row["largest_difference"] for row in rows if "refused" not in row]
+        refused = [f"{row['method']} refused" for row in rows if "refused" in row]
+        return ", ".join([*([f"{max(measured):.0e}"] if measured else []), *refused]) or "–"
 
     table = [
-        (family, over, way, *(cell(rows.get((method, plugin))) for method in methods))
+        (family, over, *(cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True)))
         for (family, over), rows in by_method.items()
-        for plugin, way in ((False, "stock"), (True, "plug-in"))
-        if any(key[1] == plugin for key in rows)
     ]
     equal = all(each["bit_equal"] for each in result["stock"])
     moved = [row["moved_by"] for row in result["rows"] if "moved_by" in row]
@@ -234,13 +269,18 @@ def vllm_logprobs() -> str:
         for name, each in other.items()
     )
     note = (
-        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU; the methods move "
+        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, `theta` only "
+        "where it does not have to go over a scaling; the methods move "
         f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
         f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
         f"of vLLM's class and of transformers.{unlike} Measured by "
         f"`make test-vllm` with {versions}.*"
     )
-    return markdown_table(["model", "over", "by", *(f"`{method}`" for method in methods)], table, note)
+    tried = {
+        plugin: ", ".join(dict.fromkeys(row["method"] for row in result["rows"] if row["plugin"] == plugin))
+        for plugin in (False, True)
+    }
+    return markdown_table(["model", "over", f"stock: {tried[False]}", f"plug-in: {tried[True]}"], table, note)
 
 
 @figure
@@ -248,14 +288,19 @@ def vllm_remapping() -> str:
     """How far a real vLLM under remapping methods lies from the patched model, in each way of reading the prompts."""
     result = read_result("vllm_remapping")
     ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    by_model: dict[tuple[str, str], dict[str, Row]] = {}
+    by_model: dict[str, dict[str, list[Row]]] = {}
+    methods: dict[str, dict[str, None]] = {}
     for row in result["rows"]:
-        by_model.setdefault((row["model"], row["method"]), {})[row["way"]] = row
+        by_model.setdefault(row["model"], {}).setdefault(row["way"], []).append(row)
+        methods.setdefault(row["model"], {})[f"`{row['method']}`"] = None
 
-    def cell(row: Row | None) -> str:
-        if row is None or "failed" in row:
-            return "**does not run**" if row else ""
-        return f"{row['largest_difference']:.0e}"
+    def cell(model: str, rows: list[Row]) -> str:
+        if failed := [row["method"] for row in rows if "failed" in row]:
+            return f"**{', '.join(failed)} does not run**"
+        if not rows:
+            return "–"
+        some = ", ".join(f"`{row['method']}`" for row in rows) if 2 * len(rows) < len(methods[model]) else ""
+        return f"{max(row['largest_difference'] for row in rows):.0e}" + f" ({some})" * bool(some)
 
     moved = [row["moved_by"] for row in result["rows"]]
     longest, *others = result["lengths"]
@@ -267,22 +312,25 @@ def vllm_remapping() -> str:
         f"move the former by {min(moved):.2g} to {max(moved):.2g}. Measured by `{result['command']}` with {versions}.*"
     )
     table = [
-        (model, f"`{method}`", *(cell(rows.get(way)) for way in ways)) for (model, method), rows in by_model.items()
+        (model, ", ".join(methods[model]), *(cell(model, rows.get(way, [])) for way in ways))
+        for model, rows in by_model.items()
     ]
-    return markdown_table(["model", "method", *ways], table, note)
+    return markdown_table(["model", "methods", *ways], table, note)
 
 
 @figure
 def vllm_perplexity() -> str:
     """Perplexity of the bundled model by a real vLLM and by transformers."""
     result = read_result("vllm_perplexity")
-    table = [
-        (row["dtype"], row["method"], f"{row['length']:,}", *(f"{row[by]:.4f}" for by in ("vllm", "transformers")))
-        for row in result["rows"]
-    ]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        both = f"{row['vllm']:.4f} / {row['transformers']:.4f}"
+        cells.setdefault((row["method"], f"{row['length']:,}"), {})[row["dtype"]] = both
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    table = [(*key, *(by_dtype[dtype] for dtype in dtypes)) for key, by_dtype in cells.items()]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = f"*`{result['command']}` on a CPU. Measured by `make test-vllm` with {versions}.*"
-    return markdown_table(["dtype", "method", "tokens", "vLLM", "transformers"], table, note)
+    return markdown_table(["method", "tokens", *(f"{dtype}: vLLM / transformers" for dtype in dtypes)], table, note)
 
 
 @figure
@@ -290,18 +338,22 @@ def vllm_drafts() -> str:
     """What a real vLLM's drafts rotate by, where the model got its settings in each way."""
     result = read_result("vllm_drafts")
 
-    def cell(row: Row, which: str) -> str:
+    def cell(row: Row) -> str:
         if "failed" in row:
             return "**does not run**"
-        return "the same" if row[which] < 1e-5 else f"off by up to {100 * row[which]:.0f}%"
+        of = {which: row[which] for which in ("model", "draft")}
+        off = [f"{which} off by up to {100 * value:.0f}%" for which, value in of.items() if value >= 1e-5]
+        return ", ".join(off) or "both the same"
 
-    table = [(row["case"], f"`{row['way']}`", cell(row, "model"), cell(row, "draft")) for row in result["rows"]]
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    cells = {(row["case"], row["way"]): cell(row) for row in result["rows"]}
+    table = [(case, *(cells[case, way] for way in ways)) for case in dict.fromkeys(case for case, _ in cells)]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         "*The frequencies in the tables of a running vLLM, compared with those that were asked for (by-parts x4). "
         f"Measured by `{result['command']}` with {versions}.*"
     )
-    return markdown_table(["model and draft", "settings in", "model", "draft"], table, note)
+    return markdown_table(["model and draft", *(f"settings in `{way}`" for way in ways)], table, note)
 
 
 @figure
@@ -309,33 +361,33 @@ def servers() -> str:
     """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
     result = read_result("servers")
     columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]), key=lambda each: each[0])
-    by_case: dict[tuple[bool, str, str], dict[tuple[str, str], Row]] = {}
-    for row in result["rows"]:
-        right = row["expected"] == "as measured"
+    by_case: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    models: dict[str, dict[str, None]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["expected"] != "as measured"):
         name = "weights of the other pairing" if " weights " in row["expected"] else row["expected"]
-        by_case.setdefault((not right, row["measured"], name), {})[row["engine"], row["dtype"]] = row
+        by_case.setdefault(name, {}).setdefault((row["engine"], row["dtype"]), []).append(row)
+        models.setdefault(name, {})[row["measured"]] = None
 
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "–"
-        if not row.get("right"):
-            return f"**{row.get('runs') or 'not said'}**"
-        alike = f" ({len(row['alike'])})" if row["alike"] else ""
-        return f"{max(row['differences'][row['closest']]):.0e}{alike}"
+    def cell(rows: list[Row]) -> str:
+        if wrong := [row.get("runs") or "not said" for row in rows if not row.get("right")]:
+            return f"**{', '.join(wrong)}**"
+        alike = max((len(row["alike"]) for row in rows), default=0)
+        differences = [row["differences"][row["closest"]] for row in rows]
+        return f"{max(map(max, differences)):.0e}" + f" ({alike})" * bool(alike) if rows else "–"
 
     counts = [sum(bool(row.get("right")) for row in result["rows"]), len(result["rows"])]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
-        f"*The largest root mean square difference in nats from the configuration that the server was taken for, over "
+        f"*The largest root mean square difference in nats from the configuration that each was taken for, over "
         f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256; in brackets, how "
-        f"many others were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. Measured by "
-        f"`{result['command']}` with {versions}.*"
+        f"many others at most were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. "
+        f"Measured by `{result['command']}` with {versions}.*"
     )
     table = (
-        (measured, name, *(cell(rows.get(column)) for column in columns))
-        for (_, measured, name), rows in sorted(by_case.items(), key=lambda item: item[0][0])
+        (name, "; ".join(models[name]), *(cell(cases.get(column, [])) for column in columns))
+        for name, cases in by_case.items()
     )
-    return markdown_table(["measured", "served", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+    return markdown_table(["served", "of", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
 
 
 def _report(expected: str) -> str:
@@ -350,11 +402,6 @@ def _report(expected: str) -> str:
     )
     values = {item.name: row[item.name] for item in fields(ServerReport) if item.name in row}
     return f"\n\n```\n{ServerReport(url='http://localhost:8080', **values)}\n```\n\n"
-
-
-@figure
-def check_server_right() -> str:
-    return _report("as measured")
 
 
 @figure

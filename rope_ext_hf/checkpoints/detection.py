@@ -15,7 +15,7 @@ and the means of rows and columns, so that dims with large weights do not count 
 The verdict is the sign of the mean score over heads. It needs `_MIN_SIGMA` standard errors (from the differences
 between heads or, if larger, from energies in random order) and `_MIN_LAYER_AGREEMENT` of the layers; else it is None.
 
-`benchmarks/detection.py` measures it: docs/detection.md has the scores, and how many random initialisations got none.
+`benchmarks/detection.py` measures it: docs/conversion.md has the scores, and how many random initialisations got none.
 
 Where a text is given, the loss on it is measured with the rows in either order as well.
 

@@ -220,7 +220,7 @@ class _VLLMWithPlugin(VLLM):
         config = super().served(target, encoding, computed)
         if not target.remapping:
             return config
-        note = "An experiment, in plain torch and slow: docs/engine-vllm.md has its limits."
+        note = "An experiment, in plain torch and slow: docs/vllm-sglang.md has its limits."
         return replace(config, command=(*config.command, "--attention-backend", "CUSTOM"), notes=(*config.notes, note))
 
 

@@ -237,7 +237,7 @@ def test_bos_as_the_tokenizer_does_and_never_eos(template: str, given: list[int]
 
 @pytest.mark.slow
 def test_the_model_of_lm_eval_scores_the_eos_of_the_bundled_tokenizer(tokenizer: Any) -> None:
-    """docs/lm-eval.md: contexts end with EOS there, and EOS stands in the place of a continuation's first byte."""
+    """docs/evaluation.md: contexts end with EOS there, and EOS stands in the place of a continuation's first byte."""
     model = load()
     expected = [ours(model, tokenizer, *pair) for pair in PAIRS if pair[0]]
     stock = [HFLM(pretrained=model, tokenizer=tokenizer, **given) for given in ({}, {"add_bos_token": False})]

@@ -1,4 +1,4 @@
-"""Published configs of the families in the tables of docs/engine-*.md, as models that can be served.
+"""Published configs of the families in docs/engines.md, as models that can be served.
 
 >>> served_model("Llama").config.model_type
 'llama'
