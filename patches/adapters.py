@@ -26,6 +26,7 @@ from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY, checked_specs
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
 from rope_ext_hf.patches.slots import patch_state
+from rope_ext_hf.questions import command_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +150,7 @@ class Adapter:
         if self.pairing is not None and runs not in (None, self.pairing):
             raise CheckpointError(
                 f"the adapter {short(self.path)!r} is {self.pairing}, its base model {short(self.base)!r} {runs}; "
-                f"convert one of them: rope-ext convert {short(self.path)} NEW --to {runs}"
+                f"convert one of them: {command_line('convert', short(self.path), 'NEW', to=runs)}"
             )
         try:
             from peft import PeftConfig, PeftModel

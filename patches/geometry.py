@@ -30,6 +30,7 @@ from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs
+from rope_ext_hf.questions import command_line
 
 _OVER = ("own", "original", "patched")
 """What a patch is applied over: the model as loaded, the model without its own scaling, or the present patch."""
@@ -229,7 +230,7 @@ def check_pairing(model: nn.Module) -> None:
     raise CheckpointError(
         f"the config of this model states {PAIRING_KEY} {stated!r}, but the {config.model_type!r} class of "
         f"transformers runs {run!r} weights: the model's output would be meaningless. Convert the folder with "
-        f"`rope-ext convert {folder} NEW --to {run}`, or the loaded model with rope.convert(model, to={run!r})"
+        f"`{command_line('convert', folder, 'NEW', to=run)}`, or the loaded model with rope.convert(model, to={run!r})"
     )
 
 

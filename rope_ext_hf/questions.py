@@ -125,7 +125,10 @@ class Question:
             value, default = getattr(self, each.name), each.default if how.typed is ... else how.typed
             if how.option and value != default:
                 name = how.names[0].lstrip("-").replace("-", "_") if how.names else each.name
-                given[name] = value if how.show is None else how.show(value)
+                if value is False:
+                    given[f"no_{name}"] = True
+                else:
+                    given[name] = value if how.show is None else how.show(value)
         return given
 
 

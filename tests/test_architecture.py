@@ -247,6 +247,21 @@ def test_engines_are_named_in_their_folder_alone() -> None:
     )
 
 
+def test_commands_are_spelt_by_one_function() -> None:
+    """By `questions.command_line`, which quotes them, and whose lines tests parse again."""
+
+    def text(node: ast.JoinedStr) -> str:
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+
+    check(
+        f"{module.name}:{node.lineno} writes {text(node)!r}"
+        for module in modules().values()
+        if module.room not in ("cli", "questions")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.JoinedStr) and re.search(r"rope-ext [a-z-]+ [^.;`]*\{\}", text(node))
+    )
+
+
 def test_traps_are_those_of_engines() -> None:
     traps = tomllib.loads((ROOT / PACKAGE / "engines" / "traps.toml").read_text(encoding="utf-8"))
     check(traps.keys() - engine_names())

@@ -28,6 +28,7 @@ from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.reading.preflight import estimate_flops
 from rope_ext_hf.serving.target import Model, make_target, open_model
@@ -179,7 +180,7 @@ class _Planner:
         self.name = name
         self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
         given = {key: value for key, value in underneath.items() if value not in (None, "own")}
-        self.options = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
+        self.options = given
         self.configs: dict[tuple[str, str], ServingConfig] = {}
         self.refusal = ""
 
@@ -306,34 +307,31 @@ class _Planner:
         reached: int,
     ) -> dict[str, tuple[str, ...]]:
         """The commands to run next, by their goal."""
-        model, target = self.name, str(self.target_length)
-        quoted = shlex.quote(model)
+        model, target = self.name, self.target_length
         first = next(iter(choices.get(SERVING, ())), None)
         compared = list(dict.fromkeys(name for names in choices.values() for name in names))
-        lengths = f"{min(reached, self.target_length)},{target}" if reached != self.target_length else target
+        lengths = tuple(dict.fromkeys((min(reached, target), target)))
         result: dict[str, tuple[str, ...]] = {}
         if compared:
-            asked = f"--method {','.join(compared)} --target-length {target}{self.options} --lengths {lengths}"
-            passes = [int(length) for length in lengths.split(",")] * (_MEASURED_SPANS * (len(compared) + 1))
+            asked: dict[str, Any] = {"method": compared, "target_length": target, **self.options, "lengths": lengths}
+            passes = [*lengths] * (_MEASURED_SPANS * (len(compared) + 1))
             reading = f"{sum(passes):,} tokens are read{self._time(passes)}"
             result[f"measure on your own text: {reading}"] = (
-                f"rope-ext ppl {quoted} {asked} --max-spans {_MEASURED_SPANS} --data 'texts/*.txt'",
-                f"rope-ext passkey {quoted} {asked}",
+                command_line("ppl", model, **asked, max_spans=_MEASURED_SPANS, data="texts/*.txt"),
+                command_line("passkey", model, **asked),
             )
         if first is not None:
-            asked = f"--method {first} --target-length {target}{self.options}"
-            out = shlex.quote(f"{Path(model).name}-{target}")
+            asked = {"method": first, "target_length": target, **self.options}
             result["see what it changes, and keep it in a folder"] = (
-                f"rope-ext describe {quoted} {asked}",
-                f"rope-ext patch {quoted} {asked} --out {out}",
+                command_line("describe", model, **asked),
+                command_line("patch", model, **asked, out=f"{Path(model).name}-{target}"),
             )
         recipe = find_recipe(self.opened.config)
         if recipe is not None and (recipe.extended_length or 0) >= self.target_length > recipe.context_length:
             given = recipe.arguments(self.opened.config.max_position_embeddings)
-            asked = "".join(f" --{key.replace('_', '-')} {value}" for key, value in given.items())
             result[f"as published for {recipe.name}"] = (
-                f"rope-ext describe {quoted}{asked}",
-                f"rope-ext serve-config {quoted}{asked} --engine {usual_server()}",
+                command_line("describe", model, **given),
+                command_line("serve-config", model, **given, engine=usual_server()),
             )
         programs: set[str] = set()
         for engine, name in served.items():
@@ -341,8 +339,9 @@ class _Planner:
             if engine == _OWN_PROCESS or program in programs:  # a second way to run the same program
                 continue
             programs.add(program)
-            asked = f" --method {name}" + ("" if name == Default.name else f" --target-length {target}") if name else ""
-            result[f"serve with {engine}"] = tuple(_serve(quoted, asked + self.options, engine, configs[engine]))
+            length = target if name not in ("", Default.name) else None
+            asked = {"method": name or None, "target_length": length, **self.options}
+            result[f"serve with {engine}"] = tuple(_serve(model, asked, engine, configs[engine]))
         return result
 
 
@@ -354,11 +353,11 @@ def _kind(method: RopeMethod) -> str:
     return "length-dependent" if method.length_dependent else "static"
 
 
-def _serve(model: str, asked: str, engine: str, config: ServingConfig) -> Iterable[str]:
+def _serve(model: str, asked: Mapping[str, Any], engine: str, config: ServingConfig) -> Iterable[str]:
     """The commands that lead to a running server."""
-    yield f"rope-ext serve-config {model}{asked} --engine {engine}"
+    yield command_line("serve-config", model, **asked, engine=engine)
     if config.gguf_keys:
-        yield f"rope-ext gguf IN.gguf OUT.gguf --model {model}{asked}"
+        yield command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked)
     complete = config.command and (config.overrides is not None or not config.config_keys)
     if complete:
         variables = "".join(f"{key}={shlex.quote(value)} " for key, value in config.environment.items())

@@ -37,6 +37,7 @@ from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, with_pairing
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.rotary.pairing import PAIRINGS, other_pairing
 
 
@@ -124,7 +125,7 @@ class _PairingConversion(Conversion):
         if not loads_natively:
             self.warnings = (
                 f"{str(dst)!r} holds {to} weights, which the code of {source.tensors.model_type!r} models does not "
-                f"run; for transformers, convert it back: rope-ext convert {dst} NEW --to {other_pairing(to)}",
+                f"run; for transformers, convert it back: {command_line('convert', dst, 'NEW', to=other_pairing(to))}",
             )
         self.report = ConversionReport(
             path=str(dst),

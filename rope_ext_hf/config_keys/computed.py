@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.keys import Config, needed, rope_divisors
@@ -78,12 +79,12 @@ class RopeKeys:
     notes: tuple[str, ...] = ()
     usual: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def model_type(self) -> str:
         """The model type of the text config."""
         return str(self.text.get("model_type"))
 
-    @property
+    @cached_property
     def theta(self) -> float:
         """The base."""
         return float(self.settings["rope_theta"])

@@ -358,7 +358,8 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
         if name in _ENGINES:
             raise ValueError(f"an engine is registered as {name!r} already")
         cls.name = name
-        _ENGINES[name] = cls
+        others = {} if not cls.reference else {other: _ENGINES.pop(other) for other in list(_ENGINES)}
+        _ENGINES.update({name: cls, **others})
         return cls
 
     return register
@@ -366,7 +367,7 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
 
 def list_engines() -> dict[str, type[Engine]]:
     """Every engine by name, the reference first."""
-    return dict(sorted(_ENGINES.items(), key=lambda each: not each[1].reference))
+    return dict(_ENGINES)
 
 
 def find_engine(name: str) -> Engine:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
 from rope_ext_hf.terminal import text_table, wrapped
@@ -121,7 +122,7 @@ class SearchReport:
             f"The model, extended {self.target_length / self.context_length:g} times, is in {self.folder}, as "
             f"{self.save_route}. `rope_ext_hf.from_pretrained` loads it; measure it on other text:",
         )
-        command = f"rope-ext ppl {self.folder} --lengths {self.context_length},{self.target_length} --data TEXT"
+        command = command_line("ppl", self.folder, lengths=(self.context_length, self.target_length), data="TEXT")
         return "\n".join([*tables, "", *map(wrapped, sentences), f"  {command}"])
 
 

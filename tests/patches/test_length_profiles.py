@@ -21,6 +21,7 @@ from tests.patches.test_slots_multimodal import build as build_multimodal
 from tests.patches.test_slots_multimodal import with_image
 from tests.support.dispatch import HostReads
 from tests.support.models import FAMILIES, TRAINED, build, logits, tokens
+from tests.support.wrapped_text import unwrapped
 
 FACTORS = (1, 2, 4)
 NEW = 12
@@ -524,7 +525,10 @@ def test_layers_on_disk(tmp_path: Path) -> None:
 
 def test_it_describes_itself() -> None:
     text = str(rope.describe(model_at("llama", None)))
-    assert "Each row, with all that is generated after it, has one factor: x1 up to 64 tokens, x2 up to 128" in text
+    assert (
+        "Each row, with all that is generated after it, has one factor: x1 up to 64 tokens, x2 up to 128"
+        in unwrapped(text)
+    )
     assert "Inputs of up to 64 tokens give the output of the model" in text
 
 

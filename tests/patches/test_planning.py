@@ -109,5 +109,5 @@ def test_a_patch_and_a_save_take_few_calls(tmp_path: Path) -> None:
     model = build("llama")
     rope.patch(model, "yarn", factor=4)
     assert calls_of_this_package(lambda: rope.patch(model, "yarn", factor=8)) < 500
-    assert calls_of_this_package(lambda: model.save_pretrained(tmp_path / "first")) < 250
+    assert calls_of_this_package(lambda: model.save_pretrained(tmp_path / "first")) < 300
     assert calls_of_this_package(lambda: model.save_pretrained(tmp_path / "second")) < 150

@@ -16,6 +16,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.patches.recipes import find_recipe, recipes
 from rope_ext_hf.serving.target import Model, make_target
 from tests.support.serving_models import FOLDER
+from tests.support.wrapped_text import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unrecognized keys")
 BY_NAME = {recipe.name: recipe for recipe in recipes()}
@@ -103,7 +104,7 @@ def test_a_model_is_described_with_its_recipe() -> None:
     expected = "yarn with factor 4 over 32,768 tokens, for 131,072. "
     expected += "To get that: method='yarn', context_length=32768, target_length=131072."
     assert expected in (rope.describe(model).recipe or "")
-    assert expected in str(rope.describe(model))
+    assert expected in unwrapped(rope.describe(model))
     with pytest.warns(UserWarning, match="this patch is not the published one.*context_length=32768"):
         rope.patch(model, "yarn", target_length=131072, context_length=40960)  # factor 3.2
     assert expected in (rope.describe(model).recipe or "")

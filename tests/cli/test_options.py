@@ -1,0 +1,80 @@
+"""Questions as options: what `command_line` prints is parsed back to the same value."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from rope_ext_hf.advice.questions import Extending
+from rope_ext_hf.cli import options
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.eval.questions import Need, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
+from rope_ext_hf.questions import Question, command_line
+from rope_ext_hf.training.questions import Finetuning, Searching
+
+QUESTIONS: list[tuple[str, Question]] = [
+    ("ppl", Perplexity(lengths="4k,8k")),
+    (
+        "ppl",
+        Perplexity(
+            lengths=[256, 1024], data="my texts/*.txt", protocol="sliding", targets=64, stride=128, max_spans=16,
+            bos=False, keys_by="org/model", key_window=128,
+        ),
+    ),
+    ("sweep", Sweep(lengths=512, max_spans=64, bos=True)),
+    ("passkey", Passkey(lengths=[128], depths=[0, 0.5], trials=3, keys=2, distractors=5, task="needle", seed=7)),
+    ("tasks", Tasks(lengths="16k", suite="json-kv", tasks="kv", samples=4, score="rank", chat_template="never")),
+    ("need", Need(target_length="32k", data="books")),
+    ("finetune", Finetuning(model="m", method="yarn", factor=4, data="books/*.txt", minutes=2.5, train_all=True)),
+    ("finetune", Finetuning(model="m", method="yarn", target_length=4096, data="b", steps=10, control=True, guard=0.5)),
+    ("search", Searching(model="m", target_length="32k", data="b", minutes="90s", methods="yarn,ntk", static=True)),
+    ("search", Searching(model="m", target_length=2048, data="b", trials=5, most_lost=0.05, fitness="needle")),
+    ("extend", Extending(target_length="128k", engine="sglang", out="a folder", measure=False, anyway=True)),
+    ("ppl", MethodChoice(method=["yarn", "self-extend"], factor=[2, 8], over="original", context_length=4096)),
+    ("describe", LayerChoice(method="ntk", factor=1.5, layers="sliding_attention,2")),
+    ("serve-config", PatchChoice(method="theta", target_length="1M")),
+]  # fmt: skip
+REQUIRED = {"ppl": "--lengths 8", "serve-config": "--engine vllm", "finetune": "--out o", "search": "--out o"}
+
+
+def parsed(line: str, kind: type[Question]) -> Question:
+    """The question of a command as it is typed."""
+    name, *words = shlex.split(line)[1:]
+    group: Any = typer.main.get_command(app)
+    with group.get_command(None, name).make_context(name, words) as context:
+        question: Question = options._call(kind, context.params | {"context": context})
+    return question
+
+
+@pytest.mark.parametrize(("command", "question"), QUESTIONS, ids=lambda value: getattr(type(value), "__name__", value))
+def test_a_printed_command_is_the_same_question_again(command: str, question: Question) -> None:
+    needed = "" if "lengths" in question.options else f" {REQUIRED.get(command, '')}"
+    line = command_line(command, "m", **question.options) + needed
+    assert parsed(line, type(question)) == question
+
+
+def test_what_is_given_as_text_and_as_a_value_is_the_same() -> None:
+    assert Perplexity(lengths="256,1k", max_spans="all") == Perplexity(lengths=[256, 1024])
+    assert MethodChoice(method="yarn, ntk", factor="2,4") == MethodChoice(method=["yarn", "ntk"], factor=(2.0, 4.0))
+    assert Extending(target_length="2k", out="a") == Extending(target_length=2048, out=Path("a"))
+
+
+def test_the_defaults_of_python_and_of_a_command_differ_where_it_is_said() -> None:
+    assert Perplexity(lengths=8).max_spans is None
+    asked = parsed(command_line("ppl", "m", lengths=8), Perplexity)
+    assert asked == Perplexity(lengths=8, max_spans=64)
+    assert asked.options == {"lengths": (8,)}
+    assert Perplexity(lengths=8).options == {"lengths": (8,), "max_spans": "all"}
+
+
+def test_help_lists_the_fields_once() -> None:
+    for question in {type(question) for _, question in QUESTIONS}:
+        text = question.__doc__ or ""
+        for each, how in question.how_asked():
+            if each.name in vars(question).get("__annotations__", ()):
+                assert text.count(f"    {each.name}: {how.help}") == 1, each.name
