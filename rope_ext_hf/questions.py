@@ -120,7 +120,7 @@ class Question:
     @property
     def options(self) -> dict[str, Any]:
         """The options that a command must be given to ask the same, by their names in Python; see `command_line`."""
-        given = {}
+        given: dict[str, Any] = {}
         for each, how in self.how_asked():
             value, default = getattr(self, each.name), each.default if how.typed is ... else how.typed
             if how.option and value != default:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -150,30 +151,42 @@ def make_folder(path: Path) -> None:
 
 
 class _ProgressBar:
-    """A progress bar with the name of what is being done."""
+    """A progress bar with the name of what is being done; beside it, the time that is left is said."""
 
-    def __init__(self, bar: Any, task: Any) -> None:
+    def __init__(self, bar: Any, task: Any, show: bool, passes: str) -> None:
         self._bar, self._task = bar, task
-
-    def advance(self, name: str, count: int) -> None:
-        """So many more are done, of what has this name."""
-        self._bar.update(self._task, advance=count, description=name)
+        self.left = TimeLeft(0.0, partial(print_note, "time") if show else lambda line: None, passes=passes)
 
     def set_total(self, total: int) -> None:
         """How many there are."""
         self._bar.update(self._task, total=total)
 
+    def advance(self, name: str, count: int, work: float = 0.0) -> None:
+        """So many more are done, of what has this name, with so much of the work in `left`."""
+        self._bar.update(self._task, advance=count, description=name)
+        if work:
+            self.left.passed(work)
+
     def set(self, done: int, total: int) -> None:
         """How many are done, of how many."""
         self._bar.update(self._task, completed=done, total=total)
+        if not self.left.total:
+            self.left.total = total
+            self.left.begin()
+        elif done > self.left.done:
+            self.left.passed(done - self.left.done)
+
+
+_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}
+"""What is timed, by what is counted."""
 
 
 @contextmanager
 def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[_ProgressBar]:
-    """A progress bar on standard error, where that is a terminal; it goes when the work is done.
+    """A progress bar on standard error, where that is a terminal, and everywhere the time that is left.
 
     Args:
-        unit: "tokens" or "bytes".
+        unit: of what is counted: "tokens", "bytes", "pictures".
     """
     from rich.console import Console
     from rich.progress import (
@@ -187,12 +200,10 @@ def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Itera
     )
 
     console = Console(stderr=True)
-    counts = (
-        (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn("tokens"))
-    )
+    counts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
     columns = (TextColumn("{task.description:<18}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as bar:
-        yield _ProgressBar(bar, bar.add_task(name, total=None))
+        yield _ProgressBar(bar, bar.add_task(name, total=None), show, _PASSES[unit])
 
 
 _LONG = 5.0  # seconds; beside them, what only a first pass does (loading kernels, allocating) is little
@@ -209,12 +220,17 @@ class TimeLeft:
         total: all work, in any unit.
         say: called with a line.
         clock: seconds.
+        passes: what the passes are called, several of them.
     """
 
     def __init__(
-        self, total: float, say: Callable[[str], object], clock: Callable[[], float] = time.perf_counter
+        self,
+        total: float,
+        say: Callable[[str], object],
+        clock: Callable[[], float] = time.perf_counter,
+        passes: str = "passes",
     ) -> None:
-        self.total, self.say, self.clock = total, say, clock
+        self.total, self.say, self.clock, self.counted = total, say, clock, passes
         self.passes = 0
         self.done = self.timed = self.began = 0.0
         self.ends: float | None = None  # when, by what was said last
@@ -236,7 +252,11 @@ class TimeLeft:
                 self.begin()
             return
         left = seconds * (self.total - self.done) / self.timed
-        counted = f"{self.passes} passes" if self.passes > 1 else "pass"
+        counted = (
+            f"{self.passes} {self.counted}"
+            if self.passes > 1
+            else {"passes": "pass"}.get(self.counted, self.counted[:-1])
+        )
         if self.ends is None:
             if left >= 1:
                 self.say(f"about {duration(left)} more, by the first {counted}")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import (
-    TimeLeft,
     make_folder,
     print_error,
     print_note,
@@ -408,10 +407,10 @@ def shown_progress(words: Sequence[str], workers: Workers) -> Progress:
             self.bar = self.closing.enter_context(progress_bar("as loaded", show=first))
             self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if workers.together else workers.count)
             self.work = partial(_work, model, plan.measurement)
-            self.left = TimeLeft(self.share * self.work(plan.measurement.passes), partial(print_note, "time"))
+            self.bar.left.total = self.share * self.work(plan.measurement.passes)
 
         def started(self, folder: Path, done: int, units: int) -> None:
-            self.left.total *= 1 - done / max(1, units)  # fewer items than processes
+            self.bar.left.total *= 1 - done / max(1, units)  # fewer items than processes
             if first:
                 add_command(folder, words)
                 self.bar.set_total(round(self.share * sum(self.plan.measurement.passes)))
@@ -420,12 +419,11 @@ def shown_progress(words: Sequence[str], workers: Workers) -> Progress:
         def reading(self, how: str) -> None:
             if first:
                 print_note("read", how)
-                self.left.begin()
+                self.bar.left.begin()
 
         def passed(self, method: str, tokens: int) -> None:
-            self.bar.advance(method, tokens)
-            if first and "engine" not in self.plan.reader:  # which starts in the first pass of each method
-                self.left.passed(self.work([tokens]))
+            timed = "engine" not in self.plan.reader  # which starts in the first pass of each method
+            self.bar.advance(method, tokens, self.work([tokens]) if timed else 0.0)
 
         def close(self) -> None:
             self.closing.close()

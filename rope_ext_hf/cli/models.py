@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, quiet_transformers
+from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, SourceOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
@@ -143,7 +143,9 @@ def explain(
     make_folder(out)
     by_label = {label(method.to_dict()): method for method in drawn}
     try:
-        made = write_explanation(out, rotary, by_label, length=length, title=title, trained=trained, note=note)
+        words: dict[str, Any] = {"title": title, "note": note}
+        with progress_bar("drawing", unit="pictures") as bar:
+            made = write_explanation(out, rotary, by_label, length=length, trained=trained, progress=bar.set, **words)
     except RopeExtError:
         raise
     except ImportError as error:

@@ -46,6 +46,7 @@ def explain(
     title: str = "Rotary position embedding",
     trained: Tensor | None = None,
     note: str = "",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Explanation:
     """Draw a rotary embedding and what methods change in it; write the PNGs and explanation.html.
 
@@ -58,6 +59,7 @@ def explain(
         trained: mean products of a model's queries and keys, as `attention_vectors.spectra` gives them; None: mean
             scores are drawn of random vectors only.
         note: a sentence about them for the page.
+        progress: called before each picture with how many are drawn, of how many.
 
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
@@ -66,8 +68,10 @@ def explain(
             positions than can be drawn.
     """
     check_size(rotary, length)
-    pictures, parts = {}, []
-    for name, (what, text, draw_on) in _sections(rotary, methods, length, title, trained, note).items():
+    pictures, parts, sections = {}, [], _sections(rotary, methods, length, title, trained, note)
+    for done, (name, (what, text, draw_on)) in enumerate(sections.items()):
+        if progress is not None:
+            progress(done, len(sections))
         pictures[name] = Path(folder) / f"{name}.png"
         with atomic_file(pictures[name]) as part:
             draw_on(part)
