@@ -154,12 +154,8 @@ def demo(
     questions = Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4).plan(model, methods)
     make_folder(out)
     loss = _measure(context.meta[ARGUMENTS], model, text, out)
-    if not as_json:
-        _print_run(loss, as_json)
     _stop_if_not_finite(loss)
     retrieval = _measure(context.meta[ARGUMENTS], model, questions, out)
-    if not as_json:
-        _print_run(retrieval, as_json)
     comparison = Comparison([loss, retrieval])
     page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
     try:
@@ -171,8 +167,9 @@ def demo(
     if as_json:
         whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict()}
         print_text(json_text(whole | {"conclusion": str(comparison.conclusion)}))
-    else:
-        print_text(f"\n{wrapped(str(comparison.conclusion))}\n\nreport   {page}\npicture  {note}")
+        return
+    print_table(comparison.table())
+    print_text(f"\n{wrapped(str(comparison.conclusion))}\n\nreport   {page}\npicture  {note}")
 
 
 def ppl(context: typer.Context, given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
