@@ -165,8 +165,7 @@ def test_composition_equals_its_definition(
     top = data.draw(ON_TOP[name])
     table: Table = (*apply(below, params, (thetas(d, b), 1.0, original), d, b, original), context_length)
     rotary = plain.scaled(resolve_method(below, None, **params), context_length=context_length)
-    drawn = data.draw(lengths_around(context_length))
-    for length in (1, original, context_length, context_length + 1, 3 * context_length, drawn):
+    for length in (original, *data.draw(lengths_around(context_length))):
         expected, factor = apply(name, top, table, d, b, length)
         got = frequencies(name, rotary, length=length, **top)
         assert_same(got.inv_freq, expected, rtol=1e-9)
@@ -202,10 +201,11 @@ def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
 def test_over_nothing_it_is_the_plain_method(name: str, plain: Rotary, data: st.DataObject) -> None:
     """A scaling that changes nothing, underneath, leaves the closed forms' numbers but for rounding."""
     same = plain.scaled(resolve_method("default", None), context_length=plain.trained_length)
-    top, length = data.draw(ON_TOP[name]), data.draw(lengths_around(plain.trained_length))
-    alone, composed = (frequencies(name, each, length=length, **top) for each in (plain, same))
-    assert_same(composed.inv_freq, alone.inv_freq, rtol=1e-9)
-    assert composed.attention_factor == pytest.approx(alone.attention_factor, rel=1e-12)
+    top = data.draw(ON_TOP[name])
+    for length in data.draw(lengths_around(plain.trained_length)):
+        alone, composed = (frequencies(name, each, length=length, **top) for each in (plain, same))
+        assert_same(composed.inv_freq, alone.inv_freq, rtol=1e-9)
+        assert composed.attention_factor == pytest.approx(alone.attention_factor, rel=1e-12)
 
 
 def test_two_lists_over_another_scaling_switch_at_its_context_length() -> None:

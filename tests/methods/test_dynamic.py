@@ -51,19 +51,20 @@ class TestAgainstThePapers:
         assume(rotary.dim > 2)
         of_growth: dict[str, dict[str, Any]] = {"hf": {"factor": factor}, "even": {"initial": initial}}
         params = of_growth.get(growth, {})
-        length = data.draw(lengths_around(rotary.trained_length))
-        result = frequencies("dynamic-ntk", rotary, length=length, growth=growth, **params)
-        assert_same(result.inv_freq, ntk(rotary, dynamic_ntk_alpha(growth, length / rotary.trained_length, **params)))
-        assert result.attention_factor == 1.0
+        for length in data.draw(lengths_around(rotary.trained_length)):
+            result = frequencies("dynamic-ntk", rotary, length=length, growth=growth, **params)
+            alpha = dynamic_ntk_alpha(growth, length / rotary.trained_length, **params)
+            assert_same(result.inv_freq, ntk(rotary, alpha))
+            assert result.attention_factor == 1.0
 
     @law
     @given(rotary=some_rotaries, ramp=st.sampled_from(["dimension", "cycles"]), data=st.data())
     def test_dynamic_yarn(self, rotary: Rotary, ramp: str, data: st.DataObject) -> None:
-        length = data.draw(lengths_around(rotary.trained_length))
-        result = frequencies("dynamic-yarn", rotary, length=length, ramp=ramp)
-        s = max(1.0, length / rotary.trained_length)
-        assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "cycles" else by_dimension(rotary, s))
-        assert result.attention_factor == pytest.approx(yarn_attention_factor(s), rel=EXACT)
+        for length in data.draw(lengths_around(rotary.trained_length)):
+            result = frequencies("dynamic-yarn", rotary, length=length, ramp=ramp)
+            s = max(1.0, length / rotary.trained_length)
+            assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "cycles" else by_dimension(rotary, s))
+            assert result.attention_factor == pytest.approx(yarn_attention_factor(s), rel=EXACT)
 
     @law
     @given(rotary=some_rotaries, factor=some_factors, top=st.floats(1, 64), data=st.data())
@@ -74,8 +75,7 @@ class TestAgainstThePapers:
             "long_factor": rising_divisors(rotary, top),
         }
         expected = longrope_attention_factor(rotary, factor)
-        drawn = data.draw(lengths_around(rotary.trained_length))
-        for length in (None, rotary.trained_length, rotary.trained_length + 1, drawn):
+        for length in (None, *data.draw(lengths_around(rotary.trained_length))):
             divisors = lists["long_factor" if length and length > rotary.trained_length else "short_factor"]
             result = frequencies("longrope", rotary, length=length, factor=factor, **lists)
             assert_same(result.inv_freq, divided(rotary, divisors))
@@ -137,11 +137,12 @@ class TestAgainstTransformers:
     @law
     @given(rotary=native_rotaries, factor=some_factors, data=st.data())
     def test_dynamic(self, rotary: Rotary, factor: float, data: st.DataObject) -> None:
-        length = data.draw(lengths_around(rotary.trained_length))
-        ours = frequencies("dynamic-ntk", rotary, growth="hf", factor=factor, length=length)
-        assert_native(rotary, ours, native_parameters("dynamic", rotary, factor=factor), length)
-        alias = frequencies("dynamic", rotary, factor=factor, length=length)
-        assert torch.equal(alias.inv_freq, ours.inv_freq)
+        trained = rotary.trained_length
+        for length in (trained // 2, trained, trained + 1, data.draw(st.integers(1, 64 * trained))):
+            ours = frequencies("dynamic-ntk", rotary, growth="hf", factor=factor, length=length)
+            assert_native(rotary, ours, native_parameters("dynamic", rotary, factor=factor), length)
+            alias = frequencies("dynamic", rotary, factor=factor, length=length)
+            assert torch.equal(alias.inv_freq, ours.inv_freq)
 
     @law
     @given(rotary=native_rotaries, factor=some_factors, data=st.data())
@@ -151,8 +152,8 @@ class TestAgainstTransformers:
             "long_factor": rising_divisors(rotary, 1.1 * factor),
         }
         native = native_parameters("longrope", rotary, original=True, factor=factor, **lists)
-        drawn = data.draw(lengths_around(rotary.trained_length))
-        for length in (None, rotary.trained_length, rotary.trained_length + 1, drawn):
+        trained = rotary.trained_length
+        for length in (None, trained, trained + 1, data.draw(st.integers(1, 64 * trained))):
             ours = frequencies("longrope", rotary, factor=factor, length=length, **lists)
             assert_native(rotary, ours, native, length)
         ours = frequencies("longrope", rotary, attention_factor=1.4, **lists)

@@ -117,9 +117,10 @@ def some_betas(draw: st.DrawFn) -> dict[str, Any]:
     return {"beta_slow": slow, "beta_fast": fast}
 
 
-def lengths_around(context_length: int) -> st.SearchStrategy[int]:
-    """Lengths in tokens within the context length, at it, one beyond, at its multiples, and anywhere up to 64 times."""
-    at = st.builds(
-        lambda times, more: max(1, times * context_length + more), st.integers(0, 16), st.sampled_from([-1, 0, 1])
-    )
-    return st.one_of(at, st.integers(1, 64 * context_length))
+@st.composite
+def lengths_around(draw: st.DrawFn, context_length: int) -> list[int]:
+    """Lengths in tokens: within the context length, at it and its multiples, one beyond, between, and some drawn."""
+    fixed = [1, *(int(ratio * context_length) for ratio in (0.25, 1, 1.25, 1.5, 2, 3, 3.75, 4, 8, 9))]
+    multiple = draw(st.integers(1, 64)) * context_length
+    drawn = [context_length + 1, 2 * context_length + 1, multiple, multiple + 1]
+    return [*fixed, *drawn, draw(st.integers(1, 64 * context_length))]
