@@ -39,6 +39,7 @@ def test_there_and_back_is_the_same_file(interleaved: Path, tmp_path: Path) -> N
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (path() / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_pairing_is_found_by_the_weights_and_by_a_text(interleaved: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("def add(first, second):\n    return first + second\n" * 20)
     for model, pairing, other in (("reference", "half", "interleaved"), (interleaved, "interleaved", "half")):

@@ -79,6 +79,7 @@ def test_a_model_in_memory_is_compared_by_the_file_of_its_fingerprint(patched: P
     assert (code, err.count("\n")) == (2, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_geometry_without_a_model_is_explained(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

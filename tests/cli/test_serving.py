@@ -95,7 +95,7 @@ def test_a_server_is_right_or_its_mistake_is_named(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     for model, code in ((stock(**yarn), 0), (stock(), 1)):
         with serving("vLLM 0.33.0", model) as url:
-            said = run_json("check-server", url, tmp_path / "new", "--lengths", "64,300", code=code)
+            said = run_json("check-server", url, tmp_path / "new", "--lengths", "300", code=code)
         assert said["agrees"] is (code == 0)
         assert said["server"] == "vLLM 0.33.0"
     code, out, _ = run("check-server", "http://127.0.0.1:9", tmp_path / "new", "--lengths", "64")
