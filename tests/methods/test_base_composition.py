@@ -165,7 +165,8 @@ def test_composition_equals_its_definition(
     top = data.draw(ON_TOP[name])
     table: Table = (*apply(below, params, (thetas(d, b), 1.0, original), d, b, original), context_length)
     rotary = plain.scaled(resolve_method(below, None, **params), context_length=context_length)
-    for length in (original, *data.draw(lengths_around(context_length))):
+    drawn = data.draw(st.integers(1, 64 * context_length))
+    for length in (1, original, context_length, context_length + 1, 3 * context_length, drawn):
         expected, factor = apply(name, top, table, d, b, length)
         got = frequencies(name, rotary, length=length, **top)
         assert_same(got.inv_freq, expected, rtol=1e-9)
@@ -195,6 +196,7 @@ def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
     assert frequencies("yarn", rotary.plain, factor=64).attention_factor == pytest.approx(1.4159, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TOP)
 @law
 @given(plain=some_rotaries.filter(lambda rotary: rotary.dim > 2), data=st.data())
