@@ -15,6 +15,7 @@ from tests.fuzzing import continued, running
 from tests.fuzzing.cases import make_case
 from tests.fuzzing.inputs import Inputs, make_inputs
 from tests.fuzzing.running import Answer, Snapshot, problems, run
+from tests.support.inputs import write_inputs
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
@@ -46,7 +47,7 @@ def test_a_damaged_folder_that_is_reused_gives_the_right_result_or_an_error(
     command: str, share: float, tmp_path: Path
 ) -> None:
     wrong: list[str] = []
-    continued.make_inputs(tmp_path)
+    write_inputs(tmp_path)
     counts = continued.damage_all(command, tmp_path, 1, share, wrong.append)
     assert not wrong, "\n".join(wrong)
     assert counts.total() >= 3

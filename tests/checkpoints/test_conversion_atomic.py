@@ -30,6 +30,7 @@ from tests.support.checkpoint_folders import (
     untouched,
     write_source,
 )
+from tests.support.forks import run_forked
 
 
 @pytest.fixture
@@ -190,7 +191,8 @@ def test_two_cannot_write_one_destination(source: Path, tmp_path: Path) -> None:
 def kill_many(source: Path, parent: Path, kills: int) -> None:
     """Conversions killed at points spread over all their dealings with the disk; prints what each of them left.
 
-    For a process of its own: it forks, which costs less than as many starts of Python.
+    For a process of its own, which has another size of blocks and counts its calls. Each conversion ends itself, at a
+    call and not at a time.
     """
     torch.set_num_threads(1)
     files.COPY_BLOCK = 5_000  # so that files are cut in their middle too
@@ -261,15 +263,8 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
 @pytest.mark.slow
 def test_killed_at_any_point(source: Path, tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
-    code = "from pathlib import Path; from tests.checkpoints.test_conversion_atomic import kill_many; "
-    code += f"kill_many(Path({str(source)!r}), Path({str(tmp_path / 'killed')!r}), 40)"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
+    said = run_forked(kill_many, source, tmp_path / "killed", 40, folder=tmp_path)
+    found = json.loads(said.splitlines()[-1])
     assert found["calls"] > 100
     assert found["end"]
     assert sum(kill["killed"] for kill in found["kills"]) >= 30  # one that goes on has fewer calls to be killed at

@@ -655,7 +655,7 @@ def test_an_unquoted_pattern_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> 
 def test_prints_of_compiled_code_are_kept_out_of_the_results() -> None:
     code = (
         "import os; from rope_ext_hf.cli import app\n"
-        "@app.app.command(cls=app.Command)\n"
+        "@app.app.command(cls=app._Command)\n"
         "def noisy():\n"
         "    os.write(1, b'a remark\\n'); app.print_text('[]')\n"
         "app.main()"

@@ -1,12 +1,75 @@
-"""The commands that make a longer model: what `search` refuses on the command line."""
+"""`finetune` and `search` on a tiny model: folders that load plainly, and what is refused on the command line."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from tests.cli.test_app import run
+from tests.support.commands import run
+from tests.support.inputs import write_inputs
+
+TEXT = ("--data", "texts/*.txt", "--eval-data", "held-out/*.txt", "--device", "cpu", "--max-spans", "1")
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model for 64 tokens and texts, in the folder that commands run in."""
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_finetune_ends_in_a_trained_model_that_loads_plainly(inputs: Path) -> None:
+    asked = ("finetune", "model", *TEXT, "--method", "linear", "--factor", "4", "--steps", "1", "--train-all")
+    code, out, err = run(*asked, "--accumulate", "1", "--guard", "0", "--out", "run", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["context_length"], report["target_length"]) == (64, 256)
+    assert report["training"]["trained"]["steps"] == 1
+    assert json.loads((inputs / "run" / "report.json").read_text())["losses"] == report["losses"]
+    rotary_emb = AutoModelForCausalLM.from_pretrained("run/model").model.rotary_emb
+    assert float(rotary_emb.inv_freq[0]) == pytest.approx(1 / 4)
+    before, after = (load_file(inputs / folder / "model.safetensors") for folder in ("model", "run/model"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
+    assert run(*asked, "--accumulate", "2", "--guard", "0", "--out", "run")[0] == 2  # a run with other settings
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
+def test_search_ends_in_a_patched_model_that_loads_plainly(inputs: Path) -> None:
+    asked = ("search", "model", *TEXT, "--target-length", "256", "--methods", "linear", "--static")
+    code, out, err = run(*asked, "--passages", "5", "--most-lost-at-1x", "9", "--trials", "1", "--out", "run", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["label"], report["trials"]) == ("linear x4", 1)
+    rotary_emb = AutoModelForCausalLM.from_pretrained("run/model").model.rotary_emb
+    assert float(rotary_emb.inv_freq[0]) == pytest.approx(1 / 4)
+    weights = [(inputs / folder / "model.safetensors").read_bytes() for folder in ("model", "run/model")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0", "--method", "yarn"], "--steps"),
+        (["--minutes", "0", "--method", "yarn"], "minutes"),
+        (["--method", "yarn"], "give one of minutes and steps"),
+        (["--steps", "1", "--method", "yran"], "Did you mean 'yarn'"),
+    ],
+)
+def test_finetune_refuses(options: list[str], said: str, inputs: Path) -> None:
+    code, out, err = run("finetune", "model", *TEXT, "--factor", "4", "--out", "run", *options)
+    assert (code, out) == (2, "")
+    assert said.lower() in err.lower()
+    assert not (inputs / "run" / "model").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +27,7 @@ from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from rope_ext_hf.suites import base
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, suite
+from tests.support.forks import kill_when, run_command
 from tests.support.models import build
 
 JSON_KV: dict[str, Any] = {"suite": "json-kv", "lengths": [768, 1024], "samples": 2, "score": "rank"}
@@ -116,12 +112,12 @@ def test_killed_it_goes_on(tmp_path: Path) -> None:
     command = ["tasks", "reference", "--suite", "json-kv", "--lengths", "768,1024", "--score", "rank"]
     command += ["--samples", "4", "--dtype", "float32", "--out"]
     assert CliRunner().invoke(app, [*command, str(tmp_path / "whole")]).exit_code == 0
-    killed = [sys.executable, "-m", "rope_ext_hf", *command, str(tmp_path / "killed")]
-    process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        if sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("killed/*/records.0.jsonl")) >= 3:
-            os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.005)
+    kill_when(
+        lambda: sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("killed/*/records.0.jsonl")) >= 3,
+        run_command,
+        [*command, str(tmp_path / "killed")],
+        folder=tmp_path,
+    )
     (expected,), (folder,) = (list((tmp_path / name).iterdir()) for name in ("whole", "killed"))
     before = (folder / "records.0.jsonl").read_bytes().count(b"\n")
     assert 3 <= before < 8

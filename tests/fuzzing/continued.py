@@ -27,14 +27,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from rope_ext_hf.cli.console import quiet_transformers
-from rope_ext_hf.reference import path as reference
 from tests.fuzzing.running import Answer, _run, problems, run
-from tests.support.models import build
+from tests.support.forks import kill_when, run_command
+from tests.support.inputs import write_inputs
 
-__all__ = ["COMMANDS", "damage_all", "make_inputs"]
+__all__ = ["COMMANDS", "damage_all"]
 
 
 @dataclass(frozen=True)
@@ -88,31 +86,18 @@ DAMAGE: dict[str, Callable[[random.Random, bytes], bytes | None]] = {
 }
 
 
-def make_inputs(root: Path) -> None:
-    """A small model and texts, in the folder that commands run in."""
-    quiet_transformers()
-    build("llama", vocab_size=259).save_pretrained(root / "model")
-    AutoTokenizer.from_pretrained(reference()).save_pretrained(root / "model")
-    for folder, numbers in (("texts", range(12)), ("held-out", range(12, 15))):
-        (root / folder).mkdir()
-        for number in numbers:
-            text = "".join(f"def f{i}(x):\n    return x * {i * number % 97}\n" for i in range(30))
-            (root / folder / f"{number}.txt").write_text(text, encoding="utf-8")
-
-
 def make_folder(command: Command, root: Path, out: str, *, halfway: bool) -> Answer | None:
     """Run a command to its end, or until a part of its folder is there, and kill it."""
     if not halfway:
         return run([*command.arguments, "--out", out], root)
     assert command.halfway is not None
     file, size = root / out / command.halfway[0], command.halfway[1]
-    child = start(command, root, out)
-    while not (file.is_file() and file.stat().st_size >= size):
-        if os.waitpid(child, os.WNOHANG) != (0, 0):
-            raise RuntimeError(f"{command.arguments} ended before it could be killed")
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    kill_when(
+        lambda: file.is_file() and file.stat().st_size >= size,
+        run_command,
+        [*command.arguments, "--out", out],
+        folder=root,
+    )
     return None
 
 
@@ -234,7 +219,8 @@ def main() -> int:
             with suppress(ImportError):
                 import_module(library)
         root = Path(tempfile.mkdtemp(prefix="continued-"))
-        make_inputs(root)
+        quiet_transformers()
+        write_inputs(root)
         sys.stdout.flush()
 
         def log(line: str) -> None:

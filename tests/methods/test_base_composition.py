@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rope_ext_hf.errors import MethodError
@@ -15,6 +15,16 @@ from rope_ext_hf.methods import Rotary, frequencies, resolve_method
 from rope_ext_hf.methods.base import TrainedScaling
 from rope_ext_hf.methods.registry import rotary_from_dict
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from tests.support.method_checks import (
+    assert_same,
+    law,
+    lengths_around,
+    some_betas,
+    some_factors,
+    some_lengths,
+    some_rotaries,
+)
+from tests.support.oracles import dynamic_ntk_alpha
 
 Table = tuple[list[float], float, int]  # inverse frequencies, attention factor, context length
 
@@ -70,15 +80,8 @@ def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, len
         lists = params["long_factor"] if length > c else params["short_factor"]
         return [each / f for each, f in zip(w, lists, strict=True)], a * params["attention_factor"]
     if name in ("ntk", "dynamic-ntk"):
-        ratio = length / c
         if name == "dynamic-ntk":
-            growth = params.get("growth", "paper")
-            s = {
-                "paper": max(1.0, ratio),
-                "hf": s * max(1.0, ratio) - (s - 1),
-                "even": 1.0 if ratio <= 1 else 2.0 * math.ceil(ratio / 2),
-                "pow2": 1.0 if ratio <= 1 else 2.0 ** math.ceil(math.log2(ratio) + 1) - 1,
-            }[growth]
+            s = dynamic_ntk_alpha(params.get("growth", "paper"), length / c, s, params.get("initial", 1.0))
         return [each * s ** (-2 * i / (d - 2)) for i, each in enumerate(w)], a
     if name == "dynamic-yarn":
         s = max(1.0, length / c)
@@ -95,51 +98,78 @@ def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, len
     return mixed, a
 
 
-UNDERNEATH: list[tuple[str, dict[str, Any], int]] = [
-    ("llama3", {"factor": 8.0}, 131072),
-    ("llama3", {"factor": 32.0}, 131072),
-    ("linear", {"factor": 8.0}, 65536),
-    ("yarn", {"factor": 32.0, "truncate": False}, 131072),
-    ("yarn", {"factor": 40.0, "attention_factor": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}, 163840),
-    ("ntk", {"factor": 1000.0}, 32768),
-]
-ON_TOP: list[tuple[str, dict[str, Any]]] = [
-    ("default", {}),
-    ("linear", {"factor": 2.0}),
-    ("ntk", {"factor": 4.0}),
-    ("by-parts", {"factor": 2.0}),
-    ("by-parts", {"factor": 2.0, "ramp": "cycles"}),
-    ("by-parts", {"factor": 2.0, "beta_fast": 1e5, "beta_slow": 1e-6}),  # ends before the first and after the last pair
-    ("by-parts", {"factor": 2.0, "beta_fast": 1e-6, "beta_slow": 1e-9}),
-    ("yarn", {"factor": 4.0}),
-    ("yarn", {"factor": 4.0, "truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}),
-    ("yarn", {"factor": 4.0, "beta_fast": 3.0, "beta_slow": 3.0, "ramp": "cycles"}),
-    ("yarn", {"factor": 4.0, "attention_factor": 1.0}),
-    ("llama3", {"factor": 8.0}),
-    ("dynamic-ntk", {}),
-    ("dynamic-ntk", {"growth": "hf", "factor": 2.0}),
-    ("dynamic-ntk", {"growth": "even"}),
-    ("dynamic-ntk", {"growth": "pow2"}),
-    ("dynamic-yarn", {}),
-]
+Parameters = st.SearchStrategy[dict[str, Any]]
 
 
-@pytest.mark.parametrize("under", UNDERNEATH, ids=lambda under: f"{under[0]}-{under[1]['factor']:g}")
-@pytest.mark.parametrize("top", ON_TOP, ids=lambda top: "-".join([top[0], *map(str, top[1].values())]))
-@pytest.mark.parametrize(("d", "b"), [(128, 5e5), (64, 1e4), (96, 1e6), (24, 150000.0)])
+def given_(needed: dict[str, Any] | None = None, /, **optional: Any) -> Parameters:
+    """Parameters of a method: those that it needs, and any of the others."""
+    return st.fixed_dictionaries(needed or {}, optional=optional)
+
+
+def ramped(parameters: Parameters) -> Parameters:
+    """With the parameters that say which pairs are interpolated."""
+    ramp = given_(ramp=st.sampled_from(["dimension", "cycles"]), truncate=st.booleans())
+    betas = st.one_of(given_(), some_betas())
+    return st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, parameters, ramp, betas)
+
+
+FACTOR = {"factor": some_factors}
+YARN = ramped(given_(FACTOR, attention_factor=st.floats(0.5, 2)))
+LLAMA3 = given_(FACTOR, low_freq_factor=st.floats(0.5, 3), high_freq_factor=st.floats(3.5, 16))
+ON_TOP: dict[str, Parameters] = {
+    "default": given_(),
+    "linear": given_(FACTOR),
+    "ntk": given_(FACTOR),
+    "by-parts": ramped(given_(FACTOR)),
+    "yarn": YARN,
+    "llama3": LLAMA3,
+    "dynamic-ntk": st.one_of(
+        given_(growth=st.sampled_from(["paper", "pow2"])),
+        given_({"growth": st.just("hf"), "factor": some_factors}),
+        given_({"growth": st.just("even")}, initial=st.integers(1, 9)),
+    ),
+    "dynamic-yarn": ramped(given_()),
+}
+UNDERNEATH = st.one_of(
+    st.sampled_from(
+        [
+            ("llama3", {"factor": 8.0}, 131072),
+            ("llama3", {"factor": 32.0}, 131072),
+            ("linear", {"factor": 8.0}, 65536),
+            ("yarn", {"factor": 32.0, "truncate": False}, 131072),
+            ("yarn", {"factor": 40.0, "attention_factor": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}, 163840),
+            ("ntk", {"factor": 1000.0}, 32768),
+        ]
+    ),
+    *(
+        st.tuples(st.just(name), parameters, some_lengths)
+        for name, parameters in {
+            "linear": given_(FACTOR),
+            "ntk": given_(FACTOR),
+            "yarn": YARN,
+            "llama3": LLAMA3,
+        }.items()
+    ),
+)
+"""A method, its parameters, and the context length in tokens that the model has under it: as published, or drawn."""
+
+
+@pytest.mark.parametrize("name", ON_TOP)
+@law
+@given(under=UNDERNEATH, plain=some_rotaries.filter(lambda rotary: rotary.dim > 2), data=st.data())
 def test_composition_equals_its_definition(
-    under: tuple[str, dict[str, Any], int], top: tuple[str, dict[str, Any]], d: int, b: float
+    name: str, under: tuple[str, dict[str, Any], int], plain: Rotary, data: st.DataObject
 ) -> None:
-    name, params, context_length = under
-    original = 4096
-    plain: Table = thetas(d, b), 1.0, original
-    table: Table = (*apply(name, params, plain, d, b, original), context_length)
-    rotary = Rotary(d, b, original).scaled(resolve_method(name, None, **params), context_length=context_length)
-    for length in (1, original, context_length, context_length + 1, 3 * context_length):
-        expected, factor = apply(*top, table, d, b, length)
-        got = frequencies(top[0], rotary, length=length, **top[1])
-        wanted = torch.tensor(expected, dtype=torch.float64)
-        assert torch.allclose(got.inv_freq, wanted, rtol=1e-9, atol=0), length
+    below, params, context_length = under
+    d, b, original = plain.dim, plain.theta, plain.trained_length
+    top = data.draw(ON_TOP[name])
+    table: Table = (*apply(below, params, (thetas(d, b), 1.0, original), d, b, original), context_length)
+    rotary = plain.scaled(resolve_method(below, None, **params), context_length=context_length)
+    drawn = data.draw(st.integers(1, 64 * context_length))
+    for length in (1, original, context_length, context_length + 1, 3 * context_length, drawn):
+        expected, factor = apply(name, top, table, d, b, length)
+        got = frequencies(name, rotary, length=length, **top)
+        assert_same(got.inv_freq, expected, rtol=1e-9)
         assert got.attention_factor == pytest.approx(factor, rel=1e-9)
 
 
@@ -167,17 +197,17 @@ def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(ON_TOP), st.sampled_from([32, 64, 96]), st.integers(64, 100_000), st.integers(1, 400_000))
-def test_over_nothing_it_is_the_plain_method_bit_for_bit(
-    top: tuple[str, dict[str, Any]], d: int, trained: int, length: int
-) -> None:
+@pytest.mark.parametrize("name", ON_TOP)
+@law
+@given(plain=some_rotaries.filter(lambda rotary: rotary.dim > 2), data=st.data())
+def test_over_nothing_it_is_the_plain_method(name: str, plain: Rotary, data: st.DataObject) -> None:
     """A scaling that changes nothing, underneath, leaves the closed forms' numbers but for rounding."""
-    rotary = Rotary(d, 1e4, trained)
-    same = rotary.scaled(resolve_method("default", None), context_length=trained)
-    plain, composed = (frequencies(top[0], each, length=length, **top[1]) for each in (rotary, same))
-    assert torch.allclose(plain.inv_freq, composed.inv_freq, rtol=1e-9, atol=0)
-    assert composed.attention_factor == pytest.approx(plain.attention_factor, rel=1e-12)
+    same = plain.scaled(resolve_method("default", None), context_length=plain.trained_length)
+    top = data.draw(ON_TOP[name])
+    for length in data.draw(lengths_around(plain.trained_length)):
+        alone, composed = (frequencies(name, each, length=length, **top) for each in (plain, same))
+        assert_same(composed.inv_freq, alone.inv_freq, rtol=1e-9)
+        assert composed.attention_factor == pytest.approx(alone.attention_factor, rel=1e-12)
 
 
 def test_two_lists_over_another_scaling_switch_at_its_context_length() -> None:

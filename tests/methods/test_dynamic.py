@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rope_ext_hf.errors import MethodError
@@ -14,18 +14,19 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.registry import frequencies
 from tests.support.method_checks import (
-    DIMS,
     EXACT,
-    GEOMETRIES,
     GEOMETRY,
     LLAMA2,
-    THETAS,
     alpha_of,
     assert_native,
     assert_same,
     law,
-    native_grid,
+    lengths_around,
+    native_parameters,
+    native_rotaries,
+    some_factors,
     some_lengths,
+    some_rotaries,
 )
 from tests.support.method_examples import example_methods
 from tests.support.oracles import (
@@ -42,51 +43,45 @@ from tests.support.oracles import (
 # --- each method against its paper --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotary", GEOMETRIES, ids=str)
 class TestAgainstThePapers:
-    @pytest.mark.parametrize("ratio", [0.25, 1.0, 1.5, 2.0, 3.75, 4.0, 9.0])
-    @pytest.mark.parametrize(
-        "params",
-        [
-            {"growth": "paper"},
-            {"growth": "hf", "factor": 4},
-            {"growth": "even"},
-            {"growth": "even", "initial": 3},
-            {"growth": "pow2"},
-        ],
-        ids=["paper", "hf", "even", "even-from-3", "pow2"],
-    )
-    def test_dynamic_ntk(self, rotary: Rotary, params: dict[str, Any], ratio: float) -> None:
-        result = frequencies("dynamic-ntk", rotary, length=int(ratio * rotary.trained_length), **params)
-        assert_same(result.inv_freq, ntk(rotary, dynamic_ntk_alpha(ratio=ratio, **params)))
-        assert result.attention_factor == 1.0
+    @pytest.mark.parametrize("growth", ["paper", "hf", "even", "pow2"])
+    @law
+    @given(rotary=some_rotaries, factor=some_factors, initial=st.integers(1, 9), data=st.data())
+    def test_dynamic_ntk(self, growth: str, rotary: Rotary, factor: float, initial: int, data: st.DataObject) -> None:
+        assume(rotary.dim > 2)
+        of_growth: dict[str, dict[str, Any]] = {"hf": {"factor": factor}, "even": {"initial": initial}}
+        params = of_growth.get(growth, {})
+        for length in data.draw(lengths_around(rotary.trained_length)):
+            result = frequencies("dynamic-ntk", rotary, length=length, growth=growth, **params)
+            alpha = dynamic_ntk_alpha(growth, length / rotary.trained_length, **params)
+            assert_same(result.inv_freq, ntk(rotary, alpha))
+            assert result.attention_factor == 1.0
 
-    @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.25, 3.0, 8.0])
-    @pytest.mark.parametrize("ramp", ["dimension", "cycles"])
-    def test_dynamic_yarn(self, rotary: Rotary, ramp: str, ratio: float) -> None:
-        result = frequencies("dynamic-yarn", rotary, length=int(ratio * rotary.trained_length), ramp=ramp)
-        s = max(1.0, ratio)
-        assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "cycles" else by_dimension(rotary, s))
-        assert result.attention_factor == pytest.approx(yarn_attention_factor(s), rel=EXACT)
+    @law
+    @given(rotary=some_rotaries, ramp=st.sampled_from(["dimension", "cycles"]), data=st.data())
+    def test_dynamic_yarn(self, rotary: Rotary, ramp: str, data: st.DataObject) -> None:
+        for length in data.draw(lengths_around(rotary.trained_length)):
+            result = frequencies("dynamic-yarn", rotary, length=length, ramp=ramp)
+            s = max(1.0, length / rotary.trained_length)
+            assert_same(result.inv_freq, by_cycles(rotary, s) if ramp == "cycles" else by_dimension(rotary, s))
+            assert result.attention_factor == pytest.approx(yarn_attention_factor(s), rel=EXACT)
 
-    def test_longrope(self, rotary: Rotary) -> None:
-        short, long = rising_divisors(rotary, 2), rising_divisors(rotary, 40)
-        expected = longrope_attention_factor(rotary, 16)
-        for length, divisors in (
-            (None, short),
-            (1, short),
-            (rotary.trained_length, short),
-            (rotary.trained_length + 1, long),
-            (16 * rotary.trained_length, long),
-        ):
-            result = frequencies("longrope", rotary, length=length, short_factor=short, long_factor=long, factor=16)
+    @law
+    @given(rotary=some_rotaries, factor=some_factors, top=st.floats(1, 64), data=st.data())
+    def test_longrope(self, rotary: Rotary, factor: float, top: float, data: st.DataObject) -> None:
+        assume(rotary.dim > 2)
+        lists: dict[str, Any] = {
+            "short_factor": rising_divisors(rotary, 2),
+            "long_factor": rising_divisors(rotary, top),
+        }
+        expected = longrope_attention_factor(rotary, factor)
+        for length in (None, *data.draw(lengths_around(rotary.trained_length))):
+            divisors = lists["long_factor" if length and length > rotary.trained_length else "short_factor"]
+            result = frequencies("longrope", rotary, length=length, factor=factor, **lists)
             assert_same(result.inv_freq, divided(rotary, divisors))
             assert result.attention_factor == pytest.approx(expected, rel=EXACT)  # the same on both sides of L0
-        unscaled = frequencies("longrope", rotary, short_factor=short, long_factor=long, factor=1)
-        assert unscaled.attention_factor == 1.0
-        explicit = frequencies(
-            "longrope", rotary, short_factor=short, long_factor=long, factor=16, attention_factor=1.3
-        )
+        assert frequencies("longrope", rotary, factor=1, **lists).attention_factor == 1.0
+        explicit = frequencies("longrope", rotary, factor=factor, attention_factor=1.3, **lists)
         assert explicit.attention_factor == 1.3
 
 
@@ -138,33 +133,31 @@ def test_pow2_is_exact_at_every_power_of_two() -> None:
 # --- transformers' own tables -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("dim", DIMS)
 class TestAgainstTransformers:
-    @pytest.mark.slow
-    def test_dynamic(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in native_grid(dim, theta):
-            trained = rotary.trained_length
-            for length in (trained // 2, trained, trained + 1, int(trained * factor), 3 * trained):
-                ours = frequencies("dynamic-ntk", rotary, growth="hf", factor=factor, length=length)
-                assert_native(rotary, ours, native | {"rope_type": "dynamic"}, length)
-                alias = frequencies("dynamic", rotary, factor=factor, length=length)
-                assert torch.equal(alias.inv_freq, ours.inv_freq)
+    @law
+    @given(rotary=native_rotaries, factor=some_factors, data=st.data())
+    def test_dynamic(self, rotary: Rotary, factor: float, data: st.DataObject) -> None:
+        trained = rotary.trained_length
+        for length in (trained // 2, trained, trained + 1, data.draw(st.integers(1, 64 * trained))):
+            ours = frequencies("dynamic-ntk", rotary, growth="hf", factor=factor, length=length)
+            assert_native(rotary, ours, native_parameters("dynamic", rotary, factor=factor), length)
+            alias = frequencies("dynamic", rotary, factor=factor, length=length)
+            assert torch.equal(alias.inv_freq, ours.inv_freq)
 
-    @pytest.mark.slow
-    def test_longrope(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in native_grid(dim, theta):
-            trained = rotary.trained_length
-            lists: dict[str, Any] = {
-                "short_factor": rising_divisors(rotary, 1.5),
-                "long_factor": rising_divisors(rotary, 1.1 * factor),
-            }
-            native |= {"rope_type": "longrope", "original_max_position_embeddings": trained} | lists
-            for length in (None, trained, trained + 1, 4 * trained):
-                ours = frequencies("longrope", rotary, factor=factor, length=length, **lists)
-                assert_native(rotary, ours, native, length)
-            ours = frequencies("longrope", rotary, attention_factor=1.4, **lists)
-            assert_native(rotary, ours, native | {"attention_factor": 1.4})
+    @law
+    @given(rotary=native_rotaries, factor=some_factors, data=st.data())
+    def test_longrope(self, rotary: Rotary, factor: float, data: st.DataObject) -> None:
+        lists: dict[str, Any] = {
+            "short_factor": rising_divisors(rotary, 1.5),
+            "long_factor": rising_divisors(rotary, 1.1 * factor),
+        }
+        native = native_parameters("longrope", rotary, original=True, factor=factor, **lists)
+        trained = rotary.trained_length
+        for length in (None, trained, trained + 1, data.draw(st.integers(1, 64 * trained))):
+            ours = frequencies("longrope", rotary, factor=factor, length=length, **lists)
+            assert_native(rotary, ours, native, length)
+        ours = frequencies("longrope", rotary, attention_factor=1.4, **lists)
+        assert_native(rotary, ours, native | {"attention_factor": 1.4})
 
 
 def test_longrope_native_serves_both_lists() -> None:

@@ -6,26 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies
 from rope_ext_hf.methods.static import NTK, Default, Linear, Theta
 from tests.support.method_checks import (
-    DIMS,
     EXACT,
-    FACTORS,
-    GEOMETRIES,
     LLAMA2,
-    THETAS,
     alpha_of,
     assert_native,
     assert_same,
     law,
-    native_grid,
+    native_parameters,
+    native_rotaries,
+    some_betas,
     some_dims,
+    some_factors,
     some_lengths,
+    some_rotaries,
     some_thetas,
 )
 from tests.support.oracles import (
@@ -43,44 +43,51 @@ from tests.support.oracles import (
 # --- each method against its paper --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotary", GEOMETRIES, ids=str)
 class TestAgainstThePapers:
+    @law
+    @given(rotary=some_rotaries)
     def test_default(self, rotary: Rotary) -> None:
         result = frequencies("default", rotary)
         assert_same(result.inv_freq, plain(rotary))
         assert result.attention_factor == 1.0
 
-    @pytest.mark.parametrize("factor", FACTORS)
+    @law
+    @given(rotary=some_rotaries, factor=some_factors)
     def test_linear(self, rotary: Rotary, factor: float) -> None:
         result = frequencies("linear", rotary, factor=factor)
         assert_same(result.inv_freq, [value / factor for value in plain(rotary)])
         assert result.attention_factor == 1.0
 
-    def test_theta(self, rotary: Rotary) -> None:
-        result = frequencies("theta", rotary, theta=3e7)
-        assert_same(result.inv_freq, with_theta(rotary, 3e7))
+    @law
+    @given(rotary=some_rotaries, theta=some_thetas)
+    def test_theta(self, rotary: Rotary, theta: float) -> None:
+        result = frequencies("theta", rotary, theta=theta)
+        assert_same(result.inv_freq, with_theta(rotary, theta))
         assert result.attention_factor == 1.0
 
-    @pytest.mark.parametrize("factor", FACTORS)
+    @law
+    @given(rotary=some_rotaries, factor=some_factors)
     def test_ntk(self, rotary: Rotary, factor: float) -> None:
+        assume(rotary.dim > 2)
         result = frequencies("ntk", rotary, factor=factor)
         assert_same(result.inv_freq, ntk(rotary, factor))
         assert_same(result.inv_freq, with_theta(rotary, rotary.theta * factor ** (rotary.dim / (rotary.dim - 2))))
         assert result.attention_factor == 1.0
 
-    @pytest.mark.parametrize("factor", FACTORS)
-    @pytest.mark.parametrize(("slow", "fast"), [(1.0, 32.0), (1.0, 4.0), (2.0, 20.0)])
-    def test_by_parts(self, rotary: Rotary, factor: float, slow: float, fast: float) -> None:
-        given_: dict[str, Any] = {"factor": factor, "beta_slow": slow, "beta_fast": fast}
+    @law
+    @given(rotary=some_rotaries, factor=some_factors, betas=some_betas())
+    def test_by_parts(self, rotary: Rotary, factor: float, betas: dict[str, Any]) -> None:
+        given_, cycles_between = betas | {"factor": factor}, (betas["beta_slow"], betas["beta_fast"])
         cycles = frequencies("by-parts", rotary, ramp="cycles", **given_)
-        assert_same(cycles.inv_freq, by_cycles(rotary, factor, slow, fast))
+        assert_same(cycles.inv_freq, by_cycles(rotary, factor, *cycles_between))
         whole = frequencies("by-parts", rotary, **given_)
-        assert_same(whole.inv_freq, by_dimension(rotary, factor, slow, fast))
+        assert_same(whole.inv_freq, by_dimension(rotary, factor, *cycles_between))
         fractional = frequencies("by-parts", rotary, truncate=False, **given_)
-        assert_same(fractional.inv_freq, by_dimension(rotary, factor, slow, fast, truncate=False))
+        assert_same(fractional.inv_freq, by_dimension(rotary, factor, *cycles_between, truncate=False))
         assert cycles.attention_factor == whole.attention_factor == fractional.attention_factor == 1.0
 
-    @pytest.mark.parametrize("factor", FACTORS)
+    @law
+    @given(rotary=some_rotaries, factor=some_factors)
     def test_yarn(self, rotary: Rotary, factor: float) -> None:
         for params, expected in (
             ({}, by_dimension(rotary, factor)),
@@ -91,18 +98,23 @@ class TestAgainstThePapers:
             assert_same(result.inv_freq, expected)
             assert result.attention_factor == pytest.approx(yarn_attention_factor(factor), rel=EXACT)
 
-    @pytest.mark.parametrize("factor", FACTORS)
-    @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (2.0, 7.5)])
-    def test_llama3(self, rotary: Rotary, factor: float, low: float, high: float) -> None:
-        result = frequencies("llama3", rotary, factor=factor, low_freq_factor=low, high_freq_factor=high)
-        assert_same(result.inv_freq, llama3(rotary, factor, low, high))
-        assert result.attention_factor == 1.0
+    @law
+    @given(rotary=some_rotaries, factor=some_factors, low=st.floats(0.1, 8), times=st.floats(1.5, 64))
+    def test_llama3(self, rotary: Rotary, factor: float, low: float, times: float) -> None:
+        for slow, fast in ((1.0, 4.0), (low, low * times)):
+            result = frequencies("llama3", rotary, factor=factor, low_freq_factor=slow, high_freq_factor=fast)
+            assert_same(result.inv_freq, llama3(rotary, factor, slow, fast))
+            assert result.attention_factor == 1.0
 
-    def test_factors(self, rotary: Rotary) -> None:
-        result = frequencies("factors", rotary, factors=rising_divisors(rotary, 7), attention_factor=1.1)
-        assert_same(result.inv_freq, divided(rotary, rising_divisors(rotary, 7)))
-        assert result.attention_factor == 1.1
-        assert frequencies("factors", rotary, factors=rising_divisors(rotary, 7)).attention_factor == 1.0
+    @law
+    @given(rotary=some_rotaries, top=st.floats(1, 64), warmth=st.floats(0.5, 2))
+    def test_factors(self, rotary: Rotary, top: float, warmth: float) -> None:
+        assume(rotary.dim > 2)
+        divisors = rising_divisors(rotary, top)
+        result = frequencies("factors", rotary, factors=divisors, attention_factor=warmth)
+        assert_same(result.inv_freq, divided(rotary, divisors))
+        assert result.attention_factor == warmth
+        assert frequencies("factors", rotary, factors=divisors).attention_factor == 1.0
 
 
 @pytest.mark.parametrize(
@@ -211,47 +223,57 @@ def test_golden(method: str, params: dict[str, Any], length: int | None, golden:
     assert_same(inv_freq[[0, 20, 32, 40, 63]], golden, rtol=1e-9)
 
 
+some_mscales = st.sampled_from([0.0, 0.5, 0.707, 1.0])
+
+
 # --- transformers' own tables -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("dim", DIMS)
 class TestAgainstTransformers:
-    def test_default(self, dim: int, theta: float) -> None:
-        rotary = Rotary(dim, theta, 4096)
-        assert_native(rotary, frequencies("default", rotary), {"rope_type": "default", "rope_theta": theta})
+    @law
+    @given(rotary=native_rotaries)
+    def test_default(self, rotary: Rotary) -> None:
+        assert_native(rotary, frequencies("default", rotary), native_parameters("default", rotary))
 
-    def test_linear(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in native_grid(dim, theta):
-            assert_native(rotary, frequencies("linear", rotary, factor=factor), native | {"rope_type": "linear"})
+    @law
+    @given(rotary=native_rotaries, factor=some_factors)
+    def test_linear(self, rotary: Rotary, factor: float) -> None:
+        native = native_parameters("linear", rotary, factor=factor)
+        assert_native(rotary, frequencies("linear", rotary, factor=factor), native)
 
-    @pytest.mark.slow
-    def test_yarn(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in native_grid(dim, theta):
-            native |= {"rope_type": "yarn", "original_max_position_embeddings": rotary.trained_length}
-            for params in (
-                {},
-                {"truncate": False},
-                {"mscale": 0.707, "mscale_all_dim": 1.0},
-                {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 20.0, "beta_slow": 2.0},
-                {"attention_factor": 1.25},
-            ):
-                assert_native(rotary, frequencies("yarn", rotary, factor=factor, **params), native | params)
+    @law
+    @given(
+        rotary=native_rotaries, factor=some_factors, betas=some_betas(), mscales=st.tuples(some_mscales, some_mscales)
+    )
+    def test_yarn(self, rotary: Rotary, factor: float, betas: dict[str, Any], mscales: tuple[float, float]) -> None:
+        native = native_parameters("yarn", rotary, original=True, factor=factor)
+        for params in (
+            {},
+            {"truncate": False},
+            {"mscale": 0.707, "mscale_all_dim": 1.0},
+            {"mscale": mscales[0], "mscale_all_dim": mscales[1], **betas},
+            {"attention_factor": 1.25},
+        ):
+            assert_native(rotary, frequencies("yarn", rotary, factor=factor, **params), native | params)
 
-    @pytest.mark.slow
-    def test_llama3(self, dim: int, theta: float) -> None:
-        for rotary, factor, native in native_grid(dim, theta):
-            native |= {"rope_type": "llama3", "original_max_position_embeddings": rotary.trained_length}
-            for low, high in ((1.0, 4.0), (1.5, 16.0)):
-                params: dict[str, Any] = {"low_freq_factor": low, "high_freq_factor": high}
-                assert_native(rotary, frequencies("llama3", rotary, factor=factor, **params), native | params)
+    @law
+    @given(rotary=native_rotaries, factor=some_factors, low=st.floats(0.1, 8), times=st.floats(1.5, 64))
+    def test_llama3(self, rotary: Rotary, factor: float, low: float, times: float) -> None:
+        native = native_parameters("llama3", rotary, original=True, factor=factor)
+        for slow, fast in ((1.0, 4.0), (1.5, 16.0), (low, low * times)):
+            params: dict[str, Any] = {"low_freq_factor": slow, "high_freq_factor": fast}
+            assert_native(rotary, frequencies("llama3", rotary, factor=factor, **params), native | params)
 
-    def test_llama3_is_by_parts_with_a_ramp_in_cycles(self, dim: int, theta: float) -> None:
-        for rotary, factor, _ in native_grid(dim, theta):
-            llama3 = frequencies("llama3", rotary, factor=factor, low_freq_factor=1.5, high_freq_factor=6)
-            by_parts = frequencies("by-parts", rotary, factor=factor, ramp="cycles", beta_slow=1.5, beta_fast=6)
-            assert torch.equal(llama3.inv_freq, by_parts.inv_freq)
-            assert llama3.attention_factor == by_parts.attention_factor
+    @law
+    @given(rotary=some_rotaries, factor=some_factors, low=st.floats(0.1, 8), times=st.floats(1.5, 64))
+    def test_llama3_is_by_parts_with_a_ramp_in_cycles(
+        self, rotary: Rotary, factor: float, low: float, times: float
+    ) -> None:
+        slow, fast = low, low * times
+        llama3 = frequencies("llama3", rotary, factor=factor, low_freq_factor=slow, high_freq_factor=fast)
+        by_parts = frequencies("by-parts", rotary, factor=factor, ramp="cycles", beta_slow=slow, beta_fast=fast)
+        assert torch.equal(llama3.inv_freq, by_parts.inv_freq)
+        assert llama3.attention_factor == by_parts.attention_factor
 
 
 @pytest.mark.parametrize("proportion", [0.0, 0.25, 0.3, 0.5, 1.0])

@@ -4,13 +4,12 @@ import csv
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
+from tests.support.forks import kill_when, run_command
 from tests.support.models import build
 from tests.support.tiers import ALL
 
@@ -226,15 +226,12 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     (expected,) = whole.iterdir()
     total = len((expected / "records.0.jsonl").read_text().splitlines())
     out = tmp_path / "killed"
+
+    def written(lines: int) -> bool:
+        return sum(journal.read_bytes().count(b"\n") for journal in out.glob("*/records.0.jsonl")) >= lines
+
     for target in (2, total // 2) if ALL else (total // 2,):
-        killed = [sys.executable, "-m", "rope_ext_hf", *command, str(out)]
-        process = subprocess.Popen(killed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None:
-            if sum(p.read_bytes().count(b"\n") for p in out.glob("*/records.0.jsonl")) >= target:
-                os.kill(process.pid, signal.SIGKILL)
-                break
-            time.sleep(0.005)
-        process.wait()
+        kill_when(partial(written, target), run_command, [*command, str(out)], folder=tmp_path)
     assert CliRunner().invoke(app, [*command, str(out)]).exit_code == 0
     (folder,) = out.iterdir()
     assert folder.name == expected.name

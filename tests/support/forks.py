@@ -1,17 +1,23 @@
-"""Code that runs in a process of its own, forked from one that has the libraries in memory: importing takes seconds."""
+"""Code that runs in a process of its own, forked from one that has the libraries in memory: importing takes seconds.
+
+`kill_when` is for what is continued after a kill: a run, a fine-tuning, a search.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_blocks", "run_command", "run_commands", "run_forked", "run_script"]
+__all__ = ["kill_when", "run_blocks", "run_command", "run_commands", "run_forked", "run_script"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["transformers.models.llama.modeling_llama", "peft", "matplotlib.figure"])
@@ -31,8 +37,7 @@ def run_forked(
         AssertionError: it ended with another exit status, 1 after an exception, or took longer than `seconds`.
     """
     with tempfile.NamedTemporaryFile() as log:
-        process = _CONTEXT.Process(target=_child, args=(function, arguments, folder, dict(environment or {}), log.name))
-        process.start()
+        process = _start(function, arguments, folder, environment, log.name)
         process.join(seconds)
         if process.is_alive():
             process.kill()
@@ -40,6 +45,37 @@ def run_forked(
         said = Path(log.name).read_text(encoding="utf-8", errors="replace")
     assert process.exitcode == status, f"exit status {process.exitcode}\n{said[-3000:]}"
     return said
+
+
+def kill_when(
+    reached: Callable[[], bool], function: Callable[..., None], *arguments: Any, folder: Path, seconds: float = 900
+) -> None:
+    """Call a function of a module in a new process, in `folder`, and end it by SIGKILL as soon as `reached` holds.
+
+    Raises:
+        AssertionError: it ended by itself, or did not get so far within `seconds`.
+    """
+    with tempfile.NamedTemporaryFile() as log:
+        process, end = _start(function, arguments, folder, {}, log.name), time.monotonic() + seconds
+        while process.is_alive() and time.monotonic() < end and not (got := reached()):
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        said = Path(log.name).read_text(encoding="utf-8", errors="replace")
+    assert process.exitcode == -signal.SIGKILL, f"it ended with exit status {process.exitcode}\n{said[-3000:]}"
+    assert got, f"it did not get so far within {seconds:g} seconds\n{said[-3000:]}"
+
+
+def _start(
+    function: Callable[..., None],
+    arguments: Sequence[Any],
+    folder: Path,
+    environment: Mapping[str, str] | None,
+    log: str,
+) -> ForkServerProcess:
+    process = _CONTEXT.Process(target=_child, args=(function, arguments, folder, dict(environment or {}), log))
+    process.start()
+    return process
 
 
 def _child(

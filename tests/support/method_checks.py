@@ -19,9 +19,6 @@ from tests.support.oracles import plain
 
 EXACT = 1e-12  # two float64 computations of one formula
 NATIVE = 2e-5  # transformers computes in float32
-DIMS = (32, 64, 80, 128, 256)
-THETAS = (1e4, pytest.param(5e5, marks=pytest.mark.slow), pytest.param(1e6, marks=pytest.mark.slow))
-TRAINED_LENGTHS = (256, 2048, 4096, 8192, 32768, 131072)
 FACTORS = (1.0, 1.5, 2.0, 4.0, 8.0, 32.0)
 
 LLAMA2 = Rotary(dim=128, theta=1e4, trained_length=4096)
@@ -47,13 +44,10 @@ def alpha_of(rotary: Rotary, inv_freq: torch.Tensor) -> float:
     return plain(rotary)[-1] / float(inv_freq[-1])
 
 
-def native_grid(dim: int, theta: float) -> list[tuple[Rotary, float, dict[str, Any]]]:
-    """Every trained length with every factor, and the settings that transformers takes for both."""
-    return [
-        (Rotary(dim, theta, trained_length), factor, {"rope_theta": theta, "factor": factor})
-        for trained_length in TRAINED_LENGTHS
-        for factor in FACTORS
-    ]
+def native_parameters(rope_type: str, rotary: Rotary, *, original: bool = False, **more: Any) -> dict[str, Any]:
+    """`rope_parameters` as transformers takes them; with the original length where that type counts from it."""
+    counted = {"original_max_position_embeddings": rotary.trained_length} if original else {}
+    return {"rope_type": rope_type, "rope_theta": rotary.theta, **counted, **more}
 
 
 def native_table(rotary: Rotary, parameters: dict[str, Any], length: int | None = None) -> tuple[torch.Tensor, float]:
@@ -98,3 +92,35 @@ law = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 some_dims = st.integers(2, 128).map(lambda pairs: 2 * pairs)
 some_thetas = st.floats(100, 1e7)
 some_lengths = st.integers(16, 1 << 17)
+some_factors = st.one_of(st.sampled_from(FACTORS), st.floats(1, 64))
+some_rotaries = st.one_of(st.sampled_from(GEOMETRIES), st.builds(Rotary, some_dims, some_thetas, some_lengths))
+native_rotaries = st.builds(
+    Rotary,
+    dim=st.sampled_from([32, 64, 80, 128, 256]),
+    theta=st.sampled_from([1e4, 5e5, 1e6]),
+    trained_length=st.sampled_from([256, 2048, 4096, 8192, 32768, 131072]),
+)
+
+
+@st.composite
+def some_betas(draw: st.DrawFn) -> dict[str, Any]:
+    """`beta_slow` and `beta_fast`: as published, far apart, or a step; also such that no pair lies between them."""
+    published = st.sampled_from([(1.0, 32.0), (1.0, 4.0), (2.0, 20.0), (1.0, 1.0)])
+    slow, fast = draw(
+        st.one_of(
+            published,
+            st.tuples(st.floats(1e-6, 300), st.one_of(st.just(1.0), st.floats(1.5, 1e6))).map(
+                lambda drawn: (drawn[0], drawn[0] * drawn[1])
+            ),
+        )
+    )
+    return {"beta_slow": slow, "beta_fast": fast}
+
+
+@st.composite
+def lengths_around(draw: st.DrawFn, context_length: int) -> list[int]:
+    """Lengths in tokens: within the context length, at it and its multiples, one beyond, between, and some drawn."""
+    fixed = [1, *(int(ratio * context_length) for ratio in (0.25, 1, 1.25, 1.5, 2, 3, 3.75, 4, 8, 9))]
+    multiple = draw(st.integers(1, 64)) * context_length
+    drawn = [context_length + 1, 2 * context_length + 1, multiple, multiple + 1]
+    return [*fixed, *drawn, draw(st.integers(1, 64 * context_length))]

@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
-import multiprocessing
-import os
 import re
 import shutil
-import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,9 @@ from rope_ext_hf.training import finetune
 from rope_ext_hf.training.finetuning import _Run
 from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
-from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.forks import kill_when
+from tests.support.inputs import write_inputs, write_model
+from tests.support.models import TRAINED, logits, tokens
 from tests.support.wrapped_text import unwrapped
 
 LONG = 4 * TRAINED
@@ -41,9 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    build("llama", vocab_size=259).save_pretrained(tmp_path / "small")
-    AutoTokenizer.from_pretrained(reference()).save_pretrained(tmp_path / "small")
-    return tmp_path / "small"
+    return write_model(tmp_path / "small")
 
 
 @pytest.mark.slow
@@ -87,39 +83,24 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 
 
 ASKED: dict[str, Any] = {
-    "data": "text/*.txt", "eval_data": "held-out/*.txt", "method": "yarn", "factor": 4, "steps": 22, "train_all": True,
+    "data": "texts/*.txt", "eval_data": "held-out/*.txt", "method": "yarn", "factor": 4, "steps": 22, "train_all": True,
     "max_spans": 4, "device": "cpu", "learning_rate": 1e-3, "accumulate": 1,
 }  # fmt: skip
 
 
-def finetune_in(folder: Path) -> None:
+def finetune_asked() -> None:
     """What the process that is killed does."""
-    os.chdir(folder)
-    finetune("small", "cut", **ASKED)
+    finetune("model", "cut", **ASKED)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, text, and the folder "cut" of a fine-tuning that was killed after its first checkpoint."""
     root = tmp_path_factory.mktemp("finetuning")
-    build("llama", vocab_size=259).save_pretrained(root / "small")
-    AutoTokenizer.from_pretrained(reference()).save_pretrained(root / "small")
-    for folder, numbers in (("text", range(4)), ("held-out", range(4, 8))):
-        (root / folder).mkdir()
-        for number in numbers:
-            text = "".join(f"def f{i}(x):\n    return x * {i * number % 97}\n" for i in range(30))
-            (root / folder / f"{number}.txt").write_text(text)
+    write_inputs(root, texts=4, held_out=4)
+    checkpoint = root / "cut" / "checkpoints of trained" / "checkpoint-20" / "clock.json"
     # Not a fork of this process: torch refuses a backward pass where one ran before the fork.
-    process = multiprocessing.get_context("forkserver").Process(target=finetune_in, args=(root,))
-    process.start()
-    end = time.monotonic() + 300
-    while not (root / "cut" / "checkpoints of trained" / "checkpoint-20" / "clock.json").exists():
-        assert time.monotonic() < end
-        assert process.is_alive()
-        time.sleep(0.001)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    kill_when(checkpoint.exists, finetune_asked, folder=root)
     assert not (root / "cut" / "model").exists()
     return root
 
@@ -134,13 +115,13 @@ def cut(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_model_and_numbers(cut: Path) -> None:
-    reports = [finetune("small", name, **ASKED) for name in ("cut", "whole")]
+    reports = [finetune("model", name, **ASKED) for name in ("cut", "whole")]
     weights = [(cut / name / "model" / "model.safetensors").read_bytes() for name in ("cut", "whole")]
     assert weights[0] == weights[1]
     assert reports[0].losses == reports[1].losses
     assert reports[0].gains == reports[1].gains
     assert reports[0].training["trained"]["losses"] == reports[1].training["trained"]["losses"] != []
-    again = finetune("small", "cut", **ASKED)
+    again = finetune("model", "cut", **ASKED)
     assert again == reports[0]
     gain = again.gains["as loaded"]["256"]
     assert gain.items >= 3
@@ -152,7 +133,7 @@ def test_a_killed_run_goes_on_to_the_same_model_and_numbers(cut: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_gives_the_same_model_from_the_one_before(cut: Path) -> None:
-    whole, said = finetune("small", "whole", **ASKED), list[str]()
+    whole, said = finetune("model", "whole", **ASKED), list[str]()
     assert sorted(path.name for path in (cut / "whole" / "checkpoints of trained").iterdir()) == [
         "checkpoint-20",
         "checkpoint-22",
@@ -161,26 +142,26 @@ def test_a_damaged_checkpoint_gives_the_same_model_from_the_one_before(cut: Path
     data = bytearray(optimizer.read_bytes())
     data[len(data) // 2] ^= 1
     optimizer.write_bytes(data)
-    again = finetune("small", "whole", **ASKED, report=said.append)
+    again = finetune("model", "whole", **ASKED, report=said.append)
     assert [line for line in said if "checkpoint-22 is removed: optimizer.pt changed since it was written" in line]
     assert (again.losses, again.gains) == (whole.losses, whole.gains)
 
 
 def _change(folder: Path, what: str) -> None:
     if what == "weights":
-        weights = folder / "small" / "model.safetensors"
+        weights = folder / "model" / "model.safetensors"
         data = bytearray(weights.read_bytes())
         data[-3] ^= 1
         weights.write_bytes(data)
     elif what == "config":
-        file = folder / "small" / "config.json"
+        file = folder / "model" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.1}))
     elif what == "tokenizer":
-        tokenizer = AutoTokenizer.from_pretrained(folder / "small")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokenizer.add_tokens(["<more>"])
-        tokenizer.save_pretrained(folder / "small")
+        tokenizer.save_pretrained(folder / "model")
     else:
-        (folder / "text" / "3.txt").write_text((folder / "text" / "2.txt").read_text())
+        (folder / "texts" / "3.txt").write_text((folder / "texts" / "2.txt").read_text())
 
 
 @pytest.mark.slow
@@ -196,9 +177,9 @@ def _change(folder: Path, what: str) -> None:
 def test_a_run_is_not_continued_over_what_changed_in_place(changed: str, named: str, cut: Path) -> None:
     _change(cut, changed)
     with pytest.raises(FileError, match=rf"^{re.escape(named)} changed since the run in 'cut' was begun"):
-        finetune("small", "cut", **ASKED)
+        finetune("model", "cut", **ASKED)
     with pytest.raises(FileError, match="holds a run with other settings: method"):
-        finetune("small", "cut", **ASKED | {"method": "linear"})
+        finetune("model", "cut", **ASKED | {"method": "linear"})
 
 
 @pytest.mark.slow

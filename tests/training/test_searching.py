@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +16,15 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.reading.corpora import load, stdlib_held_out
-from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.training import search
 from rope_ext_hf.training.search_trials import Reader, Trial
-from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.forks import kill_when, run_command, run_commands, run_forked
+from tests.support.inputs import write_model
+from tests.support.models import TRAINED, logits, tokens
 from tests.support.wrapped_text import unwrapped
 
-ROOT = Path(__file__).parents[2]
 LONG = 4 * TRAINED
 QUICK: dict[str, Any] = {"data": "texts/*.txt", "target_length": LONG, "passages": 5, "max_spans": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
@@ -42,9 +37,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "texts").mkdir()
     for document in stdlib_held_out():
         (tmp_path / "texts" / f"{document.name.replace('/', '-')}.txt").write_text(document.text[:4000])
-    build("llama", vocab_size=259).save_pretrained(tmp_path / "small")
-    AutoTokenizer.from_pretrained(reference()).save_pretrained(tmp_path / "small")
-    return tmp_path / "small"
+    return write_model(tmp_path / "small")
 
 
 def read_trials(folder: Path) -> list[dict[str, Any]]:
@@ -158,21 +151,19 @@ def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monke
 @pytest.mark.thorough
 def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "rope_ext_hf", "search", str(small), "--target-length", "256", "--data", "texts/*.txt",
-        "--trials", "40", "--passages", "5", "--max-spans", "2", "--most-lost-at-1x", "1", "--device", "cpu", "--out",
+        "search", str(small), "--target-length", "256", "--data", "texts/*.txt", "--trials", "40", "--passages", "5",
+        "--max-spans", "2", "--most-lost-at-1x", "1", "--device", "cpu", "--out",
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    cut = subprocess.Popen([*command, str(tmp_path / "cut")], env=environment, stderr=subprocess.DEVNULL)
     saved = tmp_path / "cut" / "trials.json"
-    while not saved.exists() or len(read_trials(tmp_path / "cut")) < 8:
-        assert cut.poll() is None
-        time.sleep(0.02)
-    cut.send_signal(signal.SIGKILL)
-    cut.wait()
+    kill_when(
+        lambda: saved.exists() and len(read_trials(tmp_path / "cut")) >= 8,
+        run_command,
+        [*command, str(tmp_path / "cut")],
+        folder=tmp_path,
+    )
     assert len(read_trials(tmp_path / "cut")) < 40
     for name in ("cut", "whole"):
-        done = subprocess.run([*command, str(tmp_path / name)], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run_forked(run_commands, [[*command, str(tmp_path / name)]], folder=tmp_path)
     assert read_trials(tmp_path / "cut") == read_trials(tmp_path / "whole")
     configs = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("cut", "whole")]
     assert configs[0] == configs[1]
