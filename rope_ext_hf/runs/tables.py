@@ -53,5 +53,5 @@ def results_table(title: str, caption: str, *heads: str) -> Table:
     """A table with these heads, numbers to the right of the first column."""
     table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
     for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left", overflow="fold")
+        table.add_column(head, justify="right" if index else "left", overflow="fold", no_wrap=not index)
     return table
