@@ -1,6 +1,6 @@
 """Folders that a command continues or reuses, each file damaged in turn: the right result again, or one line.
 
-    python -m tests.fuzzing.continued                       # finetune, search and extend, every file, every damage
+    python -m tests.fuzzing.continued                       # every command, every file, every damage
     python -m tests.fuzzing.continued --command finetune --seed 3 --kills 20
 
 Each command runs twice, whole and killed halfway. Then each file of both folders is cut, emptied, removed and has a bit
@@ -66,9 +66,17 @@ COMMANDS = {
         ("trials.json", 3000),
     ),
     "extend": Command(("extend", "model", "--target-length", "512", "--no-measure", "--yes"), None),
+    "tasks": Command(
+        (
+            *("tasks", "model", "--suite", "json-kv", "--lengths", "768,1024", "--score", "rank", "--samples", "4"),
+            *("--method", "yarn", "--device", "cpu"),
+        ),
+        None,
+    ),
+    "need": Command(("need", "model", "--data", "texts/*.txt", "--target-length", "128", "--device", "cpu"), None),
 }
 _PAGES = (".html", ".md", ".png", ".svg", ".csv", ".lock")
-_NOT_COMPARED = ("seconds", "cpu_seconds", "folder", "checksum")
+_NOT_COMPARED = ("seconds", "cpu_seconds", "folder", "checksum", "tokens_per_second", "provenance", "conclusion")
 
 
 def _flip(draw: random.Random, data: bytes) -> bytes:
@@ -113,9 +121,12 @@ def start(command: Command, root: Path, out: str) -> int:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """What a command came to: the numbers of its report, and the files of its model."""
+    """What a command came to: the numbers of its report or its runs, and the files of its model."""
     report = folder / "report.json"
     numbers = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    if runs := [*folder.glob("*/results.json"), *folder.glob("need.json")]:
+        found = {str(path.relative_to(folder)): json.loads(path.read_text(encoding="utf-8")) for path in runs}
+        return {"numbers": _without_times(found), "files": {}}
     model = folder / "model" if report.is_file() else folder
     files = {
         str(path.relative_to(model)): path.read_bytes()
