@@ -27,7 +27,7 @@ from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.runs.folder import SETTINGS, check_settings, read_run, results_from_records
+from rope_ext_hf.runs.folder import SETTINGS, check_settings, other_settings, read_run, results_from_records
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
 from rope_ext_hf.runs.journal import (
     Cell,
@@ -285,7 +285,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
-            if _key(parse_json_object(read_plain(path))) == _key(settings):
+            if not other_settings(_key(parse_json_object(read_plain(path))), _key(settings)):
                 return
         except (ValueError, RecursionError):
             pass

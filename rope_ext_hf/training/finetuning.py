@@ -30,14 +30,15 @@ from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
 from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.training.guarded_training import Rows, train
 from rope_ext_hf.training.questions import Finetuning
-from rope_ext_hf.training.recipe import Budget, Rows, train
-from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model, split
+from rope_ext_hf.training.run_folder import Budget, open_run, save_model, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

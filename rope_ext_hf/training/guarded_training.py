@@ -1,4 +1,4 @@
-"""The recipe of `finetune`: long rows of text under the method, and short rows held to the model before it.
+"""The guarded training of `finetune`: long rows under the method, short rows held to the model before the patch.
 
 A step reads `rows` windows of the extended length, whose next tokens are predicted, and windows of the context length
 that hold as many tokens together, on which the model is kept near the model before the patch by the Kullback-Leibler
@@ -14,7 +14,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,14 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from rope_ext_hf.errors import FileError
+from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.training.callback import RopeCallback
-from rope_ext_hf.training.run_folder import read_whole, saving, write_whole
+from rope_ext_hf.training.run_folder import Budget, saving
 
 _CLOCK = "clock.json"
 """The last file of a checkpoint, written atomically: the seconds of training, and a checksum of each other file."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 _ENDLESS = 10**9  # steps
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long a training goes on; one of the two is given.
-
-    Attributes:
-        minutes: of training, measurements and loading left out; those of interrupted runs count.
-        steps: of the optimizer.
-    """
-
-    minutes: float | None = None
-    steps: int | None = None
-
-    def share_used(self, seconds: float, steps: int) -> float:
-        """How much of it is used, 0 to 1."""
-        used = steps / self.steps if self.steps is not None else seconds / (60 * (self.minutes or 0.0))
-        return min(1.0, used)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -90,8 +72,8 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {key: torch.cat([example[key] for example in examples]) for key in ("long", "short")}
 
 
-class _RecipeTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer of the recipe.
+class _GuardedTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose loss also holds short rows to another model.
 
     Args:
         teacher: the model before the patch; None: short rows are left out.
@@ -214,7 +196,7 @@ def train(
     """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
 
     Args:
-        teacher, guard: as `_RecipeTrainer` takes them.
+        teacher, guard: as `_GuardedTrainer` takes them.
         batch: long rows of a step on each device.
         accumulate: passes of so many rows per step.
         save_every: steps between checkpoints.
@@ -254,7 +236,7 @@ def train(
             if report is not None and logs and "loss" in logs:
                 report(state.global_step, logs["loss"], budget.share_used(clock.seconds, state.global_step))
 
-    trainer = _RecipeTrainer(
+    trainer = _GuardedTrainer(
         model,
         arguments,
         train_dataset=rows,
