@@ -36,7 +36,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.labels import Method, label
 from rope_ext_hf.runs.tables import length_table
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _DocumentKeys(NamedTuple):
 class _KeyTokens:
     """What an evaluator found; `compared` tokens were read with a long and with a short context."""
 
-    method: dict[str, Any] | None
+    method: Method
     setting: KeySetting
     length: int
     compared: int
@@ -91,12 +91,7 @@ class KeyTokenRuns(RunKind):
         raise ValueError(f"expected [compared, keys, ranges], got {short(repr(value))}")
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: KeySetting,
-        cell: Cell,
-        values: Sequence[_DocumentKeys],
-        costs: Sequence[Cost],
+        self, method: Method, setting: KeySetting, cell: Cell, values: Sequence[_DocumentKeys], costs: Sequence[Cost]
     ) -> _KeyTokens:
         compared, keys = (sum(numbers) for numbers in zip(*((v.compared, v.keys) for v in values), strict=True))
         return _KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))

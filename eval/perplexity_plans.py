@@ -30,10 +30,7 @@ _Planned = Callable[["PreTrainedModel", "PreTrainedTokenizerBase"], RunPlan[Any]
 
 
 def plan_perplexity(
-    question: Perplexity,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    settings: dict[str, Any] | None = None,
+    question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[PerplexityMeasurement]:
     """Load and tokenise the text, check, plan; see `Perplexity.plan`."""
     documents = load(question.data)
@@ -48,7 +45,7 @@ def plan_perplexity(
         bos=question.bos,
         max_spans=question.max_spans,
     )
-    return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **(settings or {}))
+    return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **settings)
 
 
 def fit_sweep(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rope_ext_hf.errors import short
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.runs.labels import Method
 from rope_ext_hf.runs.statistics import Estimate, estimate
 
 _LARGEST_LOSS = 709.0
@@ -85,7 +86,7 @@ class Result:
             are compared.
     """
 
-    method: dict[str, Any] | None
+    method: Method
     setting: Setting
     length: int
     loss: float
@@ -109,7 +110,7 @@ class Result:
     @classmethod
     def from_documents(
         cls,
-        method: dict[str, Any] | None,
+        method: Method,
         setting: Setting,
         length: int,
         documents: Sequence[DocumentLoss],

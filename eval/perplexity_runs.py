@@ -22,7 +22,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
@@ -48,12 +48,7 @@ class PerplexityRuns(RunKind):
         return DocumentLoss.from_record(item, value)
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: Setting,
-        cell: Cell,
-        values: Sequence[DocumentLoss],
-        costs: Sequence[Cost],
+        self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost]
     ) -> Result:
         return Result.from_documents(method, setting, int(cell[0]), values, costs)
 
@@ -95,7 +90,7 @@ class PerplexityRuns(RunKind):
             view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
         for name, row in by_method(run.results).items():
             at = {result.length: result for result in row}
-            cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in sorted(best)]
+            cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in best]
             if increase := increases[name]:
                 ends = "" if increase.low is None else f"\n{increase.low:+.3f} to {increase.high:+.3f}"
                 cells.append(Text(f"{increase.value:+.3f}{ends if detailed else ''}"))

@@ -20,7 +20,7 @@ from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
@@ -79,7 +79,7 @@ class TaskResult:
         scores: of each prompt.
     """
 
-    method: dict[str, Any] | None
+    method: Method
     suite: str
     task: str
     length: int
@@ -111,12 +111,7 @@ class TaskRuns(RunKind):
         raise ValueError(f"expected [score, answer], got {short(repr(value))}")
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: TaskSetting,
-        cell: Cell,
-        values: Sequence[TaskScore],
-        costs: Sequence[Cost],
+        self, method: Method, setting: TaskSetting, cell: Cell, values: Sequence[TaskScore], costs: Sequence[Cost]
     ) -> TaskResult:
         scores = tuple(value.score for value in values)
         task = setting.tasks.split(",")[int(cell[1])]

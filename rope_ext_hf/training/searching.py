@@ -95,18 +95,25 @@ def search(
         FileError: the folder holds a run of other settings, of a model, tokenizer, text or code that changed since, or
             damaged trials; or another process is writing it.
     """
-    return _answer(Searching(model=str(model), **fields), Path(out), report or (lambda line: None))
+    asked, say = Searching(model=str(model), **fields), report or (lambda line: None)
+    tokenizer = load_tokenizer(asked.model, **asked.source)
+    loaded = load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
+    rotary = patch_geometry(loaded, **asked.underneath)
+    if asked.target_length <= rotary.context_length:
+        raise MethodError(
+            f"target_length must be above the context length of {rotary.context_length:,} tokens, got "
+            f"{asked.target_length:,}"
+        )
+    for name in asked.methods or ():  # a wrong name is refused before anything is read
+        resolve_method(name, rotary, target_length=asked.target_length)
+    return _answer(asked, loaded, tokenizer, rotary, out=Path(out), say=say)
 
 
 @holds_folder
-def _answer(asked: Searching, out: Path, say: Callable[[str], None]) -> SearchReport:
-    target, underneath = asked.target_length, asked.underneath
-    tokenizer = load_tokenizer(asked.model, **asked.source)
-    model = load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
-    rotary = patch_geometry(model, **underneath)
-    context = rotary.context_length
-    if target <= context:
-        raise MethodError(f"target_length must be above the context length of {context:,} tokens, got {target:,}")
+def _answer(
+    asked: Searching, model: Any, tokenizer: Any, rotary: Rotary, *, out: Path, say: Callable[[str], None]
+) -> SearchReport:
+    target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
     targets = scored_tokens(context)
     settings = asked.arguments | {
         "data": corpus_name(asked.data),
@@ -114,8 +121,6 @@ def _answer(asked: Searching, out: Path, say: Callable[[str], None]) -> SearchRe
         "methods": list(asked.methods or fixed_methods()),
         "targets": targets,
     }
-    for name in settings["methods"]:  # a wrong name is refused before anything is read
-        resolve_method(name, rotary, target_length=target)
     searched, held_out = split(tokenize(load(asked.data), tokenizer), 2)
     if asked.eval_data is not None:
         searched, held_out = searched + held_out, tokenize(load(asked.eval_data), tokenizer)
