@@ -38,7 +38,7 @@ Pass = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KeySetting:
-    """What makes a token a key token.
+    """The thresholds and windows by which a token is a key token.
 
     Attributes:
         window: tokens of a short context, which is up to `stride` - 1 longer.
@@ -81,7 +81,7 @@ def key_setting(longest: int, window: int | None = None) -> KeySetting:
 def find_key_tokens(
     scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: int | None = None, length: int
 ) -> Tensor:
-    """Which tokens from `first` on are key tokens; one with no more than a window before it is none.
+    """Find the key tokens from `first` on; a token with no more than a window before it is none.
 
     Windows begin every `stride` tokens from the first token on, as in the paper's code.
 
@@ -91,7 +91,7 @@ def find_key_tokens(
         first: at least 1.
         setting: thresholds and windows.
         prefix: the token that stands in place of the first one of a window.
-        length: what length-dependent methods are held at for the long context; in a window at the window's length.
+        length: of inputs, at which length-dependent methods are held for the long context; in a window at its own.
 
     Returns:
         (N - first,) bool.
@@ -142,11 +142,11 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Where the key tokens of documents are.
+    """Places of the key tokens of documents.
 
     Attributes:
         evaluator: the model that found them, and its method.
-        setting: what made them key tokens.
+        setting: the thresholds and windows by which they are.
         documents: by the digest of a document's text: its name, and ranges of characters, ascending and apart.
     """
 
@@ -160,7 +160,7 @@ class KeyRanges:
         return f"{short(printable(self.evaluator))}: {self.setting}"
 
     def mask(self, document: Tokens) -> Tensor:
-        """Which tokens lie in a range, (tokens,) bool; none of a document that was not searched for key tokens.
+        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them.
 
         Raises:
             CorpusError: a document without text, or one of the same name with another text.

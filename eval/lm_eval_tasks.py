@@ -65,7 +65,7 @@ def write_tasks(folder: str | Path) -> Path:
 
 
 def long_suite(task: str) -> str | None:
-    """What a task of lm-eval's own long suites fetches; None for other tasks."""
+    """The data that a task of lm-eval's own long suites fetches; None for other tasks."""
     return next((fetched for prefix, fetched in _LONG_SUITES.items() if task.startswith(prefix)), None)
 
 

@@ -73,7 +73,7 @@ def with_keys(
     """The plan with the key tokens of the question, where it has some: of a file, or of a model.
 
     Args:
-        plan: what is measured.
+        plan: of the spans that are scored.
         question: says what finds the key tokens, and with which short context.
         find: carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
             device, and its tokenizer.

@@ -82,7 +82,7 @@ class Result:
         key_tokens: how many there are; None where none were looked for.
         tokens_per_second: how fast spans of this length went through the model; None where nothing was timed.
         gpu_bytes: the most memory held on a GPU meanwhile; None without one.
-        seconds: what reading each document took; empty where nothing was timed. These three do not count when results
+        seconds: that reading each document took; empty where nothing was timed. These three do not count when results
             are compared.
     """
 

@@ -135,9 +135,9 @@ class PerplexityMeasurement(Measurement):
     """The losses of a plan's documents, and of the key tokens in them.
 
     Args:
-        plan: what is read and scored.
+        plan: of the spans that are read and scored.
         keys: which tokens are key tokens, (tokens,) bool for each document; None: none are looked for.
-        keys_from: what found them, in words.
+        keys_from: the model that found them, and how, in words.
 
     Raises:
         CorpusError: no scored token is a key token.
@@ -235,7 +235,7 @@ def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]
 
 
 def _scored_text(result: Result) -> str:
-    """What was scored, as a phrase."""
+    """The scored tokens, as a phrase."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
     protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _PENALTY = 10.0
-"""What a nat lost at the context length beyond the bound adds to the loss by which candidates are compared."""
+"""Nats that one lost at the context length beyond the bound adds to the loss by which candidates are compared."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a search reads: passages of text at the target length, parts of them, prompts, and which tokens count."""
+"""Texts that a search reads: passages of text at the target length, parts of them, prompts, and which tokens count."""
 
 from __future__ import annotations
 

@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
 from rope_ext_hf.files import atomic_folder, disk_errors
-from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Tokens, corpus_name
+from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.runs.folder import other_settings, read_whole, write_whole
+from rope_ext_hf.training.questions import Finetuning, Searching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = "settings.json"
 _OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")
-"""What a folder holds once a run has got on."""
+"""Files and folders that are there once a run has got on."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,23 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         warnings.warn(str(each.message).replace(str(staging), str(folder)), each.category, stacklevel=2)
 
 
+def settings_of(asked: Finetuning | Searching) -> dict[str, Any]:
+    """The fields of a question, JSON-ready where its texts are given by names."""
+    return asked.arguments | {"data": corpus_name(asked.data), "eval_data": corpus_name(asked.eval_data)}
+
+
+def split_texts(
+    asked: Finetuning | Searching, tokenizer: PreTrainedTokenizerBase, one_in: int
+) -> tuple[list[Tokens], list[Tokens]]:
+    """The texts that a run works on and measures: all data and its eval_data; without that, see `split`."""
+    works_on, measured = split(tokenize(load(asked.data), tokenizer), one_in)
+    if asked.eval_data is None:
+        return works_on, measured
+    return works_on + measured, tokenize(load(asked.eval_data), tokenizer)
+
+
 def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:
-    """What a run works on, and what it measures: one document in so many by its name, else the last part of each."""
+    """The texts that a run works on and measures: one document in so many by its name, else the last part of each."""
     held_out = [each for each in documents if zlib.crc32(each.name.encode()) % one_in == 0]
     if held_out and len(held_out) < len(documents):
         names = {each.name for each in held_out}

@@ -30,9 +30,7 @@ from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.questions import forward
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import corpus_name
-from rope_ext_hf.reading.spans import prepare, tokenize
+from rope_ext_hf.reading.spans import prepare
 from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.runs.identity import code_digest, digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
@@ -51,7 +49,7 @@ from rope_ext_hf.training.passages import (
     text_passages,
 )
 from rope_ext_hf.training.questions import Searching
-from rope_ext_hf.training.run_folder import Budget, open_run, save_model, split
+from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settings_of, split_texts
 from rope_ext_hf.training.search_report import SearchReport, decide
 from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 
@@ -115,15 +113,8 @@ def _answer(
 ) -> SearchReport:
     target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
     targets = scored_tokens(context)
-    settings = asked.arguments | {
-        "data": corpus_name(asked.data),
-        "eval_data": corpus_name(asked.eval_data),
-        "methods": list(asked.methods or fixed_methods()),
-        "targets": targets,
-    }
-    searched, held_out = split(tokenize(load(asked.data), tokenizer), 2)
-    if asked.eval_data is not None:
-        searched, held_out = searched + held_out, tokenize(load(asked.eval_data), tokenizer)
+    settings = settings_of(asked) | {"methods": list(asked.methods or fixed_methods()), "targets": targets}
+    searched, held_out = split_texts(asked, tokenizer, 2)
     inputs = digest_inputs(model, tokenizer, searched, held_out) | {"the code of this package": code_digest(model)}
     open_run(out, settings, inputs, may_differ=("minutes", "trials"))
     read_before = _read_candidates(out / _CANDIDATES)  # a damaged file is refused before anything is measured
@@ -197,8 +188,7 @@ class _Search:
             MethodError: no candidate holds the bound.
         """
         for stage, share in _STAGES.items():
-            made = {"methods": self._methods, "bands": self._curves, "pairs": self._curves}[stage](stage)
-            for method, parameters, label in made:
+            for method, parameters, label in self._methods() if stage == "methods" else self._curves(stage):
                 if self._used(budget, to_measure) >= share or self._idle(stage) >= _PATIENCE:
                     break
                 self._try(stage, method, parameters, label)
@@ -238,9 +228,9 @@ class _Search:
             lost = f"{best.lost:.4f} lost at 1x"
             self.say(f"trial {len(self.candidates)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
 
-    def _methods(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
+    def _methods(self) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
         """The fixed methods that were not read yet."""
-        for name in self.settings["methods"][sum(each.stage == stage for each in self.candidates) :]:
+        for name in self.settings["methods"][sum(each.stage == "methods" for each in self.candidates) :]:
             method = self._fitted(name)
             yield method, {}, method.label()
 
@@ -251,7 +241,7 @@ class _Search:
         highest = math.log2(_WIDEST * self.target / self.rotary.context_length)
         while (parent := self._parent(points)) is not None:
             curve, root = parent
-            draws = random.Random(self._seed())
+            draws = random.Random(self.settings["seed"] * 1_000_003 + len(self.candidates))
             changed = curve.changed(draws, self._step(stage), highest)
             parameters = {"levels": list(changed.levels), "attention_factor": changed.attention_factor, "from": root}
             yield changed.method(self.rotary), parameters, f"divisors by {stage.removesuffix('s')}, from {root}"
@@ -276,10 +266,6 @@ class _Search:
             if not each.stopped:
                 best = min(best, cost)
         return step
-
-    def _seed(self) -> int:
-        seed: int = self.settings["seed"]
-        return seed * 1_000_003 + len(self.candidates)
 
     def measured(
         self, found: Candidate, measurement: PerplexityMeasurement, data: str, asked: Sequence[Passage]
@@ -351,7 +337,7 @@ class _Search:
 
 
 class _HeldOut:
-    """What methods read on text that the search did not read: of all tokens, and of those that count.
+    """Losses of methods on text that the search did not read: of all tokens, and of those that count.
 
     Args:
         asked: prompts whose answers count; none: key tokens where the measurement has them, else all tokens.
@@ -390,7 +376,7 @@ class _HeldOut:
 
     @property
     def counted(self) -> str:
-        """Which tokens count, in words; empty: all."""
+        """The tokens that count, in words; empty: all."""
         if self.asked:
             return f"the answers of {len(self.asked)} prompts, in text that the search did not read"
         result = next(iter(self.results.values()))[self.target]
