@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -382,17 +382,10 @@ class _TaskFinder:
     ) -> None:
         from lm_eval.tasks import TaskManager
 
-        self._paths = [write_tasks(own), *([] if include_path is None else [include_path])]
-        self._metadata, self._max_length = dict(metadata), max_length
-        self.manager = TaskManager(include_path=self._paths, metadata=self._metadata)
-
-    @cached_property
-    def _babilong(self) -> Any:
-        """BABILong's tasks name their length by thousands of tokens."""
-        from lm_eval.tasks import TaskManager
-
-        lengths = {"max_seq_lengths": babilong_length(self._max_length)}
-        return TaskManager(include_path=self._paths, metadata=self._metadata | lengths)
+        paths = [write_tasks(own), *([] if include_path is None else [include_path])]
+        self.manager = TaskManager(include_path=paths, metadata=dict(metadata))
+        of_babilong = {**metadata, "max_seq_lengths": babilong_length(max_length)}  # by thousands of tokens, as text
+        self._babilong = cache(lambda: TaskManager(include_path=paths, metadata=of_babilong))
 
     def names(self, tasks: Sequence[str]) -> list[str]:
         """Names of tasks and groups, and paths of YAML files.
@@ -419,7 +412,7 @@ class _TaskFinder:
         built: list[Any] = []
         for name in self.names(tasks):
             with _task_errors(name):
-                loaded = (self._babilong if name.startswith("babilong") else self.manager).load([name])
+                loaded = (self._babilong() if name.startswith("babilong") else self.manager).load([name])
                 group = loaded.get("groups", {}).get(name)
                 built += [group] if group is not None else loaded["tasks"].values()
         with _task_errors(", ".join(tasks)):

@@ -18,7 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.task_plans import template_tokens
-from rope_ext_hf.files import atomic_file, disk_errors
+from rope_ext_hf.files import disk_errors, write_text
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import text_of
@@ -58,9 +58,11 @@ def write_tasks(folder: str | Path) -> Path:
         prefix = f"rope_{name.replace('-', '_')}"
         tasks = {f"{prefix}_{task}": task for task in of_name.tasks}
         for title, task in tasks.items():
-            _write(folder, title, f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n")
+            text = f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n"
+            write_text(folder / f"{title}.yaml", text)
         mean = "aggregate_metric_list: [{metric: score, weight_by_size: false}]"
-        _write(folder, prefix, f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n")
+        text = f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n"
+        write_text(folder / f"{prefix}.yaml", text)
     return folder
 
 
@@ -72,11 +74,6 @@ def long_suite(task: str) -> str | None:
 def babilong_length(tokens: int) -> str:
     """The longest of lm-eval's BABILong texts of at most so many tokens, such as "2k"; "0k" is facts alone."""
     return f"{max((n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if n * 1024 <= tokens), default=0)}k"
-
-
-def _write(folder: Path, name: str, text: str) -> None:
-    with atomic_file(folder / f"{name}.yaml") as part:
-        part.write_text(text, encoding="utf-8")
 
 
 class SuiteTask(ConfigurableTask):  # type: ignore[misc]

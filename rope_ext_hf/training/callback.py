@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.files import atomic_file, json_text, read_json
+from rope_ext_hf.files import json_text, read_json, write_text
 from rope_ext_hf.hub import fingerprint
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
@@ -102,8 +102,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self._check(fingerprint_of(_unwrapped(kwargs["model"])), "the model that was saved")
         folder = _checkpoint(args, state)
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
-            with atomic_file(folder / _FILE) as part:
-                part.write_text(json_text(self.expected.to_dict()) + "\n", encoding="utf-8")
+            write_text(folder / _FILE, json_text(self.expected.to_dict()) + "\n")
             if (saved := _rotated_by(folder)) is not None:
                 self._check(saved, f"the folder {str(folder)!r}")
 

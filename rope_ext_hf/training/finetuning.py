@@ -21,7 +21,7 @@ import torch
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_results import Result, difference
-from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.files import json_text, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.patches.describing import describe
@@ -162,8 +162,7 @@ def _answer(asked: Finetuning, out: Path, say: Callable[[str], None]) -> Finetun
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
-    with atomic_file(out / "report.json") as part:
-        part.write_text(json_text(made.to_dict()) + "\n", encoding="utf-8")
+    write_text(out / "report.json", json_text(made.to_dict()) + "\n")
     return made
 
 
