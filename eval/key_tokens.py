@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -188,11 +187,6 @@ class KeyRanges:
             write_json(part, {"evaluator": self.evaluator, "setting": asdict(self.setting), "documents": documents})
 
 
-def is_file(source: str | Path) -> bool:
-    """Whether key tokens come from a file of this name, and not from a model."""
-    return os.path.isfile(source)  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
-
-
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
     """Read key tokens that another run found; the file may be somebody else's.
 
@@ -207,9 +201,8 @@ def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
     saved = read_json(Path(file))
     try:
         setting = KeySetting(**saved["setting"])
-        if not all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride)) or not all(
-            type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely)
-        ):
+        whole = all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride))
+        if not whole or not all(type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely)):
             raise ValueError(f"its setting is {short(repr(saved['setting']))}")
         documents = {}
         for each in saved["documents"]:

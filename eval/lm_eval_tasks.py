@@ -10,6 +10,7 @@ those of `rope-ext tasks`: made from a seed and a text, without a download.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,17 +129,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
             haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
             reserved=template_tokens(tokenizer),
         )
-        rows = [
-            {
-                "prompt": sample.prompt,
-                "prefix": sample.prefix,
-                "references": list(sample.references),
-                "others": list(sample.others),
-                "budget": sample.budget,
-            }
-            for sample in samples
-        ]
-        return {"test": Dataset.from_list(rows)}
+        return {"test": Dataset.from_list(list(map(asdict, samples)))}
 
     def _score(self, doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
         return {"score": self._suite.score(results[0], doc["references"], doc["others"])}

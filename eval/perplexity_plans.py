@@ -6,12 +6,13 @@ A protocol cuts documents into spans (`protocols.py`, `spans.py`), a scorer read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.eval.key_token_runs import keys_of_run, mark_keys, plan_keys
-from rope_ext_hf.eval.key_tokens import is_file, read_keys
+from rope_ext_hf.eval.key_tokens import read_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, Perplexity
 from rope_ext_hf.method_choice import MethodChoice
@@ -64,9 +65,7 @@ def fit_sweep(
 def with_keys(
     plan: RunPlan[PerplexityMeasurement],
     question: Perplexity,
-    find: Callable[
-        [str, Callable[[PreTrainedModel, PreTrainedTokenizerBase], RunPlan[Any]]], tuple[Run[Any], RunPlan[Any]]
-    ],
+    find: Callable[[str, _Planned], tuple[Run[Any], RunPlan[Any]]],
     *,
     write: bool = True,
 ) -> RunPlan[PerplexityMeasurement]:
@@ -82,7 +81,7 @@ def with_keys(
     source, window = question.keys_by, question.key_window
     if source is None:
         return plan
-    if is_file(source):
+    if os.path.isfile(source):  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
         return mark_keys(plan, read_keys(source, window))
 
     def planned(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunPlan[Any]:

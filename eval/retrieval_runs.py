@@ -131,11 +131,7 @@ class RetrievalRuns(RunKind):
         )
 
     def rows(self, run: Run[Retrieval]) -> Iterable[Sequence[Any]]:
-        for r in run.results:
-            yield [
-                *(r.task, r.keys, r.length, r.depth, r.top1, r.rank, r.exact_match, r.trials, r.distractors),
-                *(r.chance, r.chance_rank),
-            ]
+        return ([getattr(result, name) for name in self.columns] for result in run.results)
 
     def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
         """One row per method and depth, one column per length: exact match and mean rank."""

@@ -56,7 +56,7 @@ class TaskSetting:
 
 
 class TaskScore(NamedTuple):
-    """One prompt's share of a result: its score from 0 to 1, and what was generated."""
+    """One prompt's share of a result: its score from 0 to 1, and the generated answer."""
 
     score: float
     answer: str

@@ -14,7 +14,7 @@ import csv
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,23 +150,28 @@ def _answer(
     return made
 
 
+@dataclass
 class _Search:
-    """A search in its folder."""
+    """A search in its folder.
 
-    def __init__(
-        self,
-        folder: Path,
-        reader: Reader,
-        rotary: Rotary,
-        settings: dict[str, Any],
-        say: Callable[[str], None],
-        candidates: list[Candidate],
-    ) -> None:
-        self.folder, self.reader, self.rotary, self.settings, self.say = folder, reader, rotary, settings, say
-        self.candidates = candidates
-        self.target: int = settings["target_length"]
-        self.bound: float = settings["most_lost"]
-        names = dict.fromkeys((*settings["methods"], *fixed_methods()))
+    Attributes:
+        candidates: those that were read, in an earlier run or in this one.
+        target: the target length in tokens.
+        bound: the most nats per token that may be lost at the context length.
+        fixed: the fixed methods, by their labels.
+    """
+
+    folder: Path
+    reader: Reader
+    rotary: Rotary
+    settings: dict[str, Any]
+    say: Callable[[str], None]
+    candidates: list[Candidate]
+
+    def __post_init__(self) -> None:
+        self.target: int = self.settings["target_length"]
+        self.bound: float = self.settings["most_lost"]
+        names = dict.fromkeys((*self.settings["methods"], *fixed_methods()))
         self.fixed = {method.label(): method for method in map(self._fitted, names)}
 
     def _fitted(self, name: str) -> RopeMethod:
@@ -336,26 +341,24 @@ class _Search:
             self.say(str(error))
 
 
+@dataclass
 class _HeldOut:
     """Losses of methods on text that the search did not read: of all tokens, and of those that count.
 
-    Args:
+    Attributes:
         asked: prompts whose answers count; none: key tokens where the measurement has them, else all tokens.
+        results: by the method's name in the report, then by length.
+        answers: by that name, the loss of each answer.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        measurement: PerplexityMeasurement,
-        data: str,
-        asked: Sequence[Passage],
-        target: int,
-        folder: Path,
-    ) -> None:
-        self.reader, self.measurement, self.data, self.asked = reader, measurement, data, asked
-        self.target, self.folder = target, folder
-        self.results: dict[str, dict[int, Result]] = {}
-        self.answers: dict[str, list[float]] = {}
+    reader: Reader
+    measurement: PerplexityMeasurement
+    data: str
+    asked: Sequence[Passage]
+    target: int
+    folder: Path
+    results: dict[str, dict[int, Result]] = field(default_factory=dict)
+    answers: dict[str, list[float]] = field(default_factory=dict)
 
     def read(self, methods: dict[str, RopeMethod | None]) -> None:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
