@@ -125,19 +125,21 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             given = {"factor": factor, "target_length": target_length} | params
             names = ", ".join(key for key, value in given.items() if value is not None)
             raise MethodError(f"{names} given without a method; add method=...")
+        loading = dict(loading or {})
         if isinstance(pretrained, (str, Path)):
-            model, own = _load(pretrained, dict(loading or {}), tokenizer is None)
+            source, model = pretrained, _load(pretrained, loading)
         elif loading:
             raise MethodError(f"{', '.join(loading)}: only for a path, this model is loaded already")
         else:
-            model, own = pretrained, None
+            source, model = pretrained.name_or_path, pretrained
         if method is not None:
             patch(model, method, factor=factor, target_length=target_length, **params)
         check_pairing(model)
         length = _max_length(model, max_length)
         with fixed_length(model, length):  # raises where a method follows the input and cannot be held
             pass
-        tokenizer = tokenizer or own or _tokenizer(model.name_or_path, {})
+        of_tokenizer = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
+        tokenizer = tokenizer or _tokenizer(source, of_tokenizer)
         with left_out_of_log(HFLM.__module__, *_LOADED_ALREADY):
             super().__init__(
                 pretrained=model,
@@ -239,12 +241,11 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return torch.cat([context, nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=padding)], dim=1)
 
 
-def _load(path: str | Path, loading: dict[str, Any], with_tokenizer: bool) -> tuple[PreTrainedModel, Any]:
+def _load(path: str | Path, loading: dict[str, Any]) -> PreTrainedModel:
     model = from_pretrained(path, **({"dtype": "auto"} | loading)).eval()
     if "device_map" not in loading and torch.cuda.is_available():
         model.to("cuda")
-    of_tokenizer = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
-    return model, _tokenizer(path, of_tokenizer) if with_tokenizer else None
+    return model
 
 
 def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase:
