@@ -91,11 +91,6 @@ def measure(
     return carry_out(model, plan, out=out, progress=Progress.of(progress))
 
 
-def _tokens_alone(progress: Any) -> Any:
-    """A function that is called with the tokens read, as one that is called with the method's label too."""
-    return (lambda _, tokens: progress(tokens)) if callable(progress) else progress
-
-
 @forward(Perplexity)
 def perplexity(
     model: PreTrainedModel | str | Path,
@@ -201,6 +196,7 @@ def sweep(
 
 
 def _results(model: Any, question: type[LengthsQuestion], given: dict[str, Any], progress: Any) -> Results[Any]:
-    """The results of one question."""
+    """The results of one question; a function is called with the tokens read, without the method's label."""
     fields, how = question.apart(given)
-    return Results(measure(model, question(**fields), progress=_tokens_alone(progress), **how))
+    called = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
+    return Results(measure(model, question(**fields), progress=called, **how))
