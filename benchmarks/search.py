@@ -33,9 +33,10 @@ from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.training import search
+from rope_ext_hf.training.candidates import Candidate, Reader
+from rope_ext_hf.training.passages import pieces, scored_tokens, short_passages, text_passages
 from rope_ext_hf.training.run_folder import split
 from rope_ext_hf.training.search_space import two_lists
-from rope_ext_hf.training.search_trials import Reader, Trial, pieces, scored_tokens, short_passages, text_passages
 
 TARGET = 2048
 PASSAGES, SPANS = 24, 32
@@ -93,7 +94,7 @@ def by_longrope(clone: Path, cpu_seconds: float, chosen: dict[str, Any]) -> dict
     reader = Reader(model, texts, short_passages(texts, rotary.context_length), math.inf, **underneath)
     scale = TARGET / rotary.context_length
     magnitude = math.sqrt(1 + math.log(scale) / math.log(rotary.context_length))  # rope/longrope.py there
-    read: list[Trial] = []
+    read: list[Candidate] = []
 
     class OutOfTimeError(Exception):
         pass
@@ -108,7 +109,7 @@ def by_longrope(clone: Path, cpu_seconds: float, chosen: dict[str, Any]) -> dict
             if sum(trial.cpu_seconds for trial in read) >= cpu_seconds:
                 raise OutOfTimeError
             static = resolve_method("factors", rotary, factors=rope_args["rescale_factors"], attention_factor=magnitude)
-            # no trial before: there, every candidate is read to the end
+            # no candidate before: there, every candidate is read to the end
             read.append(reader.read("longrope", two_lists(static, rotary, TARGET), [], {}, "LongRoPE"))
             individual.ppl = math.exp(read[-1].loss)
             print(f"LongRoPE's search: {len(read)} candidates, best {min(t.loss for t in read):.4f}", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, short
+from rope_ext_hf.errors import CorpusError, short, warn_caller
 from rope_ext_hf.eval.key_tokens import (
     KeyRanges,
     KeySetting,
@@ -36,7 +35,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.labels import Method, label
 from rope_ext_hf.runs.tables import length_table
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ class _DocumentKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class _KeyTokens:
-    """What an evaluator found; `compared` tokens were read with a long and with a short context."""
+    """The finds of an evaluator; `compared` tokens were read with a long and with a short context."""
 
-    method: dict[str, Any] | None
+    method: Method
     setting: KeySetting
     length: int
     compared: int
@@ -91,14 +90,9 @@ class KeyTokenRuns(RunKind):
         raise ValueError(f"expected [compared, keys, ranges], got {short(repr(value))}")
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: KeySetting,
-        cell: Cell,
-        values: Sequence[_DocumentKeys],
-        costs: Sequence[Cost],
+        self, method: Method, setting: KeySetting, cell: Cell, values: Sequence[_DocumentKeys], costs: Sequence[Cost]
     ) -> _KeyTokens:
-        compared, keys = (sum(numbers) for numbers in zip(*((v.compared, v.keys) for v in values), strict=True))
+        compared, keys = sum(value.compared for value in values), sum(value.keys for value in values)
         return _KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))
 
     def rows(self, run: Run[_KeyTokens]) -> Iterable[Sequence[Any]]:
@@ -118,18 +112,14 @@ class _KeyTokenMeasurement(Measurement):
         documents: as the evaluator's tokenizer cuts them, each with its passes (start, stop, first): tokens start to
             stop are read, and those from `first` on may be key tokens.
         prefix: the token that every pass begins with, or None.
-        setting: what makes a token a key token.
+        setting: the thresholds and windows.
         length: the longest context length in tokens.
     """
 
     kind = "keys"
 
     def __init__(
-        self,
-        documents: Sequence[tuple[Tokens, Sequence[Pass]]],
-        prefix: int | None,
-        setting: KeySetting,
-        length: int,
+        self, documents: Sequence[tuple[Tokens, Sequence[Pass]]], prefix: int | None, setting: KeySetting, length: int
     ) -> None:
         self.documents, self.prefix, self.setting, self.length = documents, prefix, setting, length
         self.items = [document.name for document, _ in documents]
@@ -181,9 +171,9 @@ def plan_keys(
 
     Args:
         evaluator: finds them; it may be on the meta device.
-        plan: what is scored afterwards.
+        plan: of the spans that are scored afterwards.
         tokenizer: of the evaluator.
-        data: what the text is called.
+        data: the name of the text.
         window: see `key_setting`.
         **reading: as `RunPlan` takes it.
 
@@ -215,13 +205,11 @@ def plan_keys(
         )
     check_vocabulary(evaluator, [document for document, _ in documents])
     measurement = _KeyTokenMeasurement(documents, prefix, setting, longest)
-    described = describe(evaluator)
-    if (reach := described.extended_length or described.context_length) < max(measurement.passes):
-        warnings.warn(
-            f"the evaluator {short(evaluator.name_or_path)!r} is for {reach:,} tokens and reads "
-            f"{max(measurement.passes):,}; what it finds may be wrong: save it with a method (`rope-ext patch`) and "
-            "give that folder",
-            stacklevel=2,
+    described, longest_pass = describe(evaluator), max(measurement.passes)
+    if (reach := described.extended_length or described.context_length) < longest_pass:
+        warn_caller(
+            f"the evaluator {short(evaluator.name_or_path)!r} is for {reach:,} tokens and reads {longest_pass:,}; what "
+            "it finds may be wrong: save it with a method (`rope-ext patch`) and give that folder"
         )
     return RunPlan(measurement, data, **reading)
 
@@ -239,7 +227,7 @@ def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySet
         plan: its documents may have come as token ids.
 
     Returns:
-        Which tokens of each document they are, (tokens,) bool, and what made them key tokens.
+        The tokens of each document, marked, (tokens,) bool, and the thresholds and windows.
     """
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []
@@ -279,9 +267,8 @@ def mark_keys(plan: RunPlan[PerplexityMeasurement], keys: KeyRanges) -> RunPlan[
     masks = [keys.mask(document) for document, _ in read.documents]
     unknown = [document.name for document, _ in read.documents if text_digest(document) not in keys.documents]
     if 0 < len(unknown) < len(masks):  # of no document at all is an error of the measurement
-        warnings.warn(
+        warn_caller(
             f"{len(unknown):,} of {len(masks):,} documents were not searched for key tokens, {unknown[0]!r} for one: "
-            "LongPPL is that of the others; find keys in all of them with --keys-by MODEL",
-            stacklevel=2,
+            "LongPPL is that of the others; find keys in all of them with --keys-by MODEL"
         )
     return replace(plan, measurement=PerplexityMeasurement(read, masks, keys.described))

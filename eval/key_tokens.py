@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +37,7 @@ Pass = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KeySetting:
-    """What makes a token a key token.
+    """The thresholds and windows by which a token is a key token.
 
     Attributes:
         window: tokens of a short context, which is up to `stride` - 1 longer.
@@ -81,7 +80,7 @@ def key_setting(longest: int, window: int | None = None) -> KeySetting:
 def find_key_tokens(
     scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: int | None = None, length: int
 ) -> Tensor:
-    """Which tokens from `first` on are key tokens; one with no more than a window before it is none.
+    """Find the key tokens from `first` on; a token with no more than a window before it is none.
 
     Windows begin every `stride` tokens from the first token on, as in the paper's code.
 
@@ -91,7 +90,7 @@ def find_key_tokens(
         first: at least 1.
         setting: thresholds and windows.
         prefix: the token that stands in place of the first one of a window.
-        length: what length-dependent methods are held at for the long context; in a window at the window's length.
+        length: of inputs, at which length-dependent methods are held for the long context; in a window at its own.
 
     Returns:
         (N - first,) bool.
@@ -142,11 +141,11 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Where the key tokens of documents are.
+    """Places of the key tokens of documents.
 
     Attributes:
         evaluator: the model that found them, and its method.
-        setting: what made them key tokens.
+        setting: the thresholds and windows by which they are.
         documents: by the digest of a document's text: its name, and ranges of characters, ascending and apart.
     """
 
@@ -160,7 +159,7 @@ class KeyRanges:
         return f"{short(printable(self.evaluator))}: {self.setting}"
 
     def mask(self, document: Tokens) -> Tensor:
-        """Which tokens lie in a range, (tokens,) bool; none of a document that was not searched for key tokens.
+        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them.
 
         Raises:
             CorpusError: a document without text, or one of the same name with another text.
@@ -188,11 +187,6 @@ class KeyRanges:
             write_json(part, {"evaluator": self.evaluator, "setting": asdict(self.setting), "documents": documents})
 
 
-def is_file(source: str | Path) -> bool:
-    """Whether key tokens come from a file of this name, and not from a model."""
-    return os.path.isfile(source)  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
-
-
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
     """Read key tokens that another run found; the file may be somebody else's.
 
@@ -207,9 +201,8 @@ def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
     saved = read_json(Path(file))
     try:
         setting = KeySetting(**saved["setting"])
-        if not all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride)) or not all(
-            type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely)
-        ):
+        whole = all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride))
+        if not whole or not all(type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely)):
             raise ValueError(f"its setting is {short(repr(saved['setting']))}")
         documents = {}
         for each in saved["documents"]:

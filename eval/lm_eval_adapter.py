@@ -13,9 +13,9 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -51,14 +51,12 @@ if TYPE_CHECKING:
 
 
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
-"""What `HFLM` warns of where it gets a model and not a name, as it is meant to here."""
+"""Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
 
 
-_LOADING = (
-    *("dtype", "device_map", "revision", "trust_remote_code", "token", "cache_dir"),
-    *("attn_implementation", "quantization_config", "max_memory"),
-)
-"""What `--model_args` may hold of `from_pretrained`."""
+_OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
+_LOADING = (*_OF_THE_HUB, "dtype", "device_map", "attn_implementation", "quantization_config", "max_memory")
+"""Arguments of `from_pretrained` that `--model_args` may hold."""
 
 
 @register_model("rope-ext")
@@ -127,19 +125,21 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             given = {"factor": factor, "target_length": target_length} | params
             names = ", ".join(key for key, value in given.items() if value is not None)
             raise MethodError(f"{names} given without a method; add method=...")
+        loading = dict(loading or {})
         if isinstance(pretrained, (str, Path)):
-            model, own = _load(pretrained, dict(loading or {}), tokenizer is None)
+            source, model = pretrained, _load(pretrained, loading)
         elif loading:
             raise MethodError(f"{', '.join(loading)}: only for a path, this model is loaded already")
         else:
-            model, own = pretrained, None
+            source, model = pretrained.name_or_path, pretrained
         if method is not None:
             patch(model, method, factor=factor, target_length=target_length, **params)
         check_pairing(model)
         length = _max_length(model, max_length)
         with fixed_length(model, length):  # raises where a method follows the input and cannot be held
             pass
-        tokenizer = tokenizer or own or _tokenizer(model.name_or_path, {})
+        of_tokenizer = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
+        tokenizer = tokenizer or _tokenizer(source, of_tokenizer)
         with left_out_of_log(HFLM.__module__, *_LOADED_ALREADY):
             super().__init__(
                 pretrained=model,
@@ -156,10 +156,9 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """What lm-eval makes of `--model_args`: arguments of this class, of `patch` and of `from_pretrained`.
+        """The model of `--model_args`: arguments of this class, of `patch` and of `from_pretrained`.
 
         Args:
-            arg_dict: by name.
             additional_config: lm-eval's own options: device, batch_size, max_batch_size.
         """
         given = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
@@ -187,10 +186,9 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         # the last token is only predicted
         self.cut += sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
-        answers: list[tuple[float, bool]]
+        score: Callable[..., list[tuple[float, bool]]] = super()._loglikelihood_tokens
         if not self.follows_the_input:
-            answers = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
-            return answers
+            return score(requests, disable_tqdm, override_bs)
         by_length: dict[int, list[int]] = defaultdict(list)
         for i, (_, context, continuation) in enumerate(requests):
             by_length[min(len(context) + len(continuation) - 1, self.max_length)].append(i)
@@ -198,7 +196,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         for length, group in sorted(by_length.items(), reverse=True):  # what does not fit fails at once
             with fixed_length(self.model, length):
                 # "auto" would try out the memory anew for every length
-                answers = super()._loglikelihood_tokens([requests[i] for i in group], True, override_bs or 1)
+                answers = score([requests[i] for i in group], True, override_bs or 1)
             by_index.update(zip(group, answers, strict=True))
         return [by_index[i] for i in range(len(requests))]
 
@@ -209,7 +207,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each prompt, up to a stop sequence.
+        """The text that the model writes after each prompt, up to a stop sequence.
 
         Raises:
             MethodError: a task that lets the model write more tokens than fit `max_length`.
@@ -227,10 +225,9 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """The prompts, (batch, longest), left-padded, with what follows each of them."""
-        out: Tensor
+        generate: Callable[..., Tensor] = super()._model_generate
         if not self.follows_the_input:
-            out = super()._model_generate(context, max_length, stop, **options)
-            return out
+            return generate(context, max_length, stop, **options)
         room = max_length - context.shape[1]
         kept = options.pop("attention_mask").bool()
         new: list[Tensor] = []
@@ -238,20 +235,17 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             prompt = row[mask][None]
             length = prompt.shape[1] + room
             with fixed_length(self.model, length):
-                out = super()._model_generate(prompt, length, stop, attention_mask=torch.ones_like(prompt), **options)
+                out = generate(prompt, length, stop, attention_mask=torch.ones_like(prompt), **options)
             new.append(out[0, prompt.shape[1] :])
         padding = self.tokenizer.pad_token_id
         return torch.cat([context, nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=padding)], dim=1)
 
 
-def _load(path: str | Path, loading: dict[str, Any], with_tokenizer: bool) -> tuple[PreTrainedModel, Any]:
+def _load(path: str | Path, loading: dict[str, Any]) -> PreTrainedModel:
     model = from_pretrained(path, **({"dtype": "auto"} | loading)).eval()
     if "device_map" not in loading and torch.cuda.is_available():
         model.to("cuda")
-    shared: dict[str, Any] = {
-        key: loading[key] for key in ("revision", "token", "cache_dir", "trust_remote_code") if key in loading
-    }
-    return model, _tokenizer(path, shared) if with_tokenizer else None
+    return model
 
 
 def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -264,7 +258,7 @@ def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizer
 
 
 def _max_length(model: PreTrainedModel, asked: int | None) -> int:
-    """How many tokens lm-eval may give the model."""
+    """The most tokens that lm-eval may give the model."""
     description = describe(model)
     extended = description.extended_length  # None: it follows the input, as far as anyone asks
     if asked is None:
@@ -279,7 +273,7 @@ def _max_length(model: PreTrainedModel, asked: int | None) -> int:
 
 
 def _add_bos_token(tokenizer: PreTrainedTokenizerBase, asked: bool | None) -> bool | None:
-    """What HFLM hands to the tokenizer as add_special_tokens, so that no text ends with EOS (see RopeHFLM)."""
+    """The add_special_tokens that HFLM hands to the tokenizer, so that no text ends with EOS (see RopeHFLM)."""
     text: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer("a")["input_ids"]
     if asked is False or whole[len(whole) - len(text) :] == text:
@@ -335,8 +329,8 @@ def evaluate(
 
     lm = RopeHFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
     names = {"tokenizer": lm.tokenizer.name_or_path or model.name_or_path, "pretrained": model.name_or_path}
-    known: dict[str, Any] = {"max_seq_lengths": [lm.max_length]} | {key: name for key, name in names.items() if name}
-    known |= dict(metadata or {})
+    own_names = {key: name for key, name in names.items() if name}
+    known: dict[str, Any] = {"max_seq_lengths": [lm.max_length], **own_names, **(metadata or {})}
     longest = max(known["max_seq_lengths"], default=0)
     if longest > lm.max_length:
         raise MethodError(f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}")
@@ -389,17 +383,10 @@ class _TaskFinder:
     ) -> None:
         from lm_eval.tasks import TaskManager
 
-        self._paths = [write_tasks(own), *([] if include_path is None else [include_path])]
-        self._metadata, self._max_length = dict(metadata), max_length
-        self.manager = TaskManager(include_path=self._paths, metadata=self._metadata)
-
-    @cached_property
-    def _babilong(self) -> Any:
-        """BABILong's tasks name their length by thousands of tokens."""
-        from lm_eval.tasks import TaskManager
-
-        lengths = {"max_seq_lengths": babilong_length(self._max_length)}
-        return TaskManager(include_path=self._paths, metadata=self._metadata | lengths)
+        paths = [write_tasks(own), *([] if include_path is None else [include_path])]
+        self.manager = TaskManager(include_path=paths, metadata=dict(metadata))
+        of_babilong = {**metadata, "max_seq_lengths": babilong_length(max_length)}  # by thousands of tokens, as text
+        self._babilong = cache(lambda: TaskManager(include_path=paths, metadata=of_babilong))
 
     def names(self, tasks: Sequence[str]) -> list[str]:
         """Names of tasks and groups, and paths of YAML files.
@@ -426,7 +413,7 @@ class _TaskFinder:
         built: list[Any] = []
         for name in self.names(tasks):
             with _task_errors(name):
-                loaded = (self._babilong if name.startswith("babilong") else self.manager).load([name])
+                loaded = (self._babilong() if name.startswith("babilong") else self.manager).load([name])
                 group = loaded.get("groups", {}).get(name)
                 built += [group] if group is not None else loaded["tasks"].values()
         with _task_errors(", ".join(tasks)):

@@ -10,6 +10,7 @@ those of `rope-ext tasks`: made from a seed and a text, without a download.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.eval.task_plans import template_tokens
-from rope_ext_hf.files import atomic_file, disk_errors
+from rope_ext_hf.files import disk_errors, write_text
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import text_of
@@ -58,25 +59,22 @@ def write_tasks(folder: str | Path) -> Path:
         prefix = f"rope_{name.replace('-', '_')}"
         tasks = {f"{prefix}_{task}": task for task in of_name.tasks}
         for title, task in tasks.items():
-            _write(folder, title, f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n")
+            text = f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n"
+            write_text(folder / f"{title}.yaml", text)
         mean = "aggregate_metric_list: [{metric: score, weight_by_size: false}]"
-        _write(folder, prefix, f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n")
+        text = f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n"
+        write_text(folder / f"{prefix}.yaml", text)
     return folder
 
 
 def long_suite(task: str) -> str | None:
-    """What a task of lm-eval's own long suites fetches; None for other tasks."""
+    """The data that a task of lm-eval's own long suites fetches; None for other tasks."""
     return next((fetched for prefix, fetched in _LONG_SUITES.items() if task.startswith(prefix)), None)
 
 
 def babilong_length(tokens: int) -> str:
     """The longest of lm-eval's BABILong texts of at most so many tokens, such as "2k"; "0k" is facts alone."""
     return f"{max((n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if n * 1024 <= tokens), default=0)}k"
-
-
-def _write(folder: Path, name: str, text: str) -> None:
-    with atomic_file(folder / f"{name}.yaml") as part:
-        part.write_text(text, encoding="utf-8")
 
 
 class SuiteTask(ConfigurableTask):  # type: ignore[misc]
@@ -131,17 +129,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
             haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
             reserved=template_tokens(tokenizer),
         )
-        rows = [
-            {
-                "prompt": sample.prompt,
-                "prefix": sample.prefix,
-                "references": list(sample.references),
-                "others": list(sample.others),
-                "budget": sample.budget,
-            }
-            for sample in samples
-        ]
-        return {"test": Dataset.from_list(rows)}
+        return {"test": Dataset.from_list(list(map(asdict, samples)))}
 
     def _score(self, doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
         return {"score": self._suite.score(results[0], doc["references"], doc["others"])}

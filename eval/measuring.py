@@ -50,7 +50,7 @@ def measure(
     Args:
         model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
             "reference", which is loaded.
-        question: what is asked.
+        question: asked of each of them.
         methods: names or method objects, one or several, measured beside the model as loaded; None: the model as it is,
             alone.
         factors: a method object per factor; default: fitted to the longest length, by a `Sweep` to each length.
@@ -89,11 +89,6 @@ def measure(
 
         plan = with_keys(plan, question, find)
     return carry_out(model, plan, out=out, progress=Progress.of(progress))
-
-
-def _tokens_alone(progress: Any) -> Any:
-    """A function that is called with the tokens read, as one that is called with the method's label too."""
-    return (lambda _, tokens: progress(tokens)) if callable(progress) else progress
 
 
 @forward(Perplexity)
@@ -196,20 +191,12 @@ def sweep(
     Raises:
         CorpusError, MethodError, FileError: as `measure` does.
     """
-    fields, how = _apart(Sweep, asked | {"data": corpus, "data_name": data})
+    fields, how = Sweep.apart(asked | {"data": corpus, "data_name": data})
     return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **how)
 
 
 def _results(model: Any, question: type[LengthsQuestion], given: dict[str, Any], progress: Any) -> Results[Any]:
-    """The results of one question."""
-    fields, how = _apart(question, given)
-    return Results(measure(model, question(**fields), progress=_tokens_alone(progress), **how))
-
-
-def _apart(question: type[LengthsQuestion], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments that are fields of a question, and the others, which are those of `measure`."""
-    names = {each.name for each, _ in question.how_asked()}
-    return (
-        {name: value for name, value in given.items() if name in names},
-        {name: value for name, value in given.items() if name not in names},
-    )
+    """The results of one question; a function is called with the tokens read, without the method's label."""
+    fields, how = question.apart(given)
+    called = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
+    return Results(measure(model, question(**fields), progress=called, **how))

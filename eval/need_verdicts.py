@@ -1,4 +1,4 @@
-"""What a measurement of how far a model reads comes to: numbers with intervals go in, sentences come out.
+"""The verdict on how far a model reads: numbers with intervals go in, sentences come out.
 
 Nothing here reads a model, a run or a file; `needs.py` measures.
 """
@@ -25,12 +25,12 @@ _KNOWN = 0.5
 _GUESSED = 0.9
 """The share of the loss of guessing by frequency from which a loss tells nothing of a model."""
 ALL_TASKS = "all these tasks"
-"""Where several tasks tell something: the prompts of all of them, as one task."""
+"""The name of the prompts of several tasks that tell something, as one task."""
 
 
 @dataclass(frozen=True)
 class NeedReport:
-    """What was measured, and what follows from it.
+    """The numbers of a measurement, and the conclusion from them.
 
     Attributes:
         context_length: tokens that the model is for as it is, with the patch that it carries.
@@ -44,8 +44,8 @@ class NeedReport:
             for tasks that tell something, and for `ALL_TASKS` of those together, where there are several.
         window: the tokens that a layer sees, where every layer has a sliding window; else None.
         layers: how many layers there are.
-        architecture: what says how far a model may read, in sentences.
-        notes: what was not measured, and why.
+        architecture: the settings of the model that say how far it may read, in sentences.
+        notes: sentences on measures that are missing, with the reason.
     """
 
     context_length: int
@@ -76,7 +76,7 @@ class NeedReport:
         return [task for task, at in self.scores.items() if tells(at[self.context_length])]
 
     def judge(self, length: int) -> tuple[Outcome, str]:
-        """Whether it reads a length, better for yes and worse for no, and what says so.
+        """Judge whether it reads a length, better for yes and worse for no, with the reason.
 
         It does where the loss surely does not rise by more than 0.02 nats per token, and it surely keeps 85% of its
         score; a rise or a loss of answers that is sure says that it does not. No measure: the loss alone.
@@ -116,7 +116,7 @@ class NeedReport:
 
     @cached_property
     def _decisive(self) -> tuple[Outcome, int, str]:
-        """What is judged of the goal, the length that decides it, and why."""
+        """The judgement of the goal, the length that decides it, and the reason."""
         judged = [(length, *self.judge(length)) for length in (*self.lengths, self.goal) if length <= self.goal]
         order = (Outcome.WORSE, Outcome.NO_MEASURE, Outcome.CANNOT_TELL)
         decisive = (each for outcome in order for each in judged if each[1] is outcome)
@@ -140,7 +140,7 @@ class NeedReport:
 
     @property
     def doubts(self) -> list[str]:
-        """What makes a flat loss say less, in sentences."""
+        """Reasons for which a flat loss says less, in sentences."""
         short, guess, sentences = self.context_length, self.loss - self.guessing.value, []
         if verdict(self.guessing, than=(_GUESSED - 1) * guess).outcome is not Outcome.BETTER:
             sentences.append(
@@ -157,7 +157,7 @@ class NeedReport:
 
     @property
     def conclusion(self) -> str:
-        """What follows for `goal`, in sentences."""
+        """The conclusion for `goal`, in sentences."""
         (outcome, length, reason), goal, reach = self._decisive, self.goal, self.reads_to
         reads = "" if reach is None or outcome is Outcome.BETTER else f"As it is, it reads to {reach:,} tokens. "
         if self.too_narrow:

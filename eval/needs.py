@@ -100,9 +100,8 @@ def need(
         max_spans=count,
     )
     plan = question.plan(model, tokenizer=tokenizer, chunk=chunk)
-    by_length = {
-        result.length: result for result in carry_out(model, plan, out=out, progress=Progress.of(progress)).results
-    }
+    run = carry_out(model, plan, out=out, progress=Progress.of(progress))
+    by_length = {result.length: result for result in run.results}
     first = by_length[short]
     before = accumulate((len(document.ids) for document in documents), initial=0)
     hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all

@@ -6,12 +6,13 @@ A protocol cuts documents into spans (`protocols.py`, `spans.py`), a scorer read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.eval.key_token_runs import keys_of_run, mark_keys, plan_keys
-from rope_ext_hf.eval.key_tokens import is_file, read_keys
+from rope_ext_hf.eval.key_tokens import read_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, Perplexity
 from rope_ext_hf.method_choice import MethodChoice
@@ -30,10 +31,7 @@ _Planned = Callable[["PreTrainedModel", "PreTrainedTokenizerBase"], RunPlan[Any]
 
 
 def plan_perplexity(
-    question: Perplexity,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    settings: dict[str, Any] | None = None,
+    question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[PerplexityMeasurement]:
     """Load and tokenise the text, check, plan; see `Perplexity.plan`."""
     documents = load(question.data)
@@ -48,7 +46,7 @@ def plan_perplexity(
         bos=question.bos,
         max_spans=question.max_spans,
     )
-    return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **(settings or {}))
+    return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **settings)
 
 
 def fit_sweep(
@@ -67,16 +65,14 @@ def fit_sweep(
 def with_keys(
     plan: RunPlan[PerplexityMeasurement],
     question: Perplexity,
-    find: Callable[
-        [str, Callable[[PreTrainedModel, PreTrainedTokenizerBase], RunPlan[Any]]], tuple[Run[Any], RunPlan[Any]]
-    ],
+    find: Callable[[str, _Planned], tuple[Run[Any], RunPlan[Any]]],
     *,
     write: bool = True,
 ) -> RunPlan[PerplexityMeasurement]:
     """The plan with the key tokens of the question, where it has some: of a file, or of a model.
 
     Args:
-        plan: what is measured.
+        plan: of the spans that are scored.
         question: says what finds the key tokens, and with which short context.
         find: carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
             device, and its tokenizer.
@@ -85,7 +81,7 @@ def with_keys(
     source, window = question.keys_by, question.key_window
     if source is None:
         return plan
-    if is_file(source):
+    if os.path.isfile(source):  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
         return mark_keys(plan, read_keys(source, window))
 
     def planned(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunPlan[Any]:

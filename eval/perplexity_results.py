@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rope_ext_hf.errors import short
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.runs.labels import Method
 from rope_ext_hf.runs.statistics import Estimate, estimate
 
 _LARGEST_LOSS = 709.0
@@ -81,11 +82,11 @@ class Result:
         key_tokens: how many there are; None where none were looked for.
         tokens_per_second: how fast spans of this length went through the model; None where nothing was timed.
         gpu_bytes: the most memory held on a GPU meanwhile; None without one.
-        seconds: what reading each document took; empty where nothing was timed. These three do not count when results
+        seconds: that reading each document took; empty where nothing was timed. These three do not count when results
             are compared.
     """
 
-    method: dict[str, Any] | None
+    method: Method
     setting: Setting
     length: int
     loss: float
@@ -109,7 +110,7 @@ class Result:
     @classmethod
     def from_documents(
         cls,
-        method: dict[str, Any] | None,
+        method: Method,
         setting: Setting,
         length: int,
         documents: Sequence[DocumentLoss],

@@ -22,7 +22,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
@@ -48,12 +48,7 @@ class PerplexityRuns(RunKind):
         return DocumentLoss.from_record(item, value)
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: Setting,
-        cell: Cell,
-        values: Sequence[DocumentLoss],
-        costs: Sequence[Cost],
+        self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost]
     ) -> Result:
         return Result.from_documents(method, setting, int(cell[0]), values, costs)
 
@@ -80,13 +75,13 @@ class PerplexityRuns(RunKind):
         keyed = sorted({result.length for result in run.results if result.key_tokens})
         keyed = keyed if detailed else keyed[-1:]
         title = f"Perplexity and (bits per byte) by context length; the model is for {run.meant_for}"
-        units = "; loss increase in nats per token" if increased else ""
-        lines = "; below: the 95% interval over documents" if detailed else ""
-        keys = f"; LongPPL: perplexity of key tokens ({run.results[0].setting.keys})" if keyed else ""
-        stars = (
-            "; * best of a column, and all that their 95% intervals do not tell from it" if any(best.values()) else ""
-        )
-        caption = f"{_scored_text(run.results[0])}{stars}{units}{lines}{keys}"
+        notes = {
+            "* best of a column, and all that their 95% intervals do not tell from it": any(best.values()),
+            "loss increase in nats per token": increased,
+            "below: the 95% interval over documents": detailed,
+            f"LongPPL: perplexity of key tokens ({run.results[0].setting.keys})": keyed,
+        }
+        caption = "; ".join([_scored_text(run.results[0]), *(note for note, shown in notes.items() if shown)])
         view = length_table(run, title, caption, "method")
         if increased:
             view.add_column(f"loss\nincrease\nat {run.context_length:,}", justify="right", overflow="fold")
@@ -95,7 +90,7 @@ class PerplexityRuns(RunKind):
             view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
         for name, row in by_method(run.results).items():
             at = {result.length: result for result in row}
-            cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in sorted(best)]
+            cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in best]
             if increase := increases[name]:
                 ends = "" if increase.low is None else f"\n{increase.low:+.3f} to {increase.high:+.3f}"
                 cells.append(Text(f"{increase.value:+.3f}{ends if detailed else ''}"))
@@ -110,27 +105,26 @@ class PerplexityRuns(RunKind):
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
-        every: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        keys: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        for result in run.results:
-            key, length = method_key(result.method), result.length
-            every.setdefault(key, {})[length] = [(d.nats, float(d.tokens)) for d in result.documents]
-            if keyed := [(d.key_nats, float(d.key_tokens)) for d in result.documents if d.key_tokens]:
-                keys.setdefault(key, {})[length] = keyed
         unit = "nats per token"
+        every = _items(run, lambda r: ((d.nats, float(d.tokens)) for d in r.documents))
+        keys = _items(run, lambda r: ((d.key_nats, float(d.key_tokens)) for d in r.documents if d.key_tokens))
         loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE)
         return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
 
     def times(self, run: Run[Result]) -> Measure | None:
-        items: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        for r in run.results:
-            if r.seconds:
-                pairs = zip(r.seconds, r.documents, strict=True)
-                items.setdefault(method_key(r.method), {})[r.length] = [(s, float(d.tokens)) for s, d in pairs]
+        # Without seconds, nothing was timed.
+        items = _items(run, lambda r: ((s, float(d.tokens)) for s, d in zip(r.seconds, r.documents, strict=False)))
         return Measure("time", "seconds per token", Evidence.LOSS, False, items) if items else None
 
     def speed(self, run: Run[Result]) -> str:
-        return _throughput_text(run.results)
+        """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
+        rates = sorted(result.tokens_per_second for result in run.results if result.tokens_per_second)
+        if not rates:
+            return "not timed"
+        slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
+        text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
+        peak = max(result.gpu_bytes or 0 for result in run.results)
+        return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
     def not_finite(self, run: Run[Result]) -> list[str]:
         return sorted(f"{label(r.method)} at {r.length} in {name}" for r in run.results for name in r.nonfinite)
@@ -140,9 +134,9 @@ class PerplexityMeasurement(Measurement):
     """The losses of a plan's documents, and of the key tokens in them.
 
     Args:
-        plan: what is read and scored.
+        plan: of the spans that are read and scored.
         keys: which tokens are key tokens, (tokens,) bool for each document; None: none are looked for.
-        keys_from: what found them, in words.
+        keys_from: the model that found them, and how, in words.
 
     Raises:
         CorpusError: no scored token is a key token.
@@ -214,6 +208,17 @@ class PerplexityMeasurement(Measurement):
             yield from (((length,), loss, cost) for length, loss in losses.items())
 
 
+def _items(
+    run: Run[Result], pairs: Callable[[Result], Iterable[tuple[float, float]]]
+) -> dict[str, dict[int, list[tuple[float, float]]]]:
+    """The pairs of each result, by the method's key and length; results without any are left out."""
+    items: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for result in run.results:
+        if found := list(pairs(result)):
+            items.setdefault(method_key(result.method), {})[result.length] = found
+    return items
+
+
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
     """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
 
@@ -240,7 +245,7 @@ def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]
 
 
 def _scored_text(result: Result) -> str:
-    """What was scored, as a phrase."""
+    """The scored tokens, as a phrase."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
     protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
@@ -252,17 +257,6 @@ def _scored_text(result: Result) -> str:
         )
     tokens = f"{result.tokens:,} tokens in {result.spans} spans at {result.length:,}"
     return f"protocol {name}: {tokens}{left_out}"
-
-
-def _throughput_text(results: Sequence[Result]) -> str:
-    """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
-    rates = sorted(result.tokens_per_second for result in results if result.tokens_per_second)
-    if not rates:
-        return "not timed"
-    slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
-    text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
-    peak = max(result.gpu_bytes or 0 for result in results)
-    return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
 
 def _perplexity_text(value: float) -> str:

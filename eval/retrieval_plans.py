@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean, warn_caller
+from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, RetrievalSetting, Trial
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Document, Tokens
-from rope_ext_hf.reading.preflight import sliding_window_warning
-from rope_ext_hf.reading.spans import check_vocabulary, own_tokenizer, prefix_token, tokenize
+from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.suites.statements import RETRIEVALS, Question, Task, ask, other_answers
 
@@ -65,15 +64,16 @@ def make_trials(
         places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
         question, answers = _question_and_answers(task, tokenizer, drawn, rng, index, distractors)
         head = ([] if prefix is None else [prefix]) + _encode(tokenizer, drawn.head)
-        trial = Trial(
-            head=torch.tensor(head, dtype=torch.int64),
-            statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
-            depths=tuple(places[:asked] + places[asked + 1 :]),
-            question=torch.tensor(question, dtype=torch.int64),
-            answers=torch.tensor(answers),
-            start=start,
+        made.append(
+            Trial(
+                head=torch.tensor(head, dtype=torch.int64),
+                statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
+                depths=tuple(places[:asked] + places[asked + 1 :]),
+                question=torch.tensor(question, dtype=torch.int64),
+                answers=torch.tensor(answers),
+                start=start,
+            )
         )
-        made.append(trial)
     return made
 
 
@@ -124,22 +124,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def plan_passkey(
-    question: Passkey,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    settings: dict[str, Any] | None = None,
+    question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[RetrievalMeasurement]:
     """Make the prompts and check them; see `Passkey.plan`."""
     task = question.task or "passkey"
     chosen, lengths, haystack = _known(task), list(question.lengths), question.haystack
-    if tokenizer is None:
-        tokenizer = own_tokenizer(model, needed=True)
-        assert tokenizer is not None
+    reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     repeated = haystack is None and chosen.filler is not None
     make = partial(
         make_trials,
         chosen,
-        tokenizer,
+        reader,
         trials=question.trials,
         distractors=question.distractors,
         keys=question.keys,
@@ -149,23 +144,21 @@ def plan_passkey(
     places = sorted(set(question.depths))
     shared = question.keys >= len(places) > 1
     by_depth = shared_trials(make, places) if shared else [make()] * len(places)
-    made = [trial for trials_there in (by_depth if shared else by_depth[:1]) for trial in trials_there]
+    made = [trial for of_depth in (by_depth if shared else by_depth[:1]) for trial in of_depth]
     least = max(trial.wording for trial in made)
     if min(lengths) < least:
         raise MethodError(f"length {min(lengths)} is too short for task {task!r}; its wording alone has {least} tokens")
     own = "stdlib" if chosen.filler is None else Document("filler", chosen.filler)
     documents = load(own if haystack is None else haystack)
-    hay = torch.cat([document.ids for document in tokenize(documents, tokenizer)])
+    hay = torch.cat([document.ids for document in tokenize(documents, reader)])
     if not len(hay):
         raise CorpusError("the haystack is empty")
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
-    check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in every])
-    if (warning := sliding_window_warning(model, max(lengths))) is not None:
-        warn_caller(warning)
+    check_prompts(model, every, max(lengths))
     setting = RetrievalSetting(task, question.keys, question.distractors, question.seed)
     measurement = RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
     given = "" if haystack is None else f" in {documents.source}"
-    return RunPlan(measurement, f"task {task}{given}", **(settings or {}))
+    return RunPlan(measurement, f"task {task}{given}", **settings)
 
 
 def _known(task: str) -> Task:

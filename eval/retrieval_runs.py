@@ -19,7 +19,7 @@ from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.suites.statements import insert
@@ -65,7 +65,7 @@ class Retrieval:
         scores: of each trial.
     """
 
-    method: dict[str, Any] | None
+    method: Method
     task: str
     keys: int
     length: int
@@ -77,31 +77,6 @@ class Retrieval:
     top1: float
     chance: float
     scores: tuple[TrialScore, ...]
-
-    @classmethod
-    def from_trials(
-        cls,
-        method: dict[str, Any] | None,
-        setting: RetrievalSetting,
-        length: int,
-        depth: float,
-        scores: Sequence[TrialScore],
-    ) -> Retrieval:
-        """The result of one length and depth."""
-        return cls(
-            method=method,
-            task=setting.task,
-            keys=setting.keys,
-            length=length,
-            depth=depth,
-            trials=len(scores),
-            distractors=setting.distractors,
-            exact_match=fmean(score.exact for score in scores),
-            rank=fmean(score.rank for score in scores),
-            top1=fmean(score.rank == 1 for score in scores),
-            chance=1 / (setting.distractors + 1),
-            scores=tuple(scores),
-        )
 
     @property
     def chance_rank(self) -> float:
@@ -138,21 +113,25 @@ class RetrievalRuns(RunKind):
         raise ValueError(f"expected [exact, rank], got {short(repr(value))}")
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: RetrievalSetting,
-        cell: Cell,
-        values: Sequence[TrialScore],
-        costs: Sequence[Cost],
+        self, method: Method, setting: RetrievalSetting, cell: Cell, values: Sequence[TrialScore], costs: Sequence[Cost]
     ) -> Retrieval:
-        return Retrieval.from_trials(method, setting, int(cell[0]), cell[1], values)
+        return Retrieval(
+            method=method,
+            task=setting.task,
+            keys=setting.keys,
+            length=int(cell[0]),
+            depth=cell[1],
+            trials=len(values),
+            distractors=setting.distractors,
+            exact_match=fmean(value.exact for value in values),
+            rank=fmean(value.rank for value in values),
+            top1=fmean(value.rank == 1 for value in values),
+            chance=1 / (setting.distractors + 1),
+            scores=tuple(values),
+        )
 
     def rows(self, run: Run[Retrieval]) -> Iterable[Sequence[Any]]:
-        for r in run.results:
-            yield [
-                *(r.task, r.keys, r.length, r.depth, r.top1, r.rank, r.exact_match, r.trials, r.distractors),
-                *(r.chance, r.chance_rank),
-            ]
+        return ([getattr(result, name) for name in self.columns] for result in run.results)
 
     def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
         """One row per method and depth, one column per length: exact match and mean rank."""

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short, warn_caller
+from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.eval.task_runs import TaskMeasurement, TaskPrompt, TaskSetting
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.preflight import sliding_window_warning
-from rope_ext_hf.reading.spans import check_vocabulary, own_tokenizer, prefix_token, text_of
+from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.suites.base import Sample, count_tokens
@@ -35,23 +33,19 @@ _RANKED = 20
 
 
 def plan_tasks(
-    question: Tasks,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    settings: dict[str, Any] | None = None,
+    question: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[TaskMeasurement]:
     """Make the prompts and check them; see `Tasks.plan`."""
     suite, samples, extra_tokens = question.suite, question.samples, question.extra_tokens
-    chosen, lengths = find_suite(suite), question.lengths
+    chosen = find_suite(suite)
     score = chosen.score_by if question.score is None else question.score
     wanted = chosen.tasks if question.tasks is None else question.tasks
+    if unknown := next((name for name in wanted if name not in chosen.tasks), None):
+        raise MethodError(
+            f"suite {suite!r} has no task {short(unknown)!r}.{did_you_mean(unknown, chosen.tasks)} "
+            f"Its tasks: {', '.join(chosen.tasks)}"
+        )
     names = tuple(name for name in chosen.tasks if name in wanted)
-    for name in wanted:
-        if name not in chosen.tasks:
-            raise MethodError(
-                f"suite {suite!r} has no task {short(name)!r}.{did_you_mean(name, chosen.tasks)} "
-                f"Its tasks: {', '.join(chosen.tasks)}"
-            )
     if not names:
         raise MethodError(f"no task was chosen; those of suite {suite!r} are {', '.join(chosen.tasks)}")
     if score not in ("generate", "rank"):
@@ -59,41 +53,31 @@ def plan_tasks(
     if score == "rank" and samples < 2:
         raise MethodError(f"samples must be a whole number of at least 2 where answers are ranked, got {samples}")
     chosen_seed = chosen.seed if question.seed is None else question.seed
-    if tokenizer is None:
-        tokenizer = own_tokenizer(model, needed=True)
-        assert tokenizer is not None
+    reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     documents = load(question.haystack)
-    text = text_of(documents, tokenizer)
-    encode = _Encoder(
-        tokenizer, chat=question.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
-    )
+    text = text_of(documents, reader)
+    encode = _Encoder(reader, chat=question.chat_template == "auto" and bool(getattr(reader, "chat_template", None)))
     prompts: dict[Cell, list[TaskPrompt]] = {}
-    for length in sorted(set(lengths)):
+    for length in sorted(set(question.lengths)):
         for name in names:
             made = chosen.samples(
                 name,
-                tokenizer,
+                reader,
                 length=length,
                 count=samples,
                 seed=chosen_seed,
                 haystack=text,
                 reserved=encode.reserved + extra_tokens,
             )
-            ranked = score == "rank"
             prompts[length, float(names.index(name))] = [
-                encode(sample, _candidates(sample, made) if ranked else (), extra_tokens) for sample in made
+                encode(sample, _candidates(sample, made) if score == "rank" else (), extra_tokens) for sample in made
             ]
-    check_vocabulary(
-        model,
-        [Tokens("prompt", ids, ()) for some in prompts.values() for p in some for ids in (p.ids, *p.candidates)],
-    )
-    longest = max(prompt.tokens for some in prompts.values() for prompt in some)
-    if (warning := sliding_window_warning(model, longest)) is not None:
-        warn_caller(warning)
-    chance = fmean(1 / len(p.candidates) if p.candidates else 0.0 for some in prompts.values() for p in some)
+    every = [prompt for of_cell in prompts.values() for prompt in of_cell]
+    check_prompts(model, [ids for each in every for ids in (each.ids, *each.candidates)], max(p.tokens for p in every))
+    chance = fmean(1 / len(each.candidates) if each.candidates else 0.0 for each in every)
     setting = TaskSetting(suite, ",".join(names), score, chosen_seed, encode.chat, extra_tokens, chance)
-    measurement = TaskMeasurement(setting, prompts, chosen.score, encode.decode, _stop_tokens(model, tokenizer))
-    return RunPlan(measurement, f"suite {suite} in {documents.source}", **(settings or {}))
+    measurement = TaskMeasurement(setting, prompts, chosen.score, encode.decode, _stop_tokens(model, reader))
+    return RunPlan(measurement, f"suite {suite} in {documents.source}", **settings)
 
 
 def _candidates(sample: Sample, made: Sequence[Sample]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
@@ -56,7 +56,7 @@ class TaskSetting:
 
 
 class TaskScore(NamedTuple):
-    """One prompt's share of a result: its score from 0 to 1, and what was generated."""
+    """One prompt's share of a result: its score from 0 to 1, and the generated answer."""
 
     score: float
     answer: str
@@ -79,7 +79,7 @@ class TaskResult:
         scores: of each prompt.
     """
 
-    method: dict[str, Any] | None
+    method: Method
     suite: str
     task: str
     length: int
@@ -111,12 +111,7 @@ class TaskRuns(RunKind):
         raise ValueError(f"expected [score, answer], got {short(repr(value))}")
 
     def result(
-        self,
-        method: dict[str, Any] | None,
-        setting: TaskSetting,
-        cell: Cell,
-        values: Sequence[TaskScore],
-        costs: Sequence[Cost],
+        self, method: Method, setting: TaskSetting, cell: Cell, values: Sequence[TaskScore], costs: Sequence[Cost]
     ) -> TaskResult:
         scores = tuple(value.score for value in values)
         task = setting.tasks.split(",")[int(cell[1])]
@@ -126,9 +121,9 @@ class TaskRuns(RunKind):
         lengths, means = effective_lengths(run), _suite_scores(run)
         for r in run.results:
             key = method_key(r.method)
-            reach = lengths.get(key, ("", "", ""))
             mean = means[key].get(r.length)
-            yield [r.suite, r.task, r.length, r.score, r.samples, fmean(mean) if mean else "", *reach]
+            row = [r.suite, r.task, r.length, r.score, r.samples, fmean(mean) if mean else ""]
+            yield [*row, *lengths.get(key, ("", "", ""))]
 
     def table(self, run: Run[TaskResult], *, detailed: bool = False) -> Table:
         """One row per method with the suite's score at each length; `detailed` with a row per task."""
@@ -149,9 +144,7 @@ class TaskRuns(RunKind):
             middle = ("all",) if detailed else ()
             view.add_row(Text(name), *middle, *best, "" if reach is None else str(reach), end_section=not detailed)
             for task in dict.fromkeys(result.task for result in row) if detailed else ():
-                at = {
-                    result.length: f"{result.score:.1%}{marks[result.length]}" for result in row if result.task == task
-                }
+                at = {each.length: f"{each.score:.1%}{marks[each.length]}" for each in row if each.task == task}
                 view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
         return view
 
@@ -165,21 +158,10 @@ class TaskRuns(RunKind):
             key: {length: [(score, 1.0) for score in scores] for length, scores in row.items()}
             for key, row in _suite_scores(run).items()
         }
-        name = f"score of {short(printable(run.results[0].suite))}"
-        threshold = _threshold(run)
-        return [
-            Measure(
-                name,
-                "%",
-                Evidence.ANSWERS,
-                True,
-                items,
-                "prompt",
-                effective_lengths(run),
-                None if threshold is None else threshold / 100,
-                run.settings["setting"].get("chance", 0.0),
-            )
-        ]
+        name, chance = f"score of {short(printable(run.results[0].suite))}", run.settings["setting"].get("chance", 0.0)
+        threshold = None if (percent := _threshold(run)) is None else percent / 100
+        reaches = effective_lengths(run)
+        return [Measure(name, "%", Evidence.ANSWERS, True, items, "prompt", reaches, threshold, chance)]
 
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
         """The mean over tasks by length, and effective lengths with their intervals, by the method's label."""
@@ -282,17 +264,13 @@ class TaskMeasurement(Measurement):
 
 def _ranks_first(scorer: TokenScorer, prompt: TaskPrompt) -> float:
     """Whether the right answer has the highest likelihood per token; among several of the same, its share."""
+    # Padded by the last token: what follows an answer does not change its likelihood.
     longest = max(map(len, prompt.candidates))
-    answers = torch.stack([_padded(ids, longest) for ids in prompt.candidates])
+    answers = torch.stack([torch.cat([ids, ids[-1:].expand(longest - len(ids))]).long() for ids in prompt.candidates])
     losses, _ = scorer.candidates(prompt.ids.long(), answers)  # (candidates, longest)
     means = torch.stack([row[: len(ids)].double().mean() for row, ids in zip(losses, prompt.candidates, strict=True)])
     means = means.nan_to_num(nan=math.inf, posinf=math.inf)
     return float(means[0] <= means.min()) / int((means == means.min()).sum())
-
-
-def _padded(ids: Tensor, length: int) -> Tensor:
-    """Token ids, and the last one again: what follows an answer does not change its likelihood."""
-    return torch.cat([ids, ids[-1:].expand(length - len(ids))]).long()
 
 
 def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
@@ -362,6 +340,6 @@ def _lines(run: Run[TaskResult]) -> dict[str, list[tuple[int, float]]]:
 
 
 def _threshold(run: Run[TaskResult]) -> float | None:
-    """What effective lengths are measured by, in percent; None where the model as loaded was not measured."""
+    """The score that effective lengths are measured by, in percent; None where the model as loaded was not measured."""
     row = _suite_scores(run).get(method_key(run.settings["loaded"]))
     return 100 * _THRESHOLD * fmean(row[min(row)]) if row else None

@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -111,6 +111,13 @@ class Question:
     def how_asked(cls) -> list[tuple[Field[Any], Asked]]:
         """Its fields, and how each is asked for."""
         return [(each, each.metadata["asked"]) for each in dataclasses.fields(cls)]
+
+    @classmethod
+    def apart(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments that are fields, and the others."""
+        names = {each.name for each, _ in cls.how_asked()}
+        fields = {name: given[name] for name in given if name in names}
+        return fields, {name: given[name] for name in given if name not in names}
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -279,9 +279,23 @@ def prepare(
         documents += tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
-    if (warning := sliding_window_warning(model, max(plan.passes))) is not None:
-        warn_caller(warning)
+    check_prompts(model, (), max(plan.passes))
     return plan
+
+
+def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:
+    """Check token ids against the vocabulary, and warn where a sliding window is shorter than the longest input.
+
+    Args:
+        prompts: (tokens,) each.
+        longest: in tokens.
+
+    Raises:
+        CorpusError: a token that the model has no embedding for.
+    """
+    check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
+    if (warning := sliding_window_warning(model, longest)) is not None:
+        warn_caller(warning)
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.files import atomic_file
+from rope_ext_hf.files import write_text
 from rope_ext_hf.runs.journal import read_plain
 
 _COMMANDS = "commands.jsonl"
@@ -22,8 +22,7 @@ def add_command(folder: Path, arguments: Sequence[str]) -> None:
         FileError: anything the disk refuses.
     """
     lines = dict.fromkeys(json.dumps(each) for each in [*_read(folder), list(arguments)])
-    with atomic_file(folder / _COMMANDS) as part:
-        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_text(folder / _COMMANDS, "".join(f"{line}\n" for line in lines))
 
 
 def read_commands(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run's folder read back: settings, results, what is complete.
+"""A run's folder: its settings and results read back, and JSON files that say whether they are as they were written.
 
 run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
 for result in run.results:
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import parse_json_object
+from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.journal import Cell, Layout, Record, read_plain, read_records
 from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
@@ -99,6 +99,39 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     _check_setting(kind.setting, settings["setting"])
     Layout.from_settings(settings)
     return settings
+
+
+def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of the settings in which two runs differ, as JSON; sorted."""
+    now = json.loads(json.dumps(now))
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def write_whole(file: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object that is there as a whole or, after a kill at any moment, as it was before.
+
+    It states a checksum of itself, for `read_whole`.
+    """
+    with atomic_file(file) as part:
+        write_json(part, value | {"checksum": _checksum(value)})
+
+
+def read_whole(file: Path) -> dict[str, Any]:
+    """Read what `write_whole` wrote.
+
+    Raises:
+        FileError: the file cannot be read, or it changed since it was written.
+    """
+    value = read_json(file)
+    if value.pop("checksum", None) != _checksum(value):
+        raise FileError(
+            f"{str(file)!r} is damaged: it is not as it was written; give another folder, or remove this one"
+        )
+    return value
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return json_digest(value)[:16]
 
 
 def _check_setting(cls: type, setting: Mapping[str, Any]) -> None:

@@ -16,13 +16,15 @@ import inspect
 import platform
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,7 +34,11 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.runs.model_digest import model_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
@@ -138,7 +144,7 @@ def code_digest(model: nn.Module) -> str:
 
     The version alone would not do: a copy from git has the same one for months.
     """
-    digest = hashlib.sha256(_own_source())
+    digest = _own_source().copy()
     kinds = {*map(type, model.modules()), *list_methods().values()}
     for name in sorted({kind.__module__ for kind in kinds if not _KNOWN_SOURCE.match(kind.__module__)}):
         path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None
@@ -149,10 +155,39 @@ def code_digest(model: nn.Module) -> str:
 
 
 @cache
-def _own_source() -> bytes:
+def _own_source() -> hashlib._Hash:
+    of_folders = (sorted(files("rope_ext_hf").joinpath(name).iterdir(), key=attrgetter("name")) for name in _COMPUTING)
+    return _files_digest(path for paths in of_folders for path in paths if path.name.endswith((".py", ".toml")))
+
+
+def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:
+    """SHA-256 of the names and bytes of files, in this order."""
     digest = hashlib.sha256()
-    for folder in _COMPUTING:
-        for path in sorted(files("rope_ext_hf").joinpath(folder).iterdir(), key=lambda path: path.name):
-            if path.name.endswith((".py", ".toml")):
-                digest.update(path.name.encode() + path.read_bytes())
-    return digest.digest()
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest
+
+
+def digest_inputs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *texts: Sequence[Tokens]
+) -> dict[str, str]:
+    """Digests of a model, its tokenizer and texts, by their names in a sentence.
+
+    Args:
+        model: as loaded, with its weights, each of which is read once, at about 1.4 GB/s a core.
+        tokenizer: its files are read, which do not say where it was loaded from.
+        texts: each as token ids, which change with the tokenizer.
+    """
+    read = hashlib.sha256()
+    for documents in texts:
+        read.update(b"text")
+        for each in documents:
+            read.update(f"{len(each.ids)} ".encode() + each.ids.numpy().tobytes())
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        of_tokenizer = _files_digest(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return {
+        "the model (weights, config or adapter)": model_digest(model),
+        "the tokenizer": of_tokenizer.hexdigest(),
+        "the text": read.hexdigest(),
+    }

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
+Method = dict[str, Any] | None
+"""`RopeMethod.to_dict` of the method of a result, or None for the model as loaded."""
+
 
 class MethodResult(Protocol):
-    """A result: it has its method, `RopeMethod.to_dict` or None for the model as loaded."""
+    """A result, which has at least its method."""
 
     @property
-    def method(self) -> dict[str, Any] | None: ...
+    def method(self) -> Method: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
-from rope_ext_hf.files import atomic_file, disk_errors, json_digest, parse_json_object
+from rope_ext_hf.files import disk_errors, json_digest, parse_json_object, write_text
 from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.runs.folder import SETTINGS, check_settings, read_run, results_from_records
+from rope_ext_hf.runs.folder import SETTINGS, check_settings, other_settings, read_run, results_from_records
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
 from rope_ext_hf.runs.journal import (
     Cell,
@@ -285,13 +285,12 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
-            if _key(parse_json_object(read_plain(path))) == _key(settings):
+            if not other_settings(_key(parse_json_object(read_plain(path))), _key(settings)):
                 return
         except (ValueError, RecursionError):
             pass
         raise FileError(f"{str(path)!r} describes another run or is damaged; move {str(folder)!r} away")
-    with atomic_file(path) as part:
-        part.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(settings, indent=1) + "\n")
 
 
 def _key(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What training a patched model needs beside a trainer: positions, weights of the loss, and checks that stop it."""
+"""Parts of the training of a patched model, beside a trainer: positions, weights of the loss, checks that stop it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CheckpointError, FingerprintError, MethodError
 from rope_ext_hf.eval.measuring import perplexity
-from rope_ext_hf.files import atomic_file, json_text, read_json
+from rope_ext_hf.files import json_text, read_json, write_text
 from rope_ext_hf.hub import fingerprint
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
@@ -85,8 +85,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self._first = True
         self._check(fingerprint_of(model), "the model that is to be trained")
         self._check_checkpoint(model, args, state)
-        parallelism = getattr(args, "parallelism_config", None)
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        parallel = getattr(args, "parallelism_config", None)
+        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
             check_context_parallel(model)
         self._measure(model, state, kwargs)
 
@@ -100,10 +100,9 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._check(fingerprint_of(_unwrapped(kwargs["model"])), "the model that was saved")
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = _checkpoint(args, state)
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
-            with atomic_file(folder / _FILE) as part:
-                part.write_text(json_text(self.expected.to_dict()) + "\n", encoding="utf-8")
+            write_text(folder / _FILE, json_text(self.expected.to_dict()) + "\n")
             if (saved := _rotated_by(folder)) is not None:
                 self._check(saved, f"the folder {str(folder)!r}")
 
@@ -112,7 +111,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         if not state.global_step:
             return
         given = args.resume_from_checkpoint
-        folder = Path(given if isinstance(given, str) else f"{args.output_dir}/checkpoint-{state.global_step}")
+        folder = Path(given) if isinstance(given, str) else _checkpoint(args, state)
         trained = fingerprint(folder / _FILE) if (folder / _FILE).is_file() else _rotated_by(folder)
         assert self.expected is not None
         if trained is not None and (sentences := self.expected.differences(trained)):
@@ -140,8 +139,12 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history.append({"step": state.global_step, **losses})
 
 
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
 def _rotated_by(folder: Path) -> Fingerprint | None:
-    """What a folder says that is loaded from it.
+    """The fingerprint of a model that is loaded from a folder, as the folder states it.
 
     None where it does not say: shards come without a config, and the adapter of a model that was made in memory without
     the name of that model.

@@ -30,13 +30,13 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class _PositionCollator:
-    """What all collators of positions do: cut rows, pad them on the right, draw by example.
+    """A collator that cuts rows, pads them on the right, and draws by example.
 
     Args:
         length: tokens of a row at most; longer documents are cut.
         target_length: the extended length in tokens: every position is below it.
         seed: of all draws.
-        pad_token_id: what shorter rows of a batch are padded with.
+        pad_token_id: the token that shorter rows of a batch are padded with.
 
     Raises:
         MethodError: a length below 2, or above the target length.
@@ -78,7 +78,7 @@ class _PositionCollator:
         return dict(zip(("input_ids", "labels", "position_ids", "attention_mask"), batch, strict=True))
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Which tokens of a document make a row, and the position of each.
+        """Choose the tokens of a document that make a row, and the position of each.
 
         Args:
             tokens: of the document.
@@ -104,7 +104,6 @@ class PoSECollator(_PositionCollator):
     """
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Which tokens of a document make a row, and the position of each; see `PositionCollator.place`."""
         row = min(tokens, self.length)
         first = _draw(1, (row + 1) // 2, draws)
         skipped_text = _draw(0, tokens - row, draws)
@@ -128,7 +127,6 @@ class RandomPositionsCollator(_PositionCollator):
     """
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Which tokens of a document make a row, and the position of each; see `PositionCollator.place`."""
         row = min(tokens, self.length)
         return torch.arange(row), torch.randperm(self.target_length, generator=draws)[:row].sort().values
 
@@ -168,18 +166,13 @@ class MixedWindowsCollator(_PositionCollator):
             )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """A batch of examples: input_ids, labels and position_ids, each (examples, tokens) int64.
-
-        Raises:
-            MethodError: as other collators of positions do.
-        """
+        """A batch of examples: input_ids, labels and position_ids, each (examples, tokens) int64."""
         batch = super().__call__(examples)
         mask = batch.pop("attention_mask")
         batch["position_ids"] = torch.where(mask == 1, batch["position_ids"], (1 - mask).cumsum(-1) - 1)
         return batch
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Which tokens of a document make a row, and the position of each; see `PositionCollator.place`."""
         row = torch.arange(min(tokens, self.length))
         is_short = bool(torch.rand((), generator=draws) < self.short_share)
         return row, row % self.short_length if is_short else row

@@ -21,23 +21,22 @@ import torch
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_results import Result, difference
-from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.files import json_text, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.questions import forward
-from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Tokens, corpus_name
-from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
 from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.training.guarded_training import Rows, train
 from rope_ext_hf.training.questions import Finetuning
-from rope_ext_hf.training.recipe import Budget, Rows, train
-from rope_ext_hf.training.run_folder import digest_inputs, open_run, save_model, split
+from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settings_of, split_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,10 +50,10 @@ _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
 @dataclass(frozen=True)
 class FinetuneReport:
-    """What a training changed. Losses are in nats per token, of the same tokens at every length and for every model.
+    """The changes by a training. Losses are in nats per token, of the same tokens at every length and for every model.
 
     Attributes:
-        settings: what was asked for.
+        settings: the fields of the question.
         context_length, target_length: tokens.
         losses: by model ("as loaded", "patched", "trained", and with a control "control" and "control, patched"), then
             by length in tokens: the loss.
@@ -115,23 +114,17 @@ def _share_text(share: Estimate) -> str:
 
 
 def _settings(asked: Finetuning) -> dict[str, Any]:
-    """What is asked, JSON-ready, under the names of `finetune`."""
+    """The fields of a question, JSON-ready, under the names of `finetune`."""
     (method,) = asked.method
-    values = asked.arguments | {"params": asked.parameters, "factor": asked.factor[0] if asked.factor else None}
-    del values["parameters"]
-    texts = {"data": corpus_name(asked.data), "eval_data": corpus_name(asked.eval_data)}
-    return values | texts | {"method": method if isinstance(method, str) else method.to_dict()}
+    values = settings_of(asked) | {"factor": asked.factor[0] if asked.factor else None}
+    values["params"] = values.pop("parameters")
+    return values | {"method": method if isinstance(method, str) else method.to_dict()}
 
 
 def _load(asked: Finetuning) -> Any:
     """The model as loaded."""
     gc.collect()  # a Trainer and the model before refer to each other
     return load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
-
-
-def _patched(asked: Finetuning, model: Any) -> Any:
-    """A model with the patch, in place."""
-    return patch(model, **asked.arguments_of_patch)
 
 
 @forward(Finetuning)
@@ -155,9 +148,7 @@ def finetune(
 
     A training continues from its last checkpoint that is as it was written; damaged ones are removed and reported.
     """
-    known = {each.name for each, _ in Finetuning.how_asked()}
-    of_method = {name: value for name, value in asked.items() if name not in known}
-    fields = {name: value for name, value in asked.items() if name in known}
+    fields, of_method = Finetuning.apart(asked)
     question = Finetuning(model=str(model), parameters=of_method, **fields)
     if not question.train_all and find_spec("peft") is None:
         raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
@@ -171,8 +162,7 @@ def _answer(asked: Finetuning, out: Path, say: Callable[[str], None]) -> Finetun
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
-    with atomic_file(out / "report.json") as part:
-        part.write_text(json_text(made.to_dict()) + "\n", encoding="utf-8")
+    write_text(out / "report.json", json_text(made.to_dict()) + "\n")
     return made
 
 
@@ -180,14 +170,12 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
     """Find the lengths, cut the text and open the folder, before anything is measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
-    described = describe(_patched(asked, load_empty(asked.model, **asked.source)))
+    described = describe(patch(load_empty(asked.model, **asked.source), **asked.arguments_of_patch))
     short, long = described.context_length, described.extended_length
     if long is None or long <= short:
         raise MethodError(f"{described.method} states no length to train at; give factor or target_length")
     tokenizer = load_tokenizer(asked.model, **asked.source)
-    training, held_out = split(tokenize(load(asked.data), tokenizer), _HELD_OUT)
-    if asked.eval_data is not None:
-        training, held_out = training + held_out, tokenize(load(asked.eval_data), tokenizer)
+    training, held_out = split_texts(asked, tokenizer, _HELD_OUT)
     if (tokens := sum(len(each.ids) for each in training)) < long:
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
     base = _load(asked)
@@ -200,16 +188,16 @@ class _Run:
     """A fine-tuning in its folder.
 
     Attributes:
-        asked: what is asked.
+        asked: the question.
         folder: of the run.
         say: called with a line of progress.
         tokenizer: of the model.
-        training, held_out: what is trained on, and what is measured.
+        training, held_out: the texts that are trained on, and measured.
         short, long: the context length and the extended one, in tokens.
         base: the model as loaded, until it is measured.
         measured: results by model.
         answered: by model, the share of each prompt that is answered exactly, over its depths.
-        trained: what `train` returns, by model.
+        trained: steps, seconds and losses, by model.
     """
 
     asked: Finetuning
@@ -228,7 +216,7 @@ class _Run:
     def measure_untrained(self) -> None:
         """Measure the model as loaded and with the patch; it is let go then."""
         self._measure("as loaded", self.base)
-        self._measure("patched", _patched(self.asked, self.base))
+        self._measure("patched", patch(self.base, **self.asked.arguments_of_patch))
         self.base = None
 
     def _measure(self, name: str, model: Any) -> None:
@@ -251,7 +239,7 @@ class _Run:
     def train_one(self, name: str) -> None:
         """Train the patched model ("trained") or the one without ("control"), and measure it; the first is saved."""
         asked, extended = self.asked, name == "trained"
-        model = _patched(asked, _load(asked)) if extended else _load(asked)
+        model = patch(_load(asked), **asked.arguments_of_patch) if extended else _load(asked)
         torch.manual_seed(asked.seed)
         learner = model if asked.train_all else _with_adapters(model, asked.rank)
         learner.train()
@@ -276,10 +264,10 @@ class _Run:
         if extended:
             save_model(model, self.tokenizer, self.folder / "model")
         else:
-            self._measure("control, patched", _patched(asked, model))
+            self._measure("control, patched", patch(model, **asked.arguments_of_patch))
 
     def report(self) -> FinetuneReport:
-        """What the training changed."""
+        """Compare the models that were measured."""
         order = [name for name in _MODELS if name in self.measured]
         base, ours = self.measured["as loaded"][0], self.measured["trained"]
         gains = {"as loaded at 1x": {str(each.length): difference(base, each) for each in ours}}
@@ -321,8 +309,11 @@ def _with_adapters(model: Any, rank: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     embeddings = model.get_input_embeddings()
-    whole = {name.rpartition(".")[2] for name, module in model.named_modules() if module is embeddings}
-    whole |= {name.rpartition(".")[2] for name, module in model.named_modules() if "Norm" in type(module).__name__}
+    whole = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if module is embeddings or "Norm" in type(module).__name__
+    }
     settings = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,

@@ -1,4 +1,4 @@
-"""The folder of a training or a search: whose run it holds, and the text that it keeps for measuring.
+"""The folder of a training or a search: whose run it holds, the budget of the run, and the text kept for measuring.
 
 A run is continued where the folder was begun with the same settings, and what these name is the same still: the model,
 the tokenizer and the text may have changed in place. Files that a run reads again state a checksum of themselves.
@@ -6,21 +6,22 @@ the tokenizer and the text may have changed in place. Files that a run reads aga
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-import tempfile
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
-from rope_ext_hf.files import atomic_file, atomic_folder, disk_errors, json_digest, read_json, write_json
-from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.runs.model_digest import model_digest
+from rope_ext_hf.files import atomic_folder, disk_errors
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Tokens, corpus_name
+from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.runs.folder import other_settings, read_whole, write_whole
+from rope_ext_hf.training.questions import Finetuning, Searching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,39 +29,32 @@ if TYPE_CHECKING:
 
 _SETTINGS = "settings.json"
 _OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")
-"""What a folder holds once a run has got on."""
+"""Files and folders that are there once a run has got on."""
 
 
-def digest_inputs(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *texts: Sequence[Tokens]
-) -> dict[str, str]:
-    """Digests of what a run reads, by what it is called in a sentence.
+@dataclass(frozen=True)
+class Budget:
+    """How long a training or a search goes on; one of the two is given.
 
-    Args:
-        model: as loaded, with its weights, each of which is read once, at about 1.4 GB/s a core.
-        texts: each as token ids, which change with the tokenizer.
+    Attributes:
+        minutes: of training, or of reading candidates, measurements and loading left out; those of interrupted runs
+            count.
+        steps: of the optimizer, or candidates.
     """
-    read = hashlib.sha256()
-    for documents in texts:
-        read.update(b"text")
-        for each in documents:
-            read.update(f"{len(each.ids)} ".encode() + each.ids.numpy().tobytes())
-    return {
-        "the model (weights, config or adapter)": model_digest(model),
-        "the tokenizer": _digest_tokenizer(tokenizer),
-        "the text": read.hexdigest(),
-    }
 
+    minutes: float | None = None
+    steps: int | None = None
 
-def _digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of the files that a tokenizer is saved as, which do not say where it was loaded from."""
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    def share_used(self, seconds: float, steps: int, *, left_over: float = 0.0) -> float:
+        """The share of it that is used, 0 to 1.
+
+        Args:
+            left_over: seconds for what comes afterwards; at least half of the minutes remain, however many they are.
+        """
+        if self.steps is not None:
+            return min(1.0, steps / self.steps)
+        whole = 60 * (self.minutes or 0.0)
+        return min(1.0, seconds / max(whole - left_over, whole / 2))
 
 
 def open_run(
@@ -69,7 +63,7 @@ def open_run(
     """Make the folder of a run, or check that it is one of the same settings and inputs.
 
     Args:
-        inputs: as `digest_inputs` gives them.
+        inputs: as `rope_ext_hf.runs.identity.digest_inputs` gives them.
         may_differ: settings with which a run may be continued in another value.
 
     Raises:
@@ -91,9 +85,7 @@ def open_run(
         raise FileError(
             f"{str(file)!r} does not say what the run was begun with; give another folder, or remove this one"
         ) from error
-    now = json.loads(json.dumps(settings))
-    unlike = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    if named := sorted(unlike - set(may_differ)):
+    if named := [name for name in other_settings(before, settings) if name not in may_differ]:
         raise FileError(
             f"{str(folder)!r} holds a run with other settings: {', '.join(named)}; give another folder, or the same "
             "settings to continue it"
@@ -124,33 +116,6 @@ def saving(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_whole(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object that is there as a whole or, after a kill at any moment, as it was before.
-
-    It states a checksum of itself, for `read_whole`.
-    """
-    with atomic_file(file) as part:
-        write_json(part, value | {"checksum": _checksum(value)})
-
-
-def read_whole(file: Path) -> dict[str, Any]:
-    """Read what `write_whole` wrote.
-
-    Raises:
-        FileError: the file cannot be read, or it changed since it was written.
-    """
-    value = read_json(file)
-    if value.pop("checksum", None) != _checksum(value):
-        raise FileError(
-            f"{str(file)!r} is damaged: it is not as it was written; give another folder, or remove this one"
-        )
-    return value
-
-
-def _checksum(value: dict[str, Any]) -> str:
-    return json_digest(value)[:16]
-
-
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the folder of a model, in place of one that an earlier call wrote; it is there whole or not at all.
 
@@ -165,8 +130,23 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         warnings.warn(str(each.message).replace(str(staging), str(folder)), each.category, stacklevel=2)
 
 
+def settings_of(asked: Finetuning | Searching) -> dict[str, Any]:
+    """The fields of a question, JSON-ready where its texts are given by names."""
+    return asked.arguments | {"data": corpus_name(asked.data), "eval_data": corpus_name(asked.eval_data)}
+
+
+def split_texts(
+    asked: Finetuning | Searching, tokenizer: PreTrainedTokenizerBase, one_in: int
+) -> tuple[list[Tokens], list[Tokens]]:
+    """The texts that a run works on and measures: all data and its eval_data; without that, see `split`."""
+    works_on, measured = split(tokenize(load(asked.data), tokenizer), one_in)
+    if asked.eval_data is None:
+        return works_on, measured
+    return works_on + measured, tokenize(load(asked.eval_data), tokenizer)
+
+
 def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:
-    """What a run works on, and what it measures: one document in so many by its name, else the last part of each."""
+    """The texts that a run works on and measures: one document in so many by its name, else the last part of each."""
     held_out = [each for each in documents if zlib.crc32(each.name.encode()) % one_in == 0]
     if held_out and len(held_out) < len(documents):
         names = {each.name for each in held_out}

@@ -1,4 +1,4 @@
-"""What a search came to: whether what it found is written, and how that is printed and saved."""
+"""The report of a search: whether its find is written, and how that is printed and saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WITHIN = {
 
 
 class _Decision(NamedTuple):
-    """Whether what a search found is written, and why, in words."""
+    """Whether the find of a search is written, and why, in words."""
 
     keeps: bool
     text: str
@@ -30,12 +30,12 @@ class _Decision(NamedTuple):
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
 ) -> _Decision:
-    """Whether what a search found is written, or the best fixed method.
+    """Decide whether the find of a search is written, or the best fixed method.
 
     A fixed method needs no search: where the two are not told apart, it is written.
 
     Args:
-        found: what was found, in words.
+        found: the label of the find.
         best_fixed: the label of the best other fixed method that holds the bound; None: there is none.
         change: the loss of what was found less that of this method, on text that the search did not read.
         length: at which they are compared, in tokens.
@@ -55,13 +55,13 @@ def decide(
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What a search came to. Losses are in nats per token, on documents that the search did not read.
+    """The results of a search. Losses are in nats per token, on documents that the search did not read.
 
     Attributes:
         settings: the arguments.
         context_length, target_length: in tokens.
         method: `RopeMethod.to_dict` of what was chosen, which is written.
-        label: what was chosen: in which stage it came up, and from what, or the fixed method.
+        label: of the chosen method: the stage that it came up in, and its root, or the fixed method.
         decision: why it was chosen and not what was found, or not a fixed method, in words.
         losses: of the model as loaded, of every fixed method, of what was found where that was not chosen, and of what
             was chosen, by length.

@@ -1,4 +1,4 @@
-"""What a search tries: fixed methods, then divisors by band and by pair.
+"""Methods that a search tries: fixed ones, then divisors by band and by pair.
 
 Divisors never fall from a pair to the next slower one (LongRoPE, Ding et al. 2024, arXiv 2402.13753, sec. 3.2).
 """
@@ -60,7 +60,7 @@ class DivisorCurve:
 
     Attributes:
         levels: at each point, ascending; the first point is the fastest pair, the last one the slowest that rotates.
-        attention_factor: what cos and sin are multiplied by, beside the model's own.
+        attention_factor: the factor of cos and sin, beside the model's own.
     """
 
     levels: tuple[float, ...]

@@ -14,7 +14,7 @@ import csv
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +30,17 @@ from rope_ext_hf.patches.geometry import bind, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.questions import forward
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import corpus_name
-from rope_ext_hf.reading.spans import prepare, tokenize
-from rope_ext_hf.runs.identity import code_digest
-from rope_ext_hf.runs.journal import exclusive
+from rope_ext_hf.reading.spans import prepare
+from rope_ext_hf.runs.folder import read_whole, write_whole
+from rope_ext_hf.runs.identity import code_digest, digest_inputs
+from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.training.questions import Searching
-from rope_ext_hf.training.run_folder import digest_inputs, open_run, read_whole, save_model, split, write_whole
-from rope_ext_hf.training.search_report import SearchReport, decide
-from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
-from rope_ext_hf.training.search_trials import (
+from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
+from rope_ext_hf.training.passages import (
     Passage,
-    Reader,
-    Trial,
     best_of,
-    best_trial,
     key_passages,
     pieces,
     prompts,
@@ -55,6 +48,10 @@ from rope_ext_hf.training.search_trials import (
     short_passages,
     text_passages,
 )
+from rope_ext_hf.training.questions import Searching
+from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settings_of, split_texts
+from rope_ext_hf.training.search_report import SearchReport, decide
+from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +60,7 @@ if TYPE_CHECKING:
 _STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
 _PATIENCE = 40
-"""A stage ends after so many trials in a row without a better one."""
+"""A stage ends after so many candidates in a row without a better one."""
 _BANDS = 9
 """Points of the curve of divisors in the second stage."""
 _FEW_DOCUMENTS = 8
@@ -72,6 +69,7 @@ _WIDEST = 4.0
 """The largest divisor that is tried, in multiples of the factor that the target length needs."""
 _KEYS_UNDER = ("yarn", "llama3", "rerope")
 """The methods that key tokens may be found under: the one that reads best at the target length."""
+_CANDIDATES = "trials.json"
 _FIRST_STEP, _LEAST_STEP = 0.4, 0.05
 """Changes of divisors as logarithms to base 2: at the beginning of a stage, and the smallest."""
 
@@ -84,7 +82,7 @@ def search(
 
     Args:
         model: a folder, a Hub id or "reference".
-        out: the folder of the run: the patched model in `model`, every trial in trials.csv.
+        out: the folder of the run: the patched model in `model`, every candidate in trials.csv.
         report: called with a line of progress.
         **fields: those of `Searching`: data, target_length, one of minutes and trials, and more.
 
@@ -95,80 +93,85 @@ def search(
         FileError: the folder holds a run of other settings, of a model, tokenizer, text or code that changed since, or
             damaged trials; or another process is writing it.
     """
-    question = Searching(model=str(model), **fields)
-    target_length, fitness, seed = question.target_length, question.fitness, question.seed
-    settings = question.arguments | {
-        "data": corpus_name(question.data),
-        "eval_data": corpus_name(question.eval_data),
-        "methods": list(question.methods or fixed_methods()),
-    }
-    folder, say = Path(out), report or (lambda line: None)
-    source, underneath = question.source, question.underneath
-    tokenizer = load_tokenizer(model, **source)
-    loaded = load_model(model, dtype=question.dtype, device=question.device, **source)
-    rotary = patch_geometry(loaded, **underneath)
-    if target_length <= rotary.context_length:
+    asked, say = Searching(model=str(model), **fields), report or (lambda line: None)
+    tokenizer = load_tokenizer(asked.model, **asked.source)
+    loaded = load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
+    rotary = patch_geometry(loaded, **asked.underneath)
+    if asked.target_length <= rotary.context_length:
         raise MethodError(
-            f"target_length must be above the context length of {rotary.context_length:,} tokens, got {target_length:,}"
+            f"target_length must be above the context length of {rotary.context_length:,} tokens, got "
+            f"{asked.target_length:,}"
         )
-    targets = settings["targets"] = scored_tokens(rotary.context_length)
-    for name in settings["methods"]:  # a wrong name is refused before anything is read
-        resolve_method(name, rotary, target_length=target_length)
-    searched, held_out = split(tokenize(load(question.data), tokenizer), 2)
-    if question.eval_data is not None:
-        searched, held_out = searched + held_out, tokenize(load(question.eval_data), tokenizer)
-    inputs = digest_inputs(loaded, tokenizer, searched, held_out) | {"the code of this package": code_digest(loaded)}
-    open_run(folder, settings, inputs, may_differ=("minutes", "trials"))
-    _read_trials(folder / "trials.json")  # a damaged file is refused before anything is measured
-    passages, max_spans = question.passages, question.max_spans
-    with exclusive(folder, 0):
-        if sum(len(each.ids) >= target_length for each in held_out) < _FEW_DOCUMENTS:
-            held_out = pieces(held_out, target_length, max_spans)
-        if not held_out:
-            raise CorpusError(
-                f"no held-out document has {target_length:,} tokens; give longer text, or another with eval_data"
-            )
-        texts = text_passages(searched, target_length, passages, tokenizer, targets)
-        lengths = [rotary.context_length, target_length]
-        measured: dict[str, Any] = {"lengths": lengths, "targets": targets, "max_spans": max_spans}
-        measurement = PerplexityMeasurement(prepare(loaded, held_out, tokenizer=tokenizer, **measured))
-        asked: list[Passage] = []
-        if fitness == "loss":
-            read = texts
-        elif fitness == "key-tokens":
-            methods_for_keys = [resolve_method(each, rotary, target_length=target_length) for each in _KEYS_UNDER]
-            evaluator = best_of(loaded, methods_for_keys, texts, **underneath)
-            read, measurement = key_passages(loaded, evaluator, texts, measurement, **underneath)
-            say(f"key tokens: {measurement.keys_from}")
-        else:
-            read = prompts(fitness, searched, target_length, passages, tokenizer, seed)
-            asked = prompts(fitness, held_out, target_length, passages, tokenizer, seed + 1)
-        reader = Reader(loaded, read, short_passages(texts, rotary.context_length), question.most_lost, **underneath)
-        run = _Search(folder, reader, rotary, settings, say)
-        measured_seconds = max_spans * (len(run.fixed) + 3) * (1 + rotary.context_length / target_length)
-        minutes = question.minutes
-        best = run.through_all_stages(minutes and 60 * minutes, question.trials, measured_seconds)
-        say("measuring on text that the search did not read")
-        best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], asked)
-        _patch(loaded, method_from_dict(best.method), target_length, underneath)
-        made = replace(made, save_route=describe(loaded).save_route)
-        save_model(loaded, tokenizer, folder / "model")
-        run.draw(best)
-        write_whole(folder / "report.json", made.to_dict())
-        return made
+    for name in asked.methods or ():  # a wrong name is refused before anything is read
+        resolve_method(name, rotary, target_length=asked.target_length)
+    return _answer(asked, loaded, tokenizer, rotary, out=Path(out), say=say)
 
 
+@holds_folder
+def _answer(
+    asked: Searching, model: Any, tokenizer: Any, rotary: Rotary, *, out: Path, say: Callable[[str], None]
+) -> SearchReport:
+    target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
+    targets = scored_tokens(context)
+    settings = settings_of(asked) | {"methods": list(asked.methods or fixed_methods()), "targets": targets}
+    searched, held_out = split_texts(asked, tokenizer, 2)
+    inputs = digest_inputs(model, tokenizer, searched, held_out) | {"the code of this package": code_digest(model)}
+    open_run(out, settings, inputs, may_differ=("minutes", "trials"))
+    read_before = _read_candidates(out / _CANDIDATES)  # a damaged file is refused before anything is measured
+    if sum(len(each.ids) >= target for each in held_out) < _FEW_DOCUMENTS:
+        held_out = pieces(held_out, target, asked.max_spans)
+    if not held_out:
+        raise CorpusError(f"no held-out document has {target:,} tokens; give longer text, or another with eval_data")
+    texts = text_passages(searched, target, asked.passages, tokenizer, targets)
+    measured: dict[str, Any] = {"lengths": [context, target], "targets": targets, "max_spans": asked.max_spans}
+    measurement = PerplexityMeasurement(prepare(model, held_out, tokenizer=tokenizer, **measured))
+    answered: list[Passage] = []
+    if asked.fitness == "loss":
+        read = texts
+    elif asked.fitness == "key-tokens":
+        under = [resolve_method(each, rotary, target_length=target) for each in _KEYS_UNDER]
+        evaluator = best_of(model, under, texts, **underneath)
+        read, measurement = key_passages(model, evaluator, texts, measurement, **underneath)
+        say(f"key tokens: {measurement.keys_from}")
+    else:
+        read = prompts(asked.fitness, searched, target, asked.passages, tokenizer, asked.seed)
+        answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
+    reader = Reader(model, read, short_passages(texts, context), asked.most_lost, **underneath)
+    run = _Search(out, reader, rotary, settings, say, read_before)
+    to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
+    best = run.through_all_stages(Budget(asked.minutes, asked.trials), to_measure)
+    say("measuring on text that the search did not read")
+    best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
+    _patch(model, method_from_dict(best.method), target, underneath)
+    made = replace(made, save_route=describe(model).save_route)
+    save_model(model, tokenizer, out / "model")
+    run.draw(best)
+    write_whole(out / "report.json", made.to_dict())
+    return made
+
+
+@dataclass
 class _Search:
-    """A search in its folder."""
+    """A search in its folder.
 
-    def __init__(
-        self, folder: Path, reader: Reader, rotary: Rotary, settings: dict[str, Any], say: Callable[[str], None]
-    ) -> None:
-        self.folder, self.reader, self.rotary, self.settings, self.say = folder, reader, rotary, settings, say
-        self.target: int = settings["target_length"]
-        self.bound: float = settings["most_lost"]
-        self.trials = _read_trials(folder / "trials.json")
-        names = dict.fromkeys((*settings["methods"], *fixed_methods()))
+    Attributes:
+        candidates: those that were read, in an earlier run or in this one.
+        target: the target length in tokens.
+        bound: the most nats per token that may be lost at the context length.
+        fixed: the fixed methods, by their labels.
+    """
+
+    folder: Path
+    reader: Reader
+    rotary: Rotary
+    settings: dict[str, Any]
+    say: Callable[[str], None]
+    candidates: list[Candidate]
+
+    def __post_init__(self) -> None:
+        self.target: int = self.settings["target_length"]
+        self.bound: float = self.settings["most_lost"]
+        names = dict.fromkeys((*self.settings["methods"], *fixed_methods()))
         self.fixed = {method.label(): method for method in map(self._fitted, names)}
 
     def _fitted(self, name: str) -> RopeMethod:
@@ -177,10 +180,10 @@ class _Search:
         return bind(self.reader.model, method, self.target, **self.reader.underneath)
 
     @property
-    def best(self) -> Trial | None:
-        return best_trial(self.trials, self.bound)
+    def best(self) -> Candidate | None:
+        return best_candidate(self.candidates, self.bound)
 
-    def through_all_stages(self, seconds: float | None, trials: int | None, to_measure: float) -> Trial:
+    def through_all_stages(self, budget: Budget, to_measure: float) -> Candidate:
         """Read candidates until the budget is used.
 
         Args:
@@ -190,34 +193,30 @@ class _Search:
             MethodError: no candidate holds the bound.
         """
         for stage, share in _STAGES.items():
-            made = {"methods": self._methods, "bands": self._curves, "pairs": self._curves}[stage](stage)
-            for method, parameters, label in made:
-                if self._used(seconds, trials, to_measure) >= share or self._idle(stage) >= _PATIENCE:
+            for method, parameters, label in self._methods() if stage == "methods" else self._curves(stage):
+                if self._used(budget, to_measure) >= share or self._idle(stage) >= _PATIENCE:
                     break
                 self._try(stage, method, parameters, label)
         if (best := self.best) is not None:
             return best
-        least = min((trial for trial in self.trials if not trial.stopped), key=lambda trial: trial.cost(self.bound))
+        least = min((each for each in self.candidates if not each.stopped), key=lambda each: each.cost(self.bound))
         advice = ", or leave static out" if self.settings["static"] else ""
         raise MethodError(
-            f"no candidate of {len(self.trials)} surely loses at most {self.bound:g} nats per token at the context "
+            f"no candidate of {len(self.candidates)} surely loses at most {self.bound:g} nats per token at the context "
             f"length; nearest was {least.label}, with up to {least.most_lost:.3f}. Allow as much{advice}"
         )
 
-    def _used(self, seconds: float | None, trials: int | None, to_measure: float) -> float:
+    def _used(self, budget: Budget, to_measure: float) -> float:
         """The share of the budget that is used."""
-        if trials is not None:
-            return len(self.trials) / trials
-        assert seconds is not None
-        if not self.trials:
+        if not self.candidates:
             return 0.0
-        one = sum(trial.seconds for trial in self.trials) / sum(len(trial.losses) for trial in self.trials)
-        # At least half of the time is searched, however long the measurement takes.
-        return sum(trial.seconds for trial in self.trials) / max(seconds - to_measure * one, seconds / 2)
+        seconds = sum(each.seconds for each in self.candidates)
+        a_passage = seconds / sum(len(each.losses) for each in self.candidates)
+        return budget.share_used(seconds, len(self.candidates), left_over=to_measure * a_passage)
 
     def _idle(self, stage: str) -> int:
-        """How many trials of a stage came after its best one."""
-        of_stage = [trial for trial in self.trials if trial.stage == stage]
+        """How many candidates of a stage came after its best one."""
+        of_stage = [each for each in self.candidates if each.stage == stage]
         best = self.best
         return len(of_stage) - 1 - of_stage.index(best) if best in of_stage else len(of_stage)
 
@@ -227,16 +226,16 @@ class _Search:
             parameters = parameters | {"static": method.to_dict()}
             method = method if self.settings["static"] else two_lists(method, self.rotary, self.target)
         # A fixed method is read to the end, and at the context length: what is found is compared with it.
-        trial = self.reader.read(stage, method, [] if stage == "methods" else self.trials, parameters, label)
-        self.trials.append(trial)
-        write_whole(self.folder / "trials.json", {"trials": [each.to_dict() for each in self.trials]})
+        candidate = self.reader.read(stage, method, [] if stage == "methods" else self.candidates, parameters, label)
+        self.candidates.append(candidate)
+        write_whole(self.folder / _CANDIDATES, {"trials": [each.to_dict() for each in self.candidates]})
         if (best := self.best) is not None and best is not before:
             lost = f"{best.lost:.4f} lost at 1x"
-            self.say(f"trial {len(self.trials)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
+            self.say(f"trial {len(self.candidates)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
 
-    def _methods(self, stage: str) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
+    def _methods(self) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
         """The fixed methods that were not read yet."""
-        for name in self.settings["methods"][sum(trial.stage == stage for trial in self.trials) :]:
+        for name in self.settings["methods"][sum(each.stage == "methods" for each in self.candidates) :]:
             method = self._fitted(name)
             yield method, {}, method.label()
 
@@ -247,15 +246,15 @@ class _Search:
         highest = math.log2(_WIDEST * self.target / self.rotary.context_length)
         while (parent := self._parent(points)) is not None:
             curve, root = parent
-            draws = random.Random(self._seed())
+            draws = random.Random(self.settings["seed"] * 1_000_003 + len(self.candidates))
             changed = curve.changed(draws, self._step(stage), highest)
             parameters = {"levels": list(changed.levels), "attention_factor": changed.attention_factor, "from": root}
             yield changed.method(self.rotary), parameters, f"divisors by {stage.removesuffix('s')}, from {root}"
 
     def _parent(self, points: int) -> tuple[DivisorCurve, str] | None:
         """The curve of the best static candidate, and the label of what it began with; None: there is none."""
-        static = [trial for trial in self.trials if "static" in trial.parameters and not trial.stopped]
-        best = best_trial(static, self.bound) or min(static, key=lambda trial: trial.cost(self.bound), default=None)
+        static = [each for each in self.candidates if "static" in each.parameters and not each.stopped]
+        best = best_candidate(static, self.bound) or min(static, key=lambda each: each.cost(self.bound), default=None)
         if best is None:
             return None
         if "levels" in (made := best.parameters):
@@ -263,23 +262,19 @@ class _Search:
         return DivisorCurve.of_method(method_from_dict(made["static"]), self.rotary, points), best.label
 
     def _step(self, stage: str) -> float:
-        """The size of the next change: half as much more after a better trial, a little less after each other one."""
+        """The size of the next change: half as much more after a better candidate, a little less after another one."""
         step, best = _FIRST_STEP, float("inf")
-        for trial in self.trials:
-            cost = trial.cost(self.bound)
-            if trial.stage == stage:
+        for each in self.candidates:
+            cost = each.cost(self.bound)
+            if each.stage == stage:
                 step = min(2 * _FIRST_STEP, step * 1.5) if cost < best else max(_LEAST_STEP, step * 0.93)
-            if not trial.stopped:
+            if not each.stopped:
                 best = min(best, cost)
         return step
 
-    def _seed(self) -> int:
-        seed: int = self.settings["seed"]
-        return seed * 1_000_003 + len(self.trials)
-
     def measured(
-        self, found: Trial, measurement: PerplexityMeasurement, data: str, asked: Sequence[Passage]
-    ) -> tuple[Trial, SearchReport]:
+        self, found: Candidate, measurement: PerplexityMeasurement, data: str, asked: Sequence[Passage]
+    ) -> tuple[Candidate, SearchReport]:
         """Read text that the search did not read, and choose between what was found and the best fixed method.
 
         Args:
@@ -290,7 +285,7 @@ class _Search:
         """
         held = _HeldOut(self.reader, measurement, data, asked, self.target, self.folder / "measured")
         held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
-        tried = {trial.label: trial for trial in self.trials if trial.stage == "methods" and trial.holds(self.bound)}
+        tried = {each.label: each for each in self.candidates if each.stage == "methods" and each.holds(self.bound)}
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
         rival = min(rivals, key=held.loss, default=None)
         change = None if rival is None else held.change("found", rival)
@@ -318,10 +313,10 @@ class _Search:
             key_losses={name: {str(self.target): held.loss(name)} for name in held.results if held.counted},
             key_gains={name: held.change(name, "chosen") for name in others if held.counted},
             keys_by=held.counted,
-            trials=len(self.trials),
-            stopped=sum(trial.stopped for trial in self.trials),
-            seconds=round(sum(trial.seconds for trial in self.trials), 1),
-            cpu_seconds=round(sum(trial.cpu_seconds for trial in self.trials), 1),
+            trials=len(self.candidates),
+            stopped=sum(each.stopped for each in self.candidates),
+            seconds=round(sum(each.seconds for each in self.candidates), 1),
+            cpu_seconds=round(sum(each.cpu_seconds for each in self.candidates), 1),
             folder=str(self.folder / "model"),
         )
 
@@ -330,10 +325,10 @@ class _Search:
         with atomic_file(self.folder / "trials.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(("trial", *columns, "passages"))
-            for number, trial in enumerate(self.trials, 1):
-                writer.writerow([number, *(getattr(trial, name) for name in columns), len(trial.losses)])
+            for number, each in enumerate(self.candidates, 1):
+                writer.writerow([number, *(getattr(each, name) for name in columns), len(each.losses)])
 
-    def draw(self, best: Trial) -> None:
+    def draw(self, best: Candidate) -> None:
         """The chosen divisors beside those of PI, NTK and YaRN, where matplotlib is installed."""
         names = ("linear", "ntk", "yarn")
         shown = {name: resolve_method(name, self.rotary, target_length=self.target) for name in names}
@@ -346,26 +341,24 @@ class _Search:
             self.say(str(error))
 
 
+@dataclass
 class _HeldOut:
-    """What methods read on text that the search did not read: of all tokens, and of those that count.
+    """Losses of methods on text that the search did not read: of all tokens, and of those that count.
 
-    Args:
+    Attributes:
         asked: prompts whose answers count; none: key tokens where the measurement has them, else all tokens.
+        results: by the method's name in the report, then by length.
+        answers: by that name, the loss of each answer.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        measurement: PerplexityMeasurement,
-        data: str,
-        asked: Sequence[Passage],
-        target: int,
-        folder: Path,
-    ) -> None:
-        self.reader, self.measurement, self.data, self.asked = reader, measurement, data, asked
-        self.target, self.folder = target, folder
-        self.results: dict[str, dict[int, Result]] = {}
-        self.answers: dict[str, list[float]] = {}
+    reader: Reader
+    measurement: PerplexityMeasurement
+    data: str
+    asked: Sequence[Passage]
+    target: int
+    folder: Path
+    results: dict[str, dict[int, Result]] = field(default_factory=dict)
+    answers: dict[str, list[float]] = field(default_factory=dict)
 
     def read(self, methods: dict[str, RopeMethod | None]) -> None:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
@@ -386,7 +379,7 @@ class _HeldOut:
 
     @property
     def counted(self) -> str:
-        """Which tokens count, in words; empty: all."""
+        """The tokens that count, in words; empty: all."""
         if self.asked:
             return f"the answers of {len(self.asked)} prompts, in text that the search did not read"
         result = next(iter(self.results.values()))[self.target]
@@ -410,11 +403,11 @@ class _HeldOut:
         return difference(*results, keys=self.measurement.keys is not None)
 
 
-def _read_trials(file: Path) -> list[Trial]:
+def _read_candidates(file: Path) -> list[Candidate]:
     if not file.is_file():
         return []
     try:
-        return [Trial.from_dict(each) for each in read_whole(file)["trials"]]
+        return [Candidate.from_dict(each) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
 

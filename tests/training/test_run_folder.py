@@ -13,16 +13,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.training.run_folder import (
-    cut,
-    digest_inputs,
-    open_run,
-    read_whole,
-    save_model,
-    saving,
-    split,
-    write_whole,
-)
+from rope_ext_hf.runs.folder import read_whole, write_whole
+from rope_ext_hf.runs.identity import digest_inputs
+from rope_ext_hf.training.run_folder import cut, open_run, save_model, saving, split
 from tests.support.models import build
 
 

@@ -19,7 +19,7 @@ from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.training import search
-from rope_ext_hf.training.search_trials import Reader, Trial
+from rope_ext_hf.training.candidates import Candidate, Reader
 from tests.support.forks import kill_when, run_command, run_commands, run_forked
 from tests.support.inputs import write_model
 from tests.support.models import TRAINED, logits, tokens
@@ -127,7 +127,7 @@ def test_what_is_measured_was_not_searched_on(small: Path, tmp_path: Path, monke
     readers: list[Reader] = []
     read = Reader.read
 
-    def spy(self: Reader, *args: Any, **kwargs: Any) -> Trial:
+    def spy(self: Reader, *args: Any, **kwargs: Any) -> Candidate:
         readers.append(self)
         return read(self, *args, **kwargs)
 
@@ -172,12 +172,14 @@ def test_a_killed_command_goes_on_to_the_same_model(small: Path, tmp_path: Path)
 def fake_read(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     """Let every candidate take ten seconds, and lose a little more than the one before."""
 
-    def read(self: Reader, stage: str, method: RopeMethod, before: list[Trial], parameters: Any, label: str) -> Trial:
+    def read(
+        self: Reader, stage: str, method: RopeMethod, before: list[Candidate], parameters: Any, label: str
+    ) -> Candidate:
         made: dict[str, Any] = {
             "losses": (1.0,) * 5, "loss": 1 + len(before) / 100, "lost": 0.0, "most_lost": 0.0, "stopped": False,
             "seconds": 10.0, "cpu_seconds": 5.0,
         }  # fmt: skip
-        return Trial(stage, method.to_dict(), label, parameters=parameters, **made | values)
+        return Candidate(stage, method.to_dict(), label, parameters=parameters, **made | values)
 
     monkeypatch.setattr(Reader, "read", read)
 
@@ -297,7 +299,7 @@ def test_spans_begin_as_the_tokenizer_begins_texts(
     readers: list[Reader] = []
     read = Reader.read
 
-    def spy(self: Reader, *args: Any, **kwargs: Any) -> Trial:
+    def spy(self: Reader, *args: Any, **kwargs: Any) -> Candidate:
         readers.append(self)
         return read(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The recipe of `finetune`: long rows of text under the method, and short rows held to the model before it.
+"""The guarded training of `finetune`: long rows under the method, short rows held to the model before the patch.
 
 A step reads `rows` windows of the extended length, whose next tokens are predicted, and windows of the context length
 that hold as many tokens together, on which the model is kept near the model before the patch by the Kullback-Leibler
@@ -14,7 +14,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,14 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from rope_ext_hf.errors import FileError
+from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.training.callback import RopeCallback
-from rope_ext_hf.training.run_folder import read_whole, saving, write_whole
+from rope_ext_hf.training.run_folder import Budget, saving
 
 _CLOCK = "clock.json"
 """The last file of a checkpoint, written atomically: the seconds of training, and a checksum of each other file."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 _ENDLESS = 10**9  # steps
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long a training goes on; one of the two is given.
-
-    Attributes:
-        minutes: of training, measurements and loading left out; those of interrupted runs count.
-        steps: of the optimizer.
-    """
-
-    minutes: float | None = None
-    steps: int | None = None
-
-    def share_used(self, seconds: float, steps: int) -> float:
-        """How much of it is used, 0 to 1."""
-        used = steps / self.steps if self.steps is not None else seconds / (60 * (self.minutes or 0.0))
-        return min(1.0, used)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -90,8 +73,8 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {key: torch.cat([example[key] for example in examples]) for key in ("long", "short")}
 
 
-class _RecipeTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer of the recipe.
+class _GuardedTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose loss also holds short rows to another model.
 
     Args:
         teacher: the model before the patch; None: short rows are left out.
@@ -130,11 +113,17 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
 class Clock(TrainerCallback):  # type: ignore[misc]
     """Counts the seconds of training, over interruptions, and ends it when the budget is used.
 
-    It is the last callback: what it writes makes a checkpoint whole.
+    It is the last callback: the file that it writes makes a checkpoint whole.
+
+    Args:
+        seconds: of interrupted runs.
+        report: called with the step, the loss and the share of the budget that is used, at every log.
     """
 
-    def __init__(self, budget: Budget, seconds: float) -> None:
-        self.budget, self.seconds, self.steps = budget, seconds, 0
+    def __init__(
+        self, budget: Budget, seconds: float, report: Callable[[int, float, float], object] | None = None
+    ) -> None:
+        self.budget, self.seconds, self.report, self.steps = budget, seconds, report, 0
         self._since = time.monotonic()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -151,6 +140,10 @@ class Clock(TrainerCallback):  # type: ignore[misc]
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             write_whole(folder / _CLOCK, {"seconds": self.seconds, "files": _checksums(folder)})
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self.report is not None and logs and "loss" in logs:
+            self.report(state.global_step, logs["loss"], self.budget.share_used(self.seconds, state.global_step))
+
     def rate(self, step: int) -> float:
         """The learning rate's share of its peak: a short rise over 5% of the budget, then a cosine down to 0."""
         used = self.budget.share_used(self.seconds, step)
@@ -162,15 +155,16 @@ def _checksums(folder: Path) -> dict[str, int]:
 
     A file that is damaged otherwise loads without an error, and trains other weights.
     """
-    sums = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != _CLOCK:
-            with path.open("rb") as file:
-                sum_of_file = 0
-                while block := file.read(2**22):
-                    sum_of_file = zlib.crc32(block, sum_of_file)
-            sums[str(path.relative_to(folder))] = sum_of_file
-    return sums
+    return {
+        str(path.relative_to(folder)): _crc(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != _CLOCK
+    }
+
+
+def _crc(path: Path) -> int:
+    with path.open("rb") as file:
+        return reduce(lambda crc, block: zlib.crc32(block, crc), iter(partial(file.read, 2**22), b""), 0)
 
 
 def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, float] | None:
@@ -214,18 +208,18 @@ def train(
     """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
 
     Args:
-        teacher, guard: as `_RecipeTrainer` takes them.
+        teacher, guard: as `_GuardedTrainer` takes them.
         batch: long rows of a step on each device.
         accumulate: passes of so many rows per step.
         save_every: steps between checkpoints.
-        report: called with the step, the loss and the share of the budget that is used, at every log.
+        report: as `Clock` takes it.
         say: called with a sentence on each checkpoint that is left out.
 
     Returns:
         The steps, the seconds, and the mean loss of every ten steps.
     """
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
-    clock = Clock(budget, seconds)
+    clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -248,24 +242,18 @@ def train(
         remove_unused_columns=False,
         use_cpu=device == "cpu",
     )
-
-    class Report(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if report is not None and logs and "loss" in logs:
-                report(state.global_step, logs["loss"], budget.share_used(clock.seconds, state.global_step))
-
-    trainer = _RecipeTrainer(
+    trainer = _GuardedTrainer(
         model,
         arguments,
         train_dataset=rows,
         data_collator=Rows.collate,
         optimizers=(optimizer, schedule),
-        callbacks=[Report(), RopeCallback(), clock],
+        callbacks=[RopeCallback(), clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
         guard=guard,
     )
     trainer.remove_callback(PrinterCallback)
-    if clock.budget.share_used(clock.seconds, clock.steps) < 1 or last is None:
+    if budget.share_used(clock.seconds, clock.steps) < 1 or last is None:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
     else:  # stopped between the last step and what follows the training
         trainer._load_from_checkpoint(str(last))

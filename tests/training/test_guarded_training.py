@@ -1,4 +1,4 @@
-"""The recipe of `finetune`: what a step reads, its loss, and how long it goes on."""
+"""The guarded training of `finetune`: what a step reads, its loss, and how long it goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional
 from transformers import TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
-from rope_ext_hf.training.recipe import Budget, Clock, Rows, find_checkpoint, train
+from rope_ext_hf.training.guarded_training import Clock, Rows, find_checkpoint, train
+from rope_ext_hf.training.run_folder import Budget
 from tests.support.models import build, logits, tokens
 
 DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]

@@ -1,18 +1,10 @@
-"""Reading for a search: one candidate after another on the same passages, each stopped once it is surely worse.
-
-A trial reads passages in a fixed order, those of different documents in turn; their ends are scored, as in the
-measurement of the result. It stops when its losses on the passages read so far are above those of the best trial on the
-same passages, by the whole 95% interval of their difference. As long as no trial holds the bound at the context length,
-one that does is not stopped.
-"""
+"""Texts that a search reads: passages of text at the target length, parts of them, prompts, and which tokens count."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +21,6 @@ from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import prefix_token
-from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.suites.statements import RETRIEVALS
 from rope_ext_hf.training.run_folder import cut
 
@@ -38,12 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_LARGEST_LOSS = 100.0
+LARGEST_LOSS = 100.0
 """Nats per token; what a loss that is not finite counts as."""
 LEAST_READ = 4
-"""Passages before a trial may be stopped."""
-_PENALTY = 10.0
-"""What a nat lost at the context length beyond the bound adds to the loss by which trials are compared."""
+"""Passages before the reading of a candidate may be stopped."""
 
 
 class Passage(NamedTuple):
@@ -59,143 +47,11 @@ class Passage(NamedTuple):
     first: int
     weights: Tensor | None = None
 
-
-@dataclass(frozen=True)
-class Trial:
-    """What one candidate read.
-
-    Attributes:
-        stage: "methods", "bands" or "pairs".
-        method: `RopeMethod.to_dict` of what was patched in.
-        label: its name in tables.
-        loss: nats per token over all passages; of a trial that was stopped, the best trial's loss at the time and the
-            difference on the passages that were read.
-        losses: of each passage that was read.
-        lost, most_lost: what it loses at the context length, in nats per token: the mean and the upper end of its 95%
-            interval; None where the trial was stopped before.
-        stopped: whether it was surely worse than the best before.
-        parameters: what made it, for the search to go on from.
-        seconds, cpu_seconds: what it took.
-    """
-
-    stage: str
-    method: dict[str, Any]
-    label: str
-    loss: float
-    losses: tuple[float, ...]
-    lost: float | None
-    most_lost: float | None
-    stopped: bool
-    parameters: dict[str, Any]
-    seconds: float
-    cpu_seconds: float
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Trial:
-        """The inverse of `to_dict`."""
-        return cls(**saved | {"losses": tuple(saved["losses"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-    def holds(self, bound: float) -> bool:
-        """Whether it surely loses no more than this at the context length; not if it was stopped."""
-        return self.most_lost is not None and self.most_lost <= bound
-
-    def cost(self, bound: float) -> float:
-        """What the search makes small."""
-        return self.loss + _PENALTY * max(0.0, (self.most_lost or 0.0) - bound)
-
-
-def best_trial(trials: Sequence[Trial], bound: float) -> Trial | None:
-    """The trial with the lowest loss among those that hold the bound; None: none does."""
-    return min((trial for trial in trials if trial.holds(bound)), key=lambda trial: trial.loss, default=None)
-
-
-class Reader:
-    """Reads candidates on one model.
-
-    Args:
-        model: as loaded.
-        passages: at the target length, in the order in which every trial reads them.
-        short: at the context length, where a candidate is compared with the model as loaded.
-        bound: the most that a candidate may lose there, in nats per token.
-        underneath: `over` and `context_length`, as `rope_ext_hf.patch` takes them.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        passages: Sequence[Passage],
-        short: Sequence[Passage],
-        bound: float,
-        **underneath: Any,
-    ) -> None:
-        self.model, self.passages, self.short, self.bound, self.underneath = model, passages, short, bound, underneath
-        self.scorer = TokenScorer(model, longest=len(passages[0].ids))
-        self.as_loaded = self.losses(None, short)
-
-    def losses(self, method: RopeMethod | None, passages: Sequence[Passage]) -> list[float]:
-        """The loss of each passage under a method, in nats per token; None: of the model as loaded."""
-        with nullcontext() if method is None else patched(self.model, method, **self.underneath):
-            return [self._loss(passage) for passage in passages]
-
-    def _loss(self, passage: Passage) -> float:
-        return _passage_loss(self.scorer, passage)
-
-    def _lost(self) -> Estimate:
-        """What the present method loses at the context length, in nats per token, over passages."""
-        return estimate([self._loss(passage) - own for passage, own in zip(self.short, self.as_loaded, strict=True)])
-
-    def read(
-        self, stage: str, method: RopeMethod, before: Sequence[Trial], parameters: dict[str, Any], label: str = ""
-    ) -> Trial:
-        """Read the passages under a method, and stop once it is surely worse than the best trial before."""
-        started, cpu = time.monotonic(), time.process_time()
-        best = best_trial(before, self.bound)
-        losses: list[float] = []
-        lost: Estimate | None = None
-        stopped = False
-        with patched(self.model, method, **self.underneath):
-            if best is None:  # the first one that holds the bound is read to the end, however high its loss is
-                lost = self._lost()
-                whole = [trial for trial in before if not trial.stopped and _most(lost) > self.bound]
-                best = min(whole, key=lambda trial: trial.cost(self.bound), default=None)
-            for passage in self.passages:
-                losses.append(self._loss(passage))
-                if best is not None and LEAST_READ <= len(losses) < len(self.passages):
-                    gap = estimate([a - b for a, b in zip(losses, best.losses, strict=False)])
-                    if stopped := verdict(gap).outcome is Outcome.WORSE:
-                        lost = None
-                        break
-            if not stopped:
-                lost = lost or self._lost()
-        return Trial(
-            stage=stage,
-            method=method.to_dict(),
-            label=label or method.label(),
-            loss=best.loss + gap.value if stopped and best is not None else fmean(losses),
-            losses=tuple(losses),
-            lost=None if lost is None else lost.value,
-            most_lost=None if lost is None else _most(lost),
-            stopped=stopped,
-            parameters=parameters,
-            seconds=time.monotonic() - started,
-            cpu_seconds=time.process_time() - cpu,
-        )
-
-
-def _passage_loss(scorer: TokenScorer, passage: Passage) -> float:
-    """The loss of a passage, in nats per token."""
-    nats = scorer.losses(passage.ids, passage.first).double()
-    loss = float(nats.mean() if passage.weights is None else nats @ passage.weights)
-    return loss if math.isfinite(loss) else _LARGEST_LOSS
-
-
-def _most(lost: Estimate) -> float:
-    """The upper end of the interval; without one, nothing is known of what is lost."""
-    return _LARGEST_LOSS if lost.high is None else lost.high
+    def loss(self, scorer: TokenScorer) -> float:
+        """The loss of its scored tokens, in nats per token."""
+        nats = scorer.losses(self.ids, self.first).double()
+        loss = float(nats.mean() if self.weights is None else nats @ self.weights)
+        return loss if math.isfinite(loss) else LARGEST_LOSS
 
 
 def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]:
@@ -245,7 +101,7 @@ def best_of(
     for method in methods:
         with suppress(MethodError, UnsupportedModelError), patched(model, method, **underneath):
             scorer = TokenScorer(model)
-            losses[method] = fmean(_passage_loss(scorer, passage) for passage in passages[:LEAST_READ])
+            losses[method] = fmean(passage.loss(scorer) for passage in passages[:LEAST_READ])
     if not losses:
         raise MethodError("key tokens cannot be found: the model runs none of the methods that would find them")
     return min(losses, key=lambda method: losses[method])
