@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, Model
+from rope_ext_hf.cli.evaluation import shown_progress
+from rope_ext_hf.cli.options import ARGUMENTS, Json, LoadOptions, Model
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
@@ -18,7 +20,14 @@ _RunFolder = Annotated[
 ]
 
 
-def finetune(model: Model, question: Finetuning, source: LoadOptions, out: _RunFolder, as_json: Json = False) -> None:
+def finetune(
+    context: typer.Context,
+    model: Model,
+    question: Finetuning,
+    source: LoadOptions,
+    out: _RunFolder,
+    as_json: Json = False,
+) -> None:
     """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
 
     Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
@@ -26,10 +35,17 @@ def finetune(model: Model, question: Finetuning, source: LoadOptions, out: _RunF
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
-    _carry_out("finetune", question, source, out, as_json)
+    _carry_out("finetune", context.meta[ARGUMENTS], question, source, out, as_json)
 
 
-def search(model: Model, question: Searching, source: LoadOptions, out: _RunFolder, as_json: Json = False) -> None:
+def search(
+    context: typer.Context,
+    model: Model,
+    question: Searching,
+    source: LoadOptions,
+    out: _RunFolder,
+    as_json: Json = False,
+) -> None:
     """Search the method and the divisors with which a model reads your text best at a longer length.
 
     The loss at the context length is bounded, and the numbers at the end are of text that the search did not read. The
@@ -38,21 +54,25 @@ def search(model: Model, question: Searching, source: LoadOptions, out: _RunFold
 
     Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """
-    _carry_out("search", question, source, out, as_json)
+    _carry_out("search", context.meta[ARGUMENTS], question, source, out, as_json)
 
 
-def _carry_out(name: str, question: OfModel, source: LoadOptions, out: Path, as_json: bool) -> None:
-    """Do what is asked, in the folder of a run, and print the report."""
+def _carry_out(
+    name: str, words: Sequence[str], question: OfModel, source: LoadOptions, out: Path, as_json: bool
+) -> None:
+    """Do what is asked by the words of a command, in the folder of a run, and print the report."""
     if source.device_map is not None:
         raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
     quiet_transformers()
     from rope_ext_hf import training
+    from rope_ext_hf.runs.workers import Workers
 
     report: Any
     try:
         arguments = question.arguments
         arguments |= arguments.pop("parameters", {})
-        report = getattr(training, name)(out=out, report=lambda line: print_note(name, line), **arguments)
+        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress(words, Workers())}
+        report = getattr(training, name)(out=out, **arguments)
     except ImportError as error:
         raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))

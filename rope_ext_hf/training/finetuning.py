@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.errors import CorpusError, MethodError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_results import Result, difference
 from rope_ext_hf.files import json_text, write_text
@@ -30,6 +30,7 @@ from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
@@ -129,7 +130,12 @@ def _load(asked: Finetuning) -> Any:
 
 @forward(Finetuning)
 def finetune(
-    model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **asked: Any
+    model: str | Path,
+    out: str | Path,
+    *,
+    report: Callable[[str], None] | None = None,
+    progress: Progress | bool | None = None,
+    **asked: Any,
 ) -> FinetuneReport:
     """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
 
@@ -137,6 +143,7 @@ def finetune(
         model: a folder, a Hub id or "reference".
         out: the folder of the run; the trained model is in its folder `model`.
         report: called with a line of progress.
+        progress: of the measurements, as `rope_ext_hf.eval.measure` takes it; True: a bar of tqdm.
         **asked: the fields of `Finetuning`: data, method, one of minutes and steps, and more; others are parameters of
             the method.
 
@@ -152,12 +159,15 @@ def finetune(
     question = Finetuning(model=str(model), parameters=of_method, **fields)
     if not question.train_all and find_spec("peft") is None:
         raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
-    return _answer(question, Path(out), report or (lambda line: None))
+    return _answer(question, Path(out), report or (lambda line: None), progress)
 
 
 @holds_folder
-def _answer(asked: Finetuning, out: Path, say: Callable[[str], None]) -> FinetuneReport:
+def _answer(
+    asked: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
+) -> FinetuneReport:
     run = _prepare(asked, out, say)
+    run.progress = progress
     run.measure_untrained()
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
@@ -212,6 +222,7 @@ class _Run:
     measured: dict[str, list[Result]] = field(default_factory=dict)
     answered: dict[str, list[float]] = field(default_factory=dict)
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)
+    progress: Progress | bool | None = None
 
     def measure_untrained(self) -> None:
         """Measure the model as loaded and with the patch; it is let go then."""
@@ -221,7 +232,8 @@ class _Run:
 
     def _measure(self, name: str, model: Any) -> None:
         self.say(f"measuring: {name}")
-        asked, kept = self.asked, {"tokenizer": self.tokenizer, "out": self.folder / "measured"}
+        asked = self.asked
+        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "progress": self.progress}
         self.measured[name] = perplexity(
             model,
             self.held_out,
@@ -256,7 +268,7 @@ class _Run:
             accumulate=asked.accumulate,
             guard=asked.guard,
             device="cpu" if next(model.parameters()).device.type == "cpu" else asked.device,
-            report=lambda step, loss, used: self.say(f"step {step}, loss {loss:.4f}, {used:.0%} of the time"),
+            report=lambda step, loss, left: self.say(f"step {step}, loss {loss:.4f}, about {duration(left)} more"),
             say=self.say,
         )
         model = learner if asked.train_all else learner.merge_and_unload()

@@ -117,7 +117,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
     Args:
         seconds: of interrupted runs.
-        report: called with the step, the loss and the share of the budget that is used, at every log.
+        report: called with the step, the loss and about how many seconds are left, at every log.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.report is not None and logs and "loss" in logs:
-            self.report(state.global_step, logs["loss"], self.budget.share_used(self.seconds, state.global_step))
+            self.report(state.global_step, logs["loss"], self.budget.seconds_left(self.seconds, state.global_step))
 
     def rate(self, step: int) -> float:
         """The learning rate's share of its peak: a short rise over 5% of the budget, then a cosine down to 0."""

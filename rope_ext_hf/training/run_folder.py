@@ -56,6 +56,11 @@ class Budget:
         whole = 60 * (self.minutes or 0.0)
         return min(1.0, seconds / max(whole - left_over, whole / 2))
 
+    def seconds_left(self, seconds: float, steps: int, *, left_over: float = 0.0) -> float:
+        """About how many more it takes, by those so far."""
+        used = self.share_used(seconds, steps, left_over=left_over)
+        return seconds * (1 - used) / used if used else 0.0
+
 
 def open_run(
     folder: Path, settings: dict[str, Any], inputs: Mapping[str, str], *, may_differ: Collection[str] = ()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line
+from rope_ext_hf.errors import CorpusError, FileError, MethodError, duration, one_line
 from rope_ext_hf.eval.perplexity_results import Result, difference
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.files import atomic_file
@@ -35,7 +35,7 @@ from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.runs.identity import code_digest, digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import RunPlan
-from rope_ext_hf.runs.runner import carry_out
+from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
 from rope_ext_hf.training.passages import (
@@ -76,7 +76,12 @@ _FIRST_STEP, _LEAST_STEP = 0.4, 0.05
 
 @forward(Searching)
 def search(
-    model: str | Path, out: str | Path, *, report: Callable[[str], None] | None = None, **fields: Any
+    model: str | Path,
+    out: str | Path,
+    *,
+    report: Callable[[str], None] | None = None,
+    progress: Progress | bool | None = None,
+    **fields: Any,
 ) -> SearchReport:
     """Search the method and the divisors with which a model reads a text best at a longer length.
 
@@ -84,6 +89,7 @@ def search(
         model: a folder, a Hub id or "reference".
         out: the folder of the run: the patched model in `model`, every candidate in trials.csv.
         report: called with a line of progress.
+        progress: of the measurement, as `rope_ext_hf.eval.measure` takes it; True: a bar of tqdm.
         **fields: those of `Searching`: data, target_length, one of minutes and trials, and more.
 
     Raises:
@@ -104,12 +110,19 @@ def search(
         )
     for name in asked.methods or ():  # a wrong name is refused before anything is read
         resolve_method(name, rotary, target_length=asked.target_length)
-    return _answer(asked, loaded, tokenizer, rotary, out=Path(out), say=say)
+    return _answer(asked, loaded, tokenizer, rotary, out=Path(out), say=say, progress=Progress.of(progress))
 
 
 @holds_folder
 def _answer(
-    asked: Searching, model: Any, tokenizer: Any, rotary: Rotary, *, out: Path, say: Callable[[str], None]
+    asked: Searching,
+    model: Any,
+    tokenizer: Any,
+    rotary: Rotary,
+    *,
+    out: Path,
+    say: Callable[[str], None],
+    progress: Progress,
 ) -> SearchReport:
     target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
     targets = scored_tokens(context)
@@ -137,9 +150,10 @@ def _answer(
         read = prompts(asked.fitness, searched, target, asked.passages, tokenizer, asked.seed)
         answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
     reader = Reader(model, read, short_passages(texts, context), asked.most_lost, **underneath)
-    run = _Search(out, reader, rotary, settings, say, read_before)
+    budget = Budget(asked.minutes, asked.trials)
+    run = _Search(out, reader, rotary, settings, say, read_before, budget, progress)
     to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
-    best = run.through_all_stages(Budget(asked.minutes, asked.trials), to_measure)
+    best = run.through_all_stages(to_measure)
     say("measuring on text that the search did not read")
     best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
     _patch(model, method_from_dict(best.method), target, underneath)
@@ -156,6 +170,8 @@ class _Search:
 
     Attributes:
         candidates: those that were read, in an earlier run or in this one.
+        budget: how long is searched.
+        progress: of the measurement.
         target: the target length in tokens.
         bound: the most nats per token that may be lost at the context length.
         fixed: the fixed methods, by their labels.
@@ -167,6 +183,8 @@ class _Search:
     settings: dict[str, Any]
     say: Callable[[str], None]
     candidates: list[Candidate]
+    budget: Budget
+    progress: Progress
 
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
@@ -183,7 +201,7 @@ class _Search:
     def best(self) -> Candidate | None:
         return best_candidate(self.candidates, self.bound)
 
-    def through_all_stages(self, budget: Budget, to_measure: float) -> Candidate:
+    def through_all_stages(self, to_measure: float) -> Candidate:
         """Read candidates until the budget is used.
 
         Args:
@@ -194,7 +212,7 @@ class _Search:
         """
         for stage, share in _STAGES.items():
             for method, parameters, label in self._methods() if stage == "methods" else self._curves(stage):
-                if self._used(budget, to_measure) >= share or self._idle(stage) >= _PATIENCE:
+                if self._used(to_measure) >= share or self._idle(stage) >= _PATIENCE:
                     break
                 self._try(stage, method, parameters, label)
         if (best := self.best) is not None:
@@ -206,13 +224,13 @@ class _Search:
             f"length; nearest was {least.label}, with up to {least.most_lost:.3f}. Allow as much{advice}"
         )
 
-    def _used(self, budget: Budget, to_measure: float) -> float:
+    def _used(self, to_measure: float) -> float:
         """The share of the budget that is used."""
         if not self.candidates:
             return 0.0
         seconds = sum(each.seconds for each in self.candidates)
         a_passage = seconds / sum(len(each.losses) for each in self.candidates)
-        return budget.share_used(seconds, len(self.candidates), left_over=to_measure * a_passage)
+        return self.budget.share_used(seconds, len(self.candidates), left_over=to_measure * a_passage)
 
     def _idle(self, stage: str) -> int:
         """How many candidates of a stage came after its best one."""
@@ -231,7 +249,10 @@ class _Search:
         write_whole(self.folder / _CANDIDATES, {"trials": [each.to_dict() for each in self.candidates]})
         if (best := self.best) is not None and best is not before:
             lost = f"{best.lost:.4f} lost at 1x"
-            self.say(f"trial {len(self.candidates)}, {stage}: {best.label}, {best.loss:.4f} nats per token, {lost}")
+            so_far = sum(each.seconds for each in self.candidates)
+            left = duration(self.budget.seconds_left(so_far, len(self.candidates)))
+            found = f"{best.label}, {best.loss:.4f} nats per token, {lost}"
+            self.say(f"trial {len(self.candidates)}, {stage}: {found}; at most about {left} more")
 
     def _methods(self) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
         """The fixed methods that were not read yet."""
@@ -283,7 +304,7 @@ class _Search:
         Returns:
             What is written, and the report.
         """
-        held = _HeldOut(self.reader, measurement, data, asked, self.target, self.folder / "measured")
+        held = _HeldOut(self.reader, measurement, data, asked, self.target, self.folder / "measured", self.progress)
         held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
         tried = {each.label: each for each in self.candidates if each.stage == "methods" and each.holds(self.bound)}
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
@@ -357,6 +378,7 @@ class _HeldOut:
     asked: Sequence[Passage]
     target: int
     folder: Path
+    progress: Progress
     results: dict[str, dict[int, Result]] = field(default_factory=dict)
     answers: dict[str, list[float]] = field(default_factory=dict)
 
@@ -364,7 +386,7 @@ class _HeldOut:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
         model, underneath = self.reader.model, self.reader.underneath
         plan = RunPlan(self.measurement, self.data, tuple(dict.fromkeys(methods.values())), **underneath)
-        run = carry_out(model, plan, out=self.folder)
+        run = carry_out(model, plan, out=self.folder, progress=self.progress)
         for name, method in methods.items():
             saved = run.settings["loaded"] if method is None else method.to_dict()
             self.results[name] = {each.length: each for each in run.results if each.method == saved}
