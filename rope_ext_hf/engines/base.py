@@ -119,6 +119,8 @@ class ServingConfig:
         computed: the numbers that the engine computes then.
         notes: further remarks.
         shorter: for length profiles, an instance of the engine for each but the longest, shortest first.
+        by_folder: two command lines that do the same by a patched folder, which the engine reads as it is; empty: it
+            does not, or the command line needs no overrides.
     """
 
     engine: str
@@ -136,6 +138,7 @@ class ServingConfig:
     computed: Computed | None = None
     notes: tuple[str, ...] = ()
     shorter: tuple[ServingConfig, ...] = ()
+    by_folder: tuple[str, ...] = field(default=(), compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

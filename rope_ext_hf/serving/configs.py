@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
-from rope_ext_hf.errors import short
+from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
+from rope_ext_hf.errors import ServingError, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.target import make_targets, open_model
 from rope_ext_hf.terminal import wrapped
 
@@ -93,12 +94,28 @@ def serving_config(
             without = chosen.config_for(as_saved)
             if without.overrides is None:  # the folder's own config.json is enough
                 config = replace(without, encoding="as the folder's config.json has it")
+        if config.overrides and isinstance(method, str) and not isinstance(model, nn.Module) and len(targets) == 1:
+            asked = {"method": method, "factor": factor, "target_length": target_length, **params, "revision": revision}
+            asked |= {"over": over if over != "own" else None, "context_length": context_length}
+            config = replace(config, by_folder=_by_folder(chosen, target, str(model), asked))
         configs.append(replace(config, notes=(*config.notes, *target.notes, *notes)))
     if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
         notes = (f"This model has draft layers. {chosen.drafts}",) if chosen.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
     *shorter, longest = configs
     return replace(longest, shorter=tuple(shorter))
+
+
+def _by_folder(engine: Engine, target: Target, model: str, asked: dict[str, Any]) -> tuple[str, ...]:
+    """The commands that write a patched folder and serve it, where the engine needs no overrides for that."""
+    folder, stated = f"{Path(model).name}-{target.length}", json.loads(json.dumps(target.patched))
+    try:
+        config = engine.config_for(replace(target, model=folder, config=stated, patched=stated))
+    except ServingError:
+        return ()
+    if config.overrides is not None or not config.command:
+        return ()
+    return command_line("patch", model, **asked, out=folder), shlex.join(config.command)
 
 
 def _as_saved(target: Target) -> Target | None:
@@ -125,6 +142,8 @@ def as_text(config: ServingConfig) -> str:
     if config.command:
         words = map(shlex.quote, config.command)
         lines.append(variables + " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words))
+    if config.by_folder:
+        lines += [_remark("Shorter: a folder that carries the method."), *config.by_folder]
     if config.config_keys and config.config_keys != config.overrides:
         lines += ["# config.json:", json.dumps(config.config_keys, indent=2)]
     if config.gguf_keys:

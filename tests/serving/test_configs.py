@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from rope_ext_hf.errors import (
 )
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.patching import patched_method
+from rope_ext_hf.serving.configs import as_text
 from rope_ext_hf.serving.target import make_target, open_model
+from tests.support.commands import run
 from tests.support.every_model import tiny
 from tests.support.models import build
 from tests.support.serving_models import served_model
@@ -199,10 +202,30 @@ def test_a_folder_with_profiles_prints_its_instances_and_the_way_to_them(tmp_pat
         f"vllm serve {folder} \\",
     ]
     assert "a router" in printed
-    assert "carries a patch that this is without" in printed
+    assert "carries a patch that this is without" in printed.replace("\n# ", " ")
     audited = rope.audit(folder)
     assert any("profiles for 256, 512 tokens" in problem for problem in audited.problems)
     assert not audited.agrees
     refused = run(app, ["gguf", "in.gguf", "out.gguf", "--model", folder])
     assert refused.exit_code == 2
     assert "one for each profile" in refused.output
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("method", ["yarn", "by-parts", "ntk"])
+def test_a_folder_that_is_patched_as_told_is_served_as_told(
+    method: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two shorter commands: what the first writes, the second serves, with the same numbers."""
+    monkeypatch.chdir(tmp_path)
+    config = rope.serving_config("reference", engine, method, factor=4)
+    patch, serve = config.by_folder
+    assert run(*shlex.split(patch)[1:])[0] == 0
+    by_folder = rope.serving_config(f"reference-{config.length}", engine)
+    assert shlex.join(by_folder.command) == serve
+    assert by_folder.overrides is None
+    assert by_folder.computed is not None
+    assert config.computed is not None
+    assert by_folder.computed.inv_freq == pytest.approx(config.computed.inv_freq, rel=1e-6)
+    assert by_folder.computed.attention_factor == pytest.approx(config.computed.attention_factor, rel=1e-6)
+    assert f"{patch}\n{serve}" in as_text(config)
