@@ -7,7 +7,7 @@ import filecmp
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,7 +198,13 @@ def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) ->
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: str | None = None) -> None:
+def save_patched_folder(
+    model: PreTrainedModel,
+    source: Path,
+    out: Path,
+    name: str | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
     The copy of an adapter's folder gets the record of the patch instead. The model card of the source and its pictures
@@ -209,6 +215,7 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
         source: where the files are.
         out: the new folder.
         name: what the card calls the source; default: the name of its folder.
+        progress: called with the bytes that are copied, and those of all files.
 
     Raises:
         CheckpointError: a family that keeps its angles in the weights.
@@ -226,7 +233,11 @@ def save_patched_folder(model: PreTrainedModel, source: Path, out: Path, name: s
     inputs = file_stamps(source / file for file in names)
     size = sum(size for _, size, _ in inputs.values())
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
-        copy_files(source, names, staging)
+        copied = 0
+        progress(copied, size)
+        for file in names:
+            copy_files(source, [file], staging)
+            progress(copied := copied + inputs[str(source / file)][1], size)
         if adapter is None:
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)

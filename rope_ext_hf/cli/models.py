@@ -281,7 +281,8 @@ def write_patched(
         apply_choice(methods, empty, native=native)
         folder = model_folder(model, revision=source.revision)
         is_folder = folder == Path(model_source(model))  # else of the Hub's cache, where it is named after a commit
-        save_patched_folder(empty, folder, out, folder.name if is_folder else model)
+        with progress_bar("copying", unit="bytes") as bar:
+            save_patched_folder(empty, folder, out, folder.name if is_folder else model, bar.set)
         return _describe(empty, model, source)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_length, parse_lengths
-from rope_ext_hf.cli.console import print_text, quiet_transformers, results_to
+from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
 from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
@@ -207,7 +207,8 @@ def check_server(
         return
     dtype = "float32" if load.dtype == "auto" else load.dtype
     asked |= {"device": load.device, "weight_bits": weight_bits, "from_file": from_file}
-    report = check(url, model, dtype=dtype, **asked)
+    with progress_bar("comparing") as bar:
+        report = check(url, model, dtype=dtype, progress=bar.set, **asked)
     print_text(json_text(report.to_dict()) if as_json else str(report))
     if not report.agrees:
         raise typer.Exit(1)

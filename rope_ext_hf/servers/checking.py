@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,6 +138,7 @@ def check_server(
     from_file: str | Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> ServerReport:
     """Compare what a running server computes with the model here.
 
@@ -156,6 +157,7 @@ def check_server(
             "answers": [[position, token, logprob], ...]}]}, of a token given the tokens before the position.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
+        progress: called with the tokens of prompts that were computed here, and of all of them.
 
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
@@ -177,13 +179,15 @@ def check_server(
     made = configurations(loaded, open_model(model, **source).described.rotary)
     theirs = [torch.tensor([a.logprob for a in prompt.answers], dtype=torch.float64) for prompt in prompts]
     ours: dict[str, list[Tensor]] = {name: [] for name in made}
-    left = list(made)
+    left, done, total = list(made), 0, sum(len(prompt.ids) for prompt in prompts)
+    progress(done, total)
     for prompt in prompts:  # the shortest first: what it excludes is not computed for the longer ones
         for name in left:
             with made[name]():
                 ours[name].append(_logprobs(loaded, prompt))
         closest = min(left, key=lambda name: math.hypot(*_distances(theirs, ours[name])))
         left = [name for name in left if name == AS_MEASURED or not _excluded(theirs, ours[name], ours[closest])]
+        progress(done := done + len(prompt.ids), total)
     alike = [name for name in left if name != closest and not _excluded(theirs, ours[name], ours[closest])]
     if AS_MEASURED in alike:
         alike[alike.index(AS_MEASURED)], closest = closest, AS_MEASURED
