@@ -51,6 +51,18 @@ def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
             right = align[min(column, len(align) - 1)] == "r"
             table.add_column(justify="right" if right else "left", overflow="fold")
         table.add_row(*map(Text, row))
+    return _printed(table)
+
+
+def table_text(table: Table) -> str:
+    """A table of rich as text, as wide as the terminal; its title and caption are lines of text."""
+    title, caption = table.title, table.caption
+    table.title = table.caption = None
+    lines = [str(title or ""), _printed(table), wrapped(str(caption or ""))]
+    return "\n".join(line for line in lines if line)
+
+
+def _printed(table: Table) -> str:
     console = Console(width=terminal_width(), color_system=None, force_jupyter=False)
     with console.capture() as captured:
         console.print(table)

@@ -207,7 +207,7 @@ def plan_extension(
         trust_remote_code=trust_remote_code,
     )
     chosen = _choose(advice, engine)
-    reason = f"{chosen.method} is the first choice for serving at {advice.factor:.3g} times the context length"
+    reason = f"{chosen.method} is the first candidate for serving at {advice.factor:.3g} times the context length"
     if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
@@ -248,7 +248,7 @@ def plan_extension(
 
 
 def _choose(advice: Advice, engine: str) -> MethodAdvice:
-    """The method to take for an engine: the first choice for serving, else the first that fits and that it serves."""
+    """The method to take for an engine: the first candidate for serving, else the first that fits and that it serves."""
     if not advice.methods:
         served = advice.commands.get(f"serve with {engine}", ())
         how = f" Serve it as it is: {served[-1]}" if served else ""

@@ -31,6 +31,7 @@ from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.journal import Cell, Layout, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude
+from rope_ext_hf.terminal import table_text, wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -198,6 +199,12 @@ class Run(Generic[R_co]):
             raise ValueError(f"runs of the kind {self.kind.name!r} have no picture")
         return self.chart.draw(path, self.title)
 
+    def __str__(self) -> str:
+        """The table and the conclusion, as wide as the terminal."""
+        if (table := self.table()) is None:
+            return "Nothing is finished yet."
+        return f"{table_text(table)}\n\n{wrapped(str(self.conclusion))}".rstrip()
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the conclusion, the chart and the table of the HTML page."""
         if (table := self.table(detailed=True)) is None:
@@ -233,6 +240,9 @@ class Results(list[R]):
     def plot(self, path: str | Path | None = None) -> Any:
         """As `Run.plot`."""
         return self.run.plot(path)
+
+    def __str__(self) -> str:
+        return str(self.run)
 
     def _repr_html_(self) -> str:
         return self.run._repr_html_()

@@ -48,6 +48,8 @@ def test_the_bundled_model_from_the_question_to_the_advice(tmp_path: Path, monke
         (tmp_path / f"{name}.txt").write_text("\n".join(lines))
     out, err = run("need", "reference", "--target-length", "384", "--data", "*.txt")
     assert "reading the same tokens at every length" in err
+    assert err.count("\nrun      ") > 1, "each part says where it is kept"
+    assert "\nread     " in err
     assert re.search(r"key-value, answered +\d+% +\d+%", out)
     assert "As it is, it reads to 256 tokens. At 384 tokens the loss is higher by" in out
     assert "For 384 tokens it needs extending." in out
