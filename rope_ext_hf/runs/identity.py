@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.geometry import base_rope_of_model
@@ -168,6 +169,10 @@ def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:
     return digest
 
 
+_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
+"""Keys of a saved tokenizer that say how it was loaded: offline or not, for one."""
+
+
 def digest_inputs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *texts: Sequence[Tokens]
 ) -> dict[str, str]:
@@ -185,6 +190,9 @@ def digest_inputs(
             read.update(f"{len(each.ids)} ".encode() + each.ids.numpy().tobytes())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
+        config = Path(folder) / "tokenizer_config.json"
+        kept = {name: value for name, value in read_json(config).items() if name not in _HOW_LOADED}
+        write_json(config, kept)
         of_tokenizer = _files_digest(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
     return {
         "the model (weights, config or adapter)": model_digest(model),

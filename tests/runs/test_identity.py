@@ -278,3 +278,12 @@ def test_another_path_is_the_same_run_and_a_foreign_run_file_is_refused(tmp_path
     assert runner._digest(settings) == runner._digest(settings | {"model": "elsewhere"})
     with pytest.raises(rope.FileError, match="describes another run"):
         runner._write_settings(tmp_path, settings | {"weights": "others"})
+
+
+def test_how_a_tokenizer_was_loaded_does_not_count() -> None:
+    """A training that was begun with a network is continued without one."""
+    model, tokenizer = build("llama", vocab_size=400), ByT5Tokenizer(extra_ids=0)
+    before = identity.digest_inputs(model, tokenizer)
+    tokenizer.init_kwargs |= {"local_files_only": True, "is_local": True}
+    assert identity.digest_inputs(model, tokenizer) == before
+    assert identity.digest_inputs(model, ByT5Tokenizer(extra_ids=3))["the tokenizer"] != before["the tokenizer"]
