@@ -248,7 +248,7 @@ def plan_extension(
 
 
 def _choose(advice: Advice, engine: str) -> MethodAdvice:
-    """The method to take for an engine: the first candidate for serving, else the first that fits and that it serves."""
+    """The method to take for an engine: the first candidate for serving that it serves, else the first that fits."""
     if not advice.methods:
         served = advice.commands.get(f"serve with {engine}", ())
         how = f" Serve it as it is: {served[-1]}" if served else ""
