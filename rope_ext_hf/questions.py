@@ -223,4 +223,5 @@ def option_text(value: Any) -> str:
     """The value of an option as it is typed."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ",".join(map(option_text, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    short_form = f"{value:g}" if isinstance(value, float) else str(value)
+    return repr(value) if isinstance(value, float) and float(short_form) != value else short_form

@@ -12,7 +12,7 @@ from typing import Any
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.method_choice import PatchChoice
-from rope_ext_hf.questions import Question, anything, asked, several
+from rope_ext_hf.questions import Question, anything, asked, option_text, several
 
 _UNITS = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 
@@ -118,7 +118,7 @@ class Searching(OfModel):
         "How long is searched and measured: 90s, 10m or 2h.",
         names=("--budget",),
         parse=_minutes,
-        show=lambda minutes: f"{minutes:g}m",
+        show=lambda minutes: f"{option_text(minutes)}m",
         metavar="TIME",
     )
     trials: int | None = asked(None, "Candidates instead of a time.", least=1, metavar="N")

@@ -38,6 +38,8 @@ QUESTIONS: list[tuple[str, Question]] = [
     ("ppl", MethodChoice(method=["yarn", "self-extend"], factor=[2, 8], over="original", context_length=4096)),
     ("describe", LayerChoice(method="ntk", factor=1.5, layers="sliding_attention,2")),
     ("serve-config", PatchChoice(method="theta", target_length="1M")),
+    ("serve-config", PatchChoice(method="yarn", factor=16 / 3)),
+    ("search", Searching(model="m", target_length=2048, data="b", minutes=1.234567, most_lost=0.0123456789)),
 ]  # fmt: skip
 REQUIRED = {"ppl": "--lengths 8", "serve-config": "--engine vllm", "finetune": "--out o", "search": "--out o"}
 
