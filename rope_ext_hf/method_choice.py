@@ -16,31 +16,48 @@ from rope_ext_hf.questions import Question, asked
 
 
 def _parts(given: Any) -> list[Any]:
-    """One value or several, comma lists among them, in parts; blanks around them and empty ones left out."""
+    """One value or several, comma lists among them, in parts, without blanks around them."""
     given = [] if given is None else listed(given)
     parts = [part for each in given for part in (each.split(",") if isinstance(each, str) else [each])]
-    return [text for part in parts if (text := part.strip() if isinstance(part, str) else part) != ""]
+    return [part.strip() if isinstance(part, str) else part for part in parts]
 
 
 def _methods(given: Any) -> tuple[Any, ...]:
-    if not (methods := _parts(given)) and given not in (None, (), []):  # of a script whose variable is empty, say
+    if not (methods := [part for part in _parts(given) if part != ""]) and given not in (
+        None,
+        (),
+        [],
+    ):  # of a script whose variable is empty, say
         raise MethodError("--method names no method; leave it out to have the model as loaded")
     return tuple(methods)
 
 
-def _factors(given: Any) -> tuple[float, ...]:
+def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
+    """One number or several, comma lists among them, all finite.
+
+    Raises:
+        MethodError: anything else; the message shows the option and an example.
+    """
+    parts = _parts(given)
     try:
-        numbers = tuple(map(float, _parts(given)))
+        numbers = tuple(map(float, parts))
     except (TypeError, ValueError) as error:
-        raise MethodError(f"--factor takes numbers, e.g. 2,4,8; got {short(str(given))!r}") from error
+        text = ",".join(map(str, parts))
+        raise MethodError(f"{option} takes numbers, e.g. {example}; got {short(text)!r}") from error
     for number in numbers:
         if not abs(number) <= MOST_TOKENS:
-            raise MethodError(f"--factor must be a finite number of a possible size, e.g. 2,4,8; got {number}")
+            raise MethodError(f"{option} must be a finite number of a possible size, e.g. {example}; got {number}")
     return numbers
 
 
+def _factors(given: Any) -> tuple[float, ...]:
+    return parse_numbers("--factor", given, "2,4,8")
+
+
 def _layers(given: Any) -> tuple[str | int, ...]:
-    return tuple(int(part) if isinstance(part, str) and part.isdigit() else part for part in _parts(given))
+    return tuple(
+        int(part) if isinstance(part, str) and part.isdigit() else part for part in _parts(given) if part != ""
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -341,7 +341,7 @@ def _preflight(
 
     device, given = find_device(load.device), find_dtype(load.dtype)
     dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
-    passes, repeats = plan.measurement.passes, len(plan.methods)
+    passes, repeats = plan.measurement.passes, max(1, len(plan.methods))
     needed = check_memory(
         empty,
         max(passes),
@@ -399,8 +399,9 @@ def shown_progress(words: Sequence[str], workers: Workers) -> Progress:
     first = workers.rank == 0
 
     class Shown(Progress):
+        closing = ExitStack()
+
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-            self.closing = ExitStack()
             self.bar = self.closing.enter_context(progress_bar("as loaded", show=first))
             self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if workers.together else workers.count)
             self.work = partial(_work, model, plan.measurement)

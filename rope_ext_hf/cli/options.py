@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.questions import Asked, Question, asked, kind_of, option_text
@@ -189,22 +188,6 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
     for name in inspect.signature(group).parameters:
         arguments[name] = _call(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
     return group(**arguments)
-
-
-def parse_numbers(option: str, text: str, example: str) -> list[float]:
-    """A comma list of finite numbers.
-
-    Raises:
-        MethodError: anything else; the message shows the option and an example.
-    """
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise MethodError(f"{option} takes numbers, e.g. {example}; got {short(text)!r}") from error
-    for number in numbers:
-        if not abs(number) <= MOST_TOKENS:
-            raise MethodError(f"{option} must be a finite number of a possible size, e.g. {example}; got {number}")
-    return numbers
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:

@@ -21,12 +21,11 @@ from rope_ext_hf.cli.options import (
     LoadOptions,
     Model,
     SourceOptions,
-    parse_numbers,
 )
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
-from rope_ext_hf.method_choice import PatchChoice
+from rope_ext_hf.method_choice import PatchChoice, parse_numbers
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import typer
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.cli import options
 from rope_ext_hf.cli.app import app
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Need, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
@@ -80,3 +81,10 @@ def test_help_lists_the_fields_once() -> None:
         for each, how in question.how_asked():
             if each.name in vars(question).get("__annotations__", ()):
                 assert text.count(f"    {each.name}: {how.help}") == 1, each.name
+
+
+@pytest.mark.parametrize("factor", ["", "2,", "a", ["2", ""]])
+def test_an_empty_number_is_refused(factor: Any) -> None:
+    """Of a script whose variable is empty, say."""
+    with pytest.raises(MethodError, match="--factor takes numbers, e.g. 2,4,8; got '"):
+        MethodChoice(method="yarn", factor=factor)
