@@ -86,5 +86,5 @@ def test_help_lists_the_fields_once() -> None:
 @pytest.mark.parametrize("factor", ["", "2,", "a", ["2", ""]])
 def test_an_empty_number_is_refused(factor: Any) -> None:
     """Of a script whose variable is empty, say."""
-    with pytest.raises(MethodError, match="--factor takes numbers, e.g. 2,4,8; got '"):
+    with pytest.raises(MethodError, match=r"--factor takes numbers, e\.g\. 2,4,8; got '"):
         MethodChoice(method="yarn", factor=factor)
