@@ -302,6 +302,15 @@ def taken_outside() -> set[tuple[str, str | None]]:
     }
 
 
+def test_what_is_taken_from_modules_exists() -> None:
+    """Also inside functions that no test calls: benchmarks import what they measure there."""
+    check(
+        f"{target} has no {name}"
+        for target, name in sorted(taken_outside(), key=str)
+        if name is not None and not hasattr(importlib.import_module(target), name)
+    )
+
+
 def test_names_without_an_underscore_are_used_outside() -> None:
     """By another module, a test, a benchmark or an example, or by a library that is given its name."""
     used = {(each.target, each.name) for each in own_imports()} | taken_outside()
@@ -372,6 +381,7 @@ OF_THE_WHOLE = frozenset(
         "examples",
         "fuzz",
         "gpu",
+        "make_gpu",
         "simulated_cuda",
         "package",
         "torchao_and_onnx",
