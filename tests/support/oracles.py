@@ -121,6 +121,27 @@ def llama3(rotary: Geometry, s: float, low: float = 1, high: float = 4) -> list[
     return scaled
 
 
+def mrrope(
+    rotary: Geometry, s: float, radix: str = "progressive", fast: float = 32, slow: float = 1
+) -> list[float] | None:
+    """MrRoPE, arXiv 2601.22181: theta_i over the product of the radices up to i; None: no such band.
+
+    The paper's eq. 13-16 as a running product: within the band of n pairs, radix k is s^(2k/(n(n+1))), or s^(1/n).
+    """
+    turns = [rotary.trained_length * value / (2 * math.pi) for value in plain(rotary)]
+    above, below = [i for i, r in enumerate(turns) if r > fast], [i for i, r in enumerate(turns) if r < slow]
+    if not above or not below or below[0] <= above[-1]:
+        return None
+    n = below[0] - above[-1]
+    divided_by, product = [], 1.0
+    for i in range(len(turns)):
+        if above[-1] < i <= below[0]:
+            k = i - above[-1]
+            product *= s ** (1 / n) if radix == "uniform" else s ** (2 * k / (n * (n + 1)))
+        divided_by.append(product)
+    return divided(rotary, divided_by)
+
+
 def divided(rotary: Geometry, divisors: Sequence[float]) -> list[float]:
     """Each frequency divided by its own number, as in longrope."""
     return [value / divisor for value, divisor in zip(plain(rotary), divisors, strict=True)]
