@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-additions | test-exports | test-other-engines | test-engines |
+# make demo | test | test-fast | test-all | test-additions | test-exports | test-other-engines | test-engines | conformance |
 # test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-other-engines test-engines test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -60,6 +60,10 @@ test-engines: .venv/ready test-llama-cpp
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23 exllamav3==1.6.5
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
+
+# The numbers of conformance/, from this package.
+conformance: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.conformance.generate
 
 # A quarter of an hour: every language model class of transformers, built tiny and patched; the result goes to
 # docs/results/coverage.json. It goes on where it was stopped; `rm -r build/coverage` to begin anew.

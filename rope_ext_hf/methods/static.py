@@ -330,9 +330,9 @@ class Llama3(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.high_freq_factor > self.low_freq_factor > 0:
+        if not self.high_freq_factor >= self.low_freq_factor > 0:  # Llama 4 Scout has 1 and 1: a step
             raise MethodError(
-                "llama3: high_freq_factor must be above low_freq_factor and both above 0, "
+                "llama3: high_freq_factor must be at least low_freq_factor and both above 0, "
                 f"got high_freq_factor={self.high_freq_factor:g}, low_freq_factor={self.low_freq_factor:g}"
             )
 

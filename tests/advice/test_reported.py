@@ -13,7 +13,6 @@ from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
 
 NOT_METHODS = {"as loaded"}
-PLANNED = {"jet-long"}
 
 
 @pytest.mark.parametrize("table", reported(), ids=lambda table: f"{table.source}, {table.benchmark}")
@@ -21,7 +20,7 @@ def test_a_table_is_whole(table: Reported) -> None:
     assert table.url.startswith("https://")
     assert table.place
     assert table.better in ("higher", "lower")
-    assert table.values.keys() <= {*rope.list_methods(), *NOT_METHODS, *PLANNED}
+    assert table.values.keys() <= {*rope.list_methods(), *NOT_METHODS}
     for numbers in table.values.values():
         assert 1 <= len(numbers) <= len(table.lengths)
         assert all(isinstance(number, str) or number > 0 for number in numbers)

@@ -74,7 +74,7 @@ def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: f
         ("by-parts", {"factor": 4, "beta_slow": 0}, ["by-parts", "beta_slow=0"]),
         ("dynamic-yarn", {"beta_slow": -1}, ["dynamic-yarn", "beta_slow=-1"]),
         ("by-parts", {"factor": 4, "ramp": "sideways"}, ["'sideways'", "dimension", "cycles"]),
-        ("llama3", {"factor": 8, "low_freq_factor": 4}, ["high_freq_factor=4", "low_freq_factor=4"]),
+        ("llama3", {"factor": 8, "low_freq_factor": 5}, ["high_freq_factor=4", "low_freq_factor=5"]),
         ("llama3", {"factor": 8, "low_freq_factor": 0}, ["low_freq_factor=0"]),
         ("dynamic-ntk", {"growth": "linear"}, ["'linear'", "paper", "hf", "even", "pow2"]),
         ("dynamic-ntk", {"growth": "hf"}, ["hf", "needs factor"]),
