@@ -46,6 +46,8 @@ FITTED = (
     "rerope",
     "leaky-rerope",
     "self-extend",
+    "dynamic-self-extend",
+    "jet-long",
     "dca",
     "stairs",
     "string",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from docs.figures.measurements import unchanged_share
-from docs.figures.registry import FIGURE, ROOT, figure, markdown_table, names_in_lines
+from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.measurements import reach_text
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -95,13 +95,6 @@ def choosing_among() -> str:
     return markdown_table(
         ["method", "take it when"], ((f"`{name}`", guidance.when) for name, guidance, _ in _guided() if guidance.when)
     )
-
-
-@figure
-def method_names() -> str:
-    from rope_ext_hf import list_methods
-
-    return "\n" + names_in_lines(list_methods())
 
 
 @figure
