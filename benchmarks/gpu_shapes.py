@@ -161,13 +161,13 @@ def measure_bandwidth(device: str) -> float:
 def predict(model: Any, method: str, tokens: int, rows: int, device: str, speeds: Row) -> Row:
     """Seconds of a prefill and of a decoding step, and gigabytes in chunks and whole, from operations and bytes alone.
 
-    A step reads weights and cache, and DynamicCache copies the cache; dynamic-yarn rotates a copy of all keys,
-    remapping methods at most that of the keys of a window.
+    A step reads weights and cache, and DynamicCache copies the cache; methods that follow the length rotate a copy of
+    all keys, other remapping methods at most that of the keys of a window.
     """
     config, width = model.config, model.dtype.itemsize
     cache = rows * cached_bytes(config, tokens, width=width)
     window = rows * cached_bytes(config, min(tokens, config.max_position_embeddings), width=width)
-    rotated = {"stock": 0, "yarn": 0, "dynamic-yarn": cache}.get(method, window)
+    rotated = {"stock": 0, "yarn": 0, "dynamic-yarn": cache, "jet-long": cache}.get(method, window)
     memory = estimate_memory(model, longest=rows * tokens, device=torch.device(device))
     # The MLP of one layer holds four tensors of its width for every token of a prompt that is read whole.
     activations = 4 * widest_activation(config) * width * rows * tokens

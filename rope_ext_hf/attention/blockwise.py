@@ -53,7 +53,7 @@ def attend(
 
     Args:
         rotation: None: queries and keys stay as they are.
-        query: (rows, heads, tokens, head_dim), rotated to `rule.key_position`, as the keys are.
+        query: (rows, heads, tokens, head_dim), rotated to `rule.stored_position`, as the keys are.
         key, value: (rows, kv_heads, past + tokens, head_dim); fewer keys where a sliding-window cache evicted the
             first ones.
         scale: the factor of scores.
@@ -94,23 +94,26 @@ class _Attention:
         rows = [slice(r, r + 1) for r in range(len(left_padding))]
         return torch.cat([self._fused(query[r], key[r], value[r], p) for r, p in zip(rows, left_padding, strict=True)])
 
-    def _rotation_to(self, zone: int, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """The rotation of queries from `key_position` to their position in a zone; None: none.
+    def _rotation_to(self, zone: int | None, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
+        """The rotation of queries from `stored_position` to their position in a zone; None: none.
 
         Args:
-            zone: 0 is the nearest, in which keys are rotated like queries.
+            zone: 0 is the nearest, in which keys are rotated like queries; None: the position of keys in all others.
             positions: (rows or 1, tokens).
             name: identifies these positions among those of the forward.
         """
-        if self.rotation is None or not (zone or self.rule.local_zone_exact):
+        moves = self.rule.by_length if zone is None else bool(zone) or self.rule.local_zone_exact
+        if self.rotation is None or not moves:
             return None
         table, rotations = self.rotation.table, self.positions.rotations
         entry = (self.rule, table, self.device, zone, name)
         if entry not in rotations:
             # Angles depend on positions, not on the layer: the first layer of a forward pays for all of them.
             at = positions()
-            before, after = self.rule.key_position(at), RemappedPosition(at)
-            if zone:
+            before, after = self.rule.stored_position(at), RemappedPosition(at)
+            if zone is None:
+                after = self.rule.key_position(at)
+            elif zone:
                 after = self.rule.query_position(at, zone)
             stays = before.positions is after.positions and before[1:] == after[1:]
             rotations[entry] = None if stays else table.between(before, after, self.device)
@@ -156,6 +159,10 @@ class _Attention:
     def _total(self) -> int:
         return int(self.positions.key_positions.shape[-1])
 
+    def _far_keys(self, key: Tensor, positions: Callable[[], Tensor], name: Hashable) -> Tensor:
+        """Keys where every zone but the nearest sees them; arguments as in `_rotation_to`."""
+        return self._rotate(self._rotation_to(None, positions, ("far keys", name)), key)
+
     # --- fused kernels
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
@@ -169,31 +176,34 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
+        far_key = self._far_keys(key, lambda: torch.arange(first_key, last, device=key.device)[None], (first_key, last))
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         if not padded_queries and last - first <= block_size:
-            return self._fused_block(None, query, key, value, first, first_key)
+            return self._fused_block(None, query, key, far_key, value, first, first_key)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         # Queries at padding have no key; their softmax would be NaN, which spreads through residual streams.
         out[:, :, :padded_queries] = 0
         for start in range(first, last, block_size):
             stop = min(start + block_size, last)
             block = slice(padded_queries + start - first, padded_queries + stop - first)
-            self._fused_block(out[:, :, block], query[:, :, block], key, value, start, first_key)
+            self._fused_block(out[:, :, block], query[:, :, block], key, far_key, value, start, first_key)
         return out
 
     def _fused_block(
-        self, out: Tensor | None, query: Tensor, key: Tensor, value: Tensor, start: int, first_key: int
+        self, out: Tensor | None, query: Tensor, key: Tensor, far_key: Tensor, value: Tensor, start: int, first_key: int
     ) -> Tensor:
         """Queries from position `start` on, over keys from position `first_key` on.
 
         Args:
             out: where the result goes; None: it is returned in memory of its own.
+            key: as stored, for the nearest zone.
+            far_key: where the other zones see them.
         """
         rule, device = self.rule, query.device
         stop = start + query.shape[-2]
-        # Keys are stored for the far zones, which may reach back to the first token. Those that the nearest zone can
-        # reach are few, and they alone are rotated a second time: (rows, kv_heads, window + queries, head_dim).
+        # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
+        # rotated for it: (rows, kv_heads, window + queries, head_dim).
         first_local = max(first_key, start - rule.zone_distances(stop)[0][1] + 1)
         queries, near = ("positions", start, stop), ("positions", first_local, stop)
 
@@ -209,7 +219,7 @@ class _Attention:
             if zone == 0:
                 rotation, keys, keys_from = local and local.last(query.shape[-2]), local_keys, first_local
             else:
-                rotation, keys, keys_from = self._rotation_to(zone, m, queries), key, first_key
+                rotation, keys, keys_from = self._rotation_to(zone, m, queries), far_key, first_key
             zone_query = self._place_query(rotation, query, m, zone, queries)
             rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
             # Tiles of one shape at even steps are views of the same memory and go into one launch, as rows of a batch.
@@ -310,8 +320,10 @@ class _Attention:
             rotated = self._rotate(self._rotation_to(0, lambda: m, m_name), query)
             return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, begin:], self.scale)
 
+        far_key = self._far_keys(key, lambda: n, (offset, offset + keys))
+
         def scores_in(zone: int, start: int, stop: int) -> Tensor:
-            part = key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
+            part = far_key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
             return _scores(self._rotate(self._rotation_to(zone, lambda: m, m_name), query), part, self.scale)
 
         pieces = []
