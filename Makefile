@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | test-additions | test-exports | test-other-engines | test-engines |
-# test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
+# test-engines | conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-other-engines test-engines test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -47,6 +47,16 @@ build/exports/ready: Makefile
 		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2
 	touch $@
 
+# Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; no GPU. Triton lies below build/ (690 MB), where
+# it changes nothing about torch.compile in other tests.
+test-kernels: .venv/ready build/triton/ready
+	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/triton TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
+		-n 2 tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py
+
+build/triton/ready: constraints.txt
+	$(RUN)/pip install -q --target build/triton --no-deps --upgrade -c constraints.txt triton
+	touch $@
+
 # Every method on every family and all the rest: half an hour, before a release.
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
@@ -60,6 +70,10 @@ test-engines: .venv/ready test-llama-cpp
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23 exllamav3==1.6.5
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
+
+# The numbers of conformance/, from this package.
+conformance: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.conformance.generate
 
 # A quarter of an hour: every language model class of transformers, built tiny and patched; the result goes to
 # docs/results/coverage.json. It goes on where it was stopped; `rm -r build/coverage` to begin anew.

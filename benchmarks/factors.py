@@ -39,13 +39,15 @@ from rope_ext_hf.runs.runner import carry_out
 SCALES = (1, 2, 4, 8, 16)
 """Lengths, in context lengths."""
 FACTORS = (2, 4, 8, 16)
-BY_FACTOR = ("linear", "ntk", "by-parts", "yarn", "llama3")
+BY_FACTOR = ("linear", "ntk", "by-parts", "yarn", "llama3", "mrrope")
 FITTED = (
     "dynamic-ntk",
     "dynamic-yarn",
     "rerope",
     "leaky-rerope",
     "self-extend",
+    "dynamic-self-extend",
+    "jet-long",
     "dca",
     "stairs",
     "string",

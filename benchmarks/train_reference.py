@@ -5,6 +5,10 @@
 Seeded, a few million parameters, one to two hours on two CPU cores, by their speed. It exists so that the effect of
 every RoPE method on real text, and on finding something in it, can be shown and tested without a download: the model is
 trained at 256 bytes and no further. An interrupted run continues from its last checkpoint with the same command.
+
+A second recipe, for the benchmarks alone, has rotary dims like those of large models, see `RECIPES`:
+
+    python benchmarks/train_reference.py --recipe wide-heads --out build/bench/wide-heads-model
 """
 
 from __future__ import annotations
@@ -59,17 +63,8 @@ class Phase:
         return self.peak_learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-PHASES = {
-    "text": Phase(steps=3000, text_rows=32, prompt_rows=0, peak_learning_rate=2e-3, warmup_steps=100),
-    "retrieval": Phase(steps=1200, text_rows=3, prompt_rows=13, peak_learning_rate=1e-3, warmup_steps=40),
-}
-"""One after the other."""
 PROMPT_TASKS = ("key-value", "assignment", "assignment", "quote", "quote", "copy")
 """What prompts are drawn from; the harder tasks twice."""
-MAX_KEYS = 12
-"""Statements in a training prompt; fewer where so many do not fit."""
-ASKED = (1, 4, 8, 8)
-"""Questions at the end of a training prompt, as far as there are statements."""
 LOSS_WEIGHTS = {Part.FILLER: 1.0, Part.STATEMENT_OR_QUESTION: 0.2, Part.ANSWER: 5.0}
 """Of a prompt's bytes; a byte of text weighs 1."""
 LOG_EVERY = 100
@@ -80,23 +75,79 @@ END_OF_TEXT = 1  # ByT5's </s>
 BYTE_OFFSET = 3  # ByT5 puts <pad>, </s>, <unk> before the 256 bytes
 
 
-def config() -> LlamaConfig:
-    """Grouped-query attention with heads of 64, as its big relatives have; under 8 MB in bfloat16."""
-    return LlamaConfig(
-        vocab_size=256 + BYTE_OFFSET,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=TRAINED_LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=END_OF_TEXT,
-        bos_token_id=None,
-    )
+@dataclass(frozen=True)
+class Recipe:
+    """What a model is trained with: its geometry, its rows, and its phases.
+
+    Attributes:
+        shape: keys of `LlamaConfig`.
+        phases: one after the other.
+        trained_length: bytes in a row.
+        max_keys, asked: statements in a training prompt and questions at its end; fewer where so many do not fit.
+        probes_over: the number by which the probes at a log line and at the end are fewer than the bundled model's.
+        card: whether a model card is written.
+    """
+
+    shape: dict[str, Any]
+    phases: dict[str, Phase]
+    trained_length: int = TRAINED_LENGTH
+    theta: float = 10_000.0
+    max_keys: int = 12
+    asked: tuple[int, ...] = (1, 4, 8, 8)
+    probes_over: int = 1
+    card: bool = True
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=256 + BYTE_OFFSET,
+            max_position_embeddings=self.trained_length,
+            rope_parameters={"rope_type": "default", "rope_theta": self.theta},
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=END_OF_TEXT,
+            bos_token_id=None,
+            **self.shape,
+        )
+
+
+RECIPES = {
+    # Grouped-query attention with heads of 64, as its big relatives have; under 8 MB in bfloat16.
+    "bundled": Recipe(
+        shape={
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        },
+        phases={
+            "text": Phase(steps=3000, text_rows=32, prompt_rows=0, peak_learning_rate=2e-3, warmup_steps=100),
+            "retrieval": Phase(steps=1200, text_rows=3, prompt_rows=13, peak_learning_rate=1e-3, warmup_steps=40),
+        },
+    ),
+    # 17 of 64 rotary pairs between 1 and 32 turns over the trained length; 16 of 64 in Llama 3 8B, 12 of 32 above.
+    "wide-heads": Recipe(
+        shape={
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+        },
+        phases={
+            "text": Phase(steps=3000, text_rows=4, prompt_rows=0, peak_learning_rate=2e-3, warmup_steps=100),
+            "retrieval": Phase(steps=1500, text_rows=1, prompt_rows=3, peak_learning_rate=1e-3, warmup_steps=40),
+        },
+        trained_length=1024,
+        theta=500_000.0,
+        max_keys=32,
+        asked=(1, 8, 16, 16),
+        probes_over=4,
+        card=False,
+    ),
+}
 
 
 def encode(documents: list[Document]) -> Tensor:
@@ -108,34 +159,37 @@ def encode(documents: list[Document]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int16)
 
 
-def windows(stream: Tensor, starts: Tensor) -> Tensor:
-    """(batch, TRAINED_LENGTH + 1) int64: inputs and, shifted by one, targets."""
-    return stream[starts[:, None] + torch.arange(TRAINED_LENGTH + 1)].long()
+def windows(stream: Tensor, starts: Tensor, length: int = TRAINED_LENGTH) -> Tensor:
+    """(batch, length + 1) int64: inputs and, shifted by one, targets."""
+    return stream[starts[:, None] + torch.arange(length + 1)].long()
 
 
-def training_prompts(text: bytes, rng: random.Random, count: int) -> tuple[Tensor, Tensor]:
+def training_prompts(text: bytes, rng: random.Random, count: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Retrieval prompts to train on, with pieces of `text` around their statements.
 
     Returns:
-        (count, TRAINED_LENGTH + 1) int64 token ids, and the `Part` that each belongs to, int64.
+        (count, trained length + 1) int64 token ids, and the `Part` that each belongs to, int64.
     """
     return _filled(
         text,
         rng,
+        recipe.trained_length,
         (
             training_prompt(
                 rng.choice(PROMPT_TASKS),
                 rng,
-                length=TRAINED_LENGTH + 1,
-                keys=rng.randint(1, MAX_KEYS),
-                asked=rng.choice(ASKED),
+                length=recipe.trained_length + 1,
+                keys=rng.randint(1, recipe.max_keys),
+                asked=rng.choice(recipe.asked),
             )
             for _ in range(count)
         ),
     )
 
 
-def held_out_prompts(text: bytes, rng: random.Random, count: int, keys: int) -> tuple[Tensor, Tensor]:
+def held_out_prompts(
+    text: bytes, rng: random.Random, count: int, keys: int, length: int = TRAINED_LENGTH
+) -> tuple[Tensor, Tensor]:
     """Retrieval prompts with names, values and wordings that training never uses, all tasks and wordings in turn.
 
     Returns:
@@ -145,11 +199,12 @@ def held_out_prompts(text: bytes, rng: random.Random, count: int, keys: int) -> 
     return _filled(
         text,
         rng,
+        length,
         (
             training_prompt(
                 tasks[index % len(tasks)],
                 rng,
-                length=TRAINED_LENGTH + 1,
+                length=length + 1,
                 keys=keys,
                 held_out=True,
                 wording=index // len(tasks),
@@ -159,10 +214,10 @@ def held_out_prompts(text: bytes, rng: random.Random, count: int, keys: int) -> 
     )
 
 
-def _filled(text: bytes, rng: random.Random, prompts: Iterable[Prompt]) -> tuple[Tensor, Tensor]:
+def _filled(text: bytes, rng: random.Random, length: int, prompts: Iterable[Prompt]) -> tuple[Tensor, Tensor]:
     rows, parts = [], []
     for prompt in prompts:
-        start = rng.randrange(len(text) - TRAINED_LENGTH)
+        start = rng.randrange(len(text) - length)
         filled, of_bytes = prompt.fill(text[start : start + prompt.filler_length])
         rows.append([byte + BYTE_OFFSET for byte in filled])
         parts.append(of_bytes)
@@ -205,29 +260,31 @@ def exact_match(model: nn.Module, prompts: Tensor, parts: Tensor) -> float:
 class Material:
     """What is trained on and what is probed with, on a device."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, recipe: Recipe, device: str) -> None:
         documents, unread = stdlib_training(), stdlib_held_out()
-        self.device = device
+        self.recipe, self.device = recipe, device
         self.stream, held_out = encode(documents), encode(unread)
         self.text, unread_text = (
             "\n".join(document.text for document in some).encode("utf-8") for some in (documents, unread)
         )
-        starts = torch.linspace(0, len(held_out) - TRAINED_LENGTH - 2, TEXT_PROBES).long()
-        self.probe = windows(held_out, starts).to(device)
+        length = recipe.trained_length
+        starts = torch.linspace(0, len(held_out) - length - 2, TEXT_PROBES // recipe.probes_over).long()
+        self.probe = windows(held_out, starts, length).to(device)
         self.prompt_probes = {
-            name: held_out_prompts(unread_text, random.Random(SEED), FINAL_PROBES, keys)
+            name: held_out_prompts(unread_text, random.Random(SEED), FINAL_PROBES // recipe.probes_over, keys, length)
             for name, keys in PROBED_KEYS.items()
         }
 
     def batches(self, phase: Phase) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of every step: rows of text, then prompts, (rows, TRAINED_LENGTH + 1) int64 token ids, and their parts."""
+        """Of every step: rows of text, then prompts, (rows, trained length + 1) int64 token ids, and their parts."""
+        length = self.recipe.trained_length
         sampler, rng = torch.Generator().manual_seed(SEED), random.Random(SEED)
         for _ in range(phase.steps):
-            starts = torch.randint(0, len(self.stream) - TRAINED_LENGTH - 1, (phase.text_rows,), generator=sampler)
-            rows = windows(self.stream, starts)
+            starts = torch.randint(0, len(self.stream) - length - 1, (phase.text_rows,), generator=sampler)
+            rows = windows(self.stream, starts, length)
             parts = torch.full_like(rows, Part.FILLER)
             if phase.prompt_rows:
-                prompts, of_prompts = training_prompts(self.text, rng, phase.prompt_rows)
+                prompts, of_prompts = training_prompts(self.text, rng, phase.prompt_rows, self.recipe)
                 rows, parts = torch.cat([rows, prompts]), torch.cat([parts, of_prompts])
             yield rows.to(self.device), parts.to(self.device)
 
@@ -242,11 +299,11 @@ class Material:
         return measured
 
 
-def train(out: Path, device: str) -> None:
-    """Train, and write model, tokenizer, card and record into `out`; continue what `out` has a checkpoint of."""
+def train(out: Path, device: str, recipe: Recipe) -> None:
+    """Train by a recipe and write all there is of it into `out`; continue a checkpoint there."""
     torch.manual_seed(SEED)
-    material = Material(device)
-    model = LlamaForCausalLM(config()).to(device)
+    material = Material(recipe, device)
+    model = LlamaForCausalLM(recipe.config()).to(device)
     print(f"{model.num_parameters():,} parameters, {len(material.stream):,} training bytes", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = out / "checkpoint.pt"
@@ -256,28 +313,29 @@ def train(out: Path, device: str) -> None:
         state = torch.load(checkpoint, map_location=device, weights_only=True)
         record = state["record"]
         model.load_state_dict(state["model"])
-    for name, phase in PHASES.items():
+    for name, phase in recipe.phases.items():
         continued = state.get("phase") == name
         if continued or name not in record:
             run_phase(name, phase, model, material, record, state if continued else {}, checkpoint)
 
-    final = material.measure(model, FINAL_PROBES)
+    final = material.measure(model, FINAL_PROBES // recipe.probes_over)
     model.to(torch.bfloat16).save_pretrained(out)
     ByT5Tokenizer(extra_ids=0).save_pretrained(out)
     whole = {
         "seed": SEED,
-        "trained_length": TRAINED_LENGTH,
+        "trained_length": recipe.trained_length,
         "training_bytes": len(material.stream),
-        "max_keys": MAX_KEYS,
-        "asked": max(ASKED),
+        "max_keys": recipe.max_keys,
+        "asked": max(recipe.asked),
         "loss_weights": {part.name.lower(): weight for part, weight in LOSS_WEIGHTS.items()},
-        "windows": TEXT_PROBES,
-        "probes": FINAL_PROBES,
+        "windows": TEXT_PROBES // recipe.probes_over,
+        "probes": FINAL_PROBES // recipe.probes_over,
         "phases": record,
         "final": final,
     }
     (out / "training.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    write_card(out)
+    if recipe.card:
+        write_card(out)
     checkpoint.unlink(missing_ok=True)
 
 
@@ -344,7 +402,7 @@ def run_phase(
             "cpu_seconds": round(time.process_time() - cpu_started, 1),
             "train_bits_per_byte": round(fmean(text_bits), 4),
             **({"answer_bits_per_byte": round(fmean(answer_bits), 4)} if answer_bits else {}),
-            **material.measure(model, PROBES if phase.prompt_rows else 0),
+            **material.measure(model, PROBES // material.recipe.probes_over if phase.prompt_rows else 0),
         }
         curve.append(point)
         print(json.dumps({"phase": name} | point), flush=True)
@@ -358,9 +416,10 @@ def run_phase(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder the model is written to")
+    parser.add_argument("--recipe", choices=RECIPES, default="bundled")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    train(arguments.out, arguments.device)
+    train(arguments.out, arguments.device, RECIPES[arguments.recipe])
 
 
 if __name__ == "__main__":

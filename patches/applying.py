@@ -69,7 +69,7 @@ def apply_plan(plan: PatchPlan) -> None:
 def _attend_by(plan: PatchPlan) -> None:
     """Have the attention modules of a plan run our attention function, by the name in their configs."""
     register()
-    attach(plan.attention)
+    attach(plan.attention, plan.slots[0].config)
     text = {id(plan.slots[0].config)}
     text |= {id(module.config) for module, _ in plan.attention if hasattr(module, "config")}
     for swap in plan.state.configs:

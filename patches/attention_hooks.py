@@ -17,20 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import AttentionRule, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.attention.rules import (
+    AttentionRule,
+    Rotation,
+    RowGroup,
+    ScoreModifiers,
+    TokenPositions,
+    pick_rows,
+)
+from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED
+from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_interface import (
     ATTENTION_NAME,
     LAYER_ATTRIBUTE,
     PROBE_RECORDS,
     Layer,
     is_sliding,
+    mask_as_loaded,
     register_attention,
+    run_as_loaded,
 )
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
-from rope_ext_hf.patches.slots import PatchedSlot
+from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.graphs import graph_break
 
@@ -40,7 +50,7 @@ class RemappingHooks(DecoderHooks):
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         super().__init__(slots)
-        self.layers: dict[int, Layer] | None = None  # of the decoder; looked up at first need
+        self.layers: dict[int, nn.Module] | None = None  # attention modules of the decoder; looked up at first need
 
     @graph_break  # it looks at values
     def pre_forward(
@@ -73,9 +83,10 @@ class RemappingHooks(DecoderHooks):
             context.cache_state = check_origin(context.cache, self.origin())
         context.token_positions = place_tokens(context)
         if self.layers is None:
-            attached = (module.__dict__.get(LAYER_ATTRIBUTE) for module in decoder.modules())
-            self.layers = {layer.index: layer for layer in attached if layer is not None}
+            attached = ((module, module.__dict__.get(LAYER_ATTRIBUTE)) for module in decoder.modules())
+            self.layers = {layer.index: module for module, layer in attached if layer is not None}
         context.layers = self.layers
+        context.row_groups = self._group_rows(context)
         if context.cache_state is None:
             context.cache_state = CacheState(self.origin(), packed=context.packed)
         passed_on: dict[str, Any] = {}
@@ -91,10 +102,38 @@ class RemappingHooks(DecoderHooks):
         if context is None or context.token_positions is None:
             return
         # Rotations are as large as (tokens, head_dim) each; kept between forwards they would add up with every length.
-        context.token_positions.rotations.clear()
-        context.token_positions.query_scales.clear()
+        for positions in (context.token_positions, *(group.positions for group in context.row_groups)):
+            positions.rotations.clear()
+            positions.query_scales.clear()
+        context.masks.clear()
         if output is not None and context.cache_state is not None:
             self.record(context.cache, output, context.cache_state)
+
+    def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
+        """The rows of a forward by the rule of their length; nothing where one rule is for rows of every length.
+
+        Raises:
+            LengthError: a row of several inputs that is longer than the model reads as loaded.
+        """
+        table = next(each for each in tables_of(self.slots) if isinstance(each.method, RemappingMethod))
+        method, positions = table.method, context.token_positions
+        assert isinstance(method, RemappingMethod)
+        assert positions is not None
+        if not method.by_length:
+            return ()
+        rules = [method.at_length(n) for n in ((table.fixed_length,) if table.fixed_length else positions.lengths)]
+        if context.packed and not table.fixed_length and any(rules):
+            raise LengthError(
+                "a row holds several inputs one after the other (its position_ids start anew), and the rule of "
+                f"{method.name} follows the length of each: give one input per row, or hold one length with "
+                "rope_ext_hf.fixed_length(model, length)"
+            )
+        rows_of: dict[RemappingMethod | None, list[int]] = {}
+        for row, rule in enumerate(rules):
+            rows_of.setdefault(rule, []).append(row)
+        if len(rows_of) == 1:
+            return (RowGroup(None, rules[0], positions),)
+        return tuple(RowGroup(tuple(rows), rule, positions.of_rows(tuple(rows))) for rule, rows in rows_of.items())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register the attention function, which a pickled model needs in the process that loads it."""
@@ -142,22 +181,68 @@ def remapped_attention(
             query, key, value, mask, *given, kwargs.get("dropout", 0.0)
         )
         return out, None
-    return _attend_to_tokens(layer, context.token_positions, query, key, value, mask, **kwargs)
+    return _attend_in_context(module, context, query, key, value, mask, **kwargs), None
 
 
-def _attend_to_tokens(
-    layer: Layer,
-    positions: TokenPositions,
+def _attend_in_context(
+    module: nn.Module,
+    context: ForwardContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """`attend_from_kwargs` of a layer; a static cache has empty places after the tokens."""
-    total = positions.key_positions.shape[-1]
-    key, value = key[:, :, :total], value[:, :, :total]
-    return attend_from_kwargs(layer.rule, layer.rotation, positions, query, key, value, mask, **kwargs)
+) -> Tensor:
+    """Attention of one layer in a forward, each row by the rule of its length; (rows, tokens, heads, head_dim)."""
+    layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
+    assert context.token_positions is not None
+    by_row: dict[int, Tensor] = {}
+    for group in context.row_groups or (RowGroup(None, None, context.token_positions),):
+        q, k, v, seen = query, key, value, mask
+        if group.rows is not None:
+            q, k, v = (pick_rows(x, group.rows) for x in (query, key, value))
+            seen = mask if mask is None else pick_rows(mask, group.rows)
+        if context.row_groups and group.method is None:
+            out = _attend_as_loaded(module, layer, context, group, q, k, v, seen, **kwargs)
+        else:
+            rule = group.method if group.method and isinstance(layer.rule, RemappingMethod) else layer.rule
+            total = group.positions.key_positions.shape[-1]  # a static cache has empty places after the tokens
+            k, v = k[:, :, :total], v[:, :, :total]
+            out, _ = attend_from_kwargs(rule, layer.rotation, group.positions, q, k, v, seen, **kwargs)
+        if group.rows is None:
+            return out
+        by_row |= {row: out[index : index + 1] for index, row in enumerate(group.rows)}
+    return torch.cat([by_row[row] for row in range(len(by_row))])
+
+
+def _attend_as_loaded(
+    module: nn.Module,
+    layer: Layer,
+    context: ForwardContext,
+    group: RowGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of some rows by the function, and with the mask, that the model was loaded with."""
+    config, window, keys = layer.as_loaded, layer.rule.window_size, int(key.shape[2])
+    if mask is not None and mask.dtype == torch.bool and config._attn_implementation == "eager":
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros((), dtype=query.dtype, device=mask.device).where(mask, lowest)
+    if mask is None:
+        entry = (group.rows, window, keys, query.device)
+        if entry not in context.masks:
+            padding, total = group.positions.key_mask, group.positions.key_positions.shape[-1]
+            padding = None if padding is None else padding.to(query.device)
+            context.masks[entry] = mask_as_loaded(
+                config, window, query, keys, context.past_length, total, padding, context.cache
+            )
+        mask = context.masks[entry]
+    if window is not None:
+        kwargs = {"sliding_window": window} | kwargs
+    return run_as_loaded(module, config, query, key, value, mask, **kwargs)
 
 
 def _operator(
@@ -176,8 +261,7 @@ def _operator(
     if context is None or context.token_positions is None:
         raise UnsupportedModelError("compiled attention of a remapping method ran outside a forward of its decoder")
     given: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
-    out, _ = _attend_to_tokens(context.layers[layer], context.token_positions, query, key, value, mask, **given)
-    return out
+    return _attend_in_context(context.layers[layer], context, query, key, value, mask, **given)
 
 
 def _operator_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -245,10 +329,10 @@ def register() -> None:
     register_attention(ATTENTION_NAME, remapped_attention, _remapped_mask)
 
 
-def attach(layers: Sequence[tuple[nn.Module, Layer]]) -> None:
-    """Give each attention module what `probe_layers` measured of it."""
+def attach(layers: Sequence[tuple[nn.Module, Layer]], as_loaded: Any) -> None:
+    """Give each attention module what `probe_layers` measured of it, and the config that it was loaded with."""
     for index, (module, layer) in enumerate(layers):
-        module.__dict__[LAYER_ATTRIBUTE] = replace(layer, index=index)
+        module.__dict__[LAYER_ATTRIBUTE] = replace(layer, index=index, as_loaded=as_loaded)
 
 
 def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:

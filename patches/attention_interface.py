@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,11 +35,13 @@ class Layer:
 
     Attributes:
         index: its place among the attention modules of its decoder.
+        as_loaded: the config that the module was loaded with, which names its attention function.
     """
 
     rule: AttentionRule
     rotation: Rotation | None
     index: int = 0
+    as_loaded: Any = None
 
 
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -62,6 +65,71 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, own in zip(configs, before, strict=True):
             config._attn_implementation = own
+
+
+class _AsLoaded:
+    """An attention module with the config that it was loaded with, which attention functions look into."""
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self.module = module
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the attention function that a config names as an attention module of transformers does.
+
+    Args:
+        *args: queries, keys, values and the mask.
+
+    Returns:
+        (rows, tokens, heads, head_dim of the values).
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    out: Tensor = function(_AsLoaded(module, config), *args, **kwargs)[0]
+    return out
+
+
+def mask_as_loaded(
+    config: Any, window: int | None, query: Tensor, keys: int, past: int, total: int, padding: Tensor | None, cache: Any
+) -> Any:
+    """The mask that transformers makes for the attention function that a config names, for causal attention.
+
+    Args:
+        window: keys that a query sees, itself included; None: all before it.
+        query: (rows, heads, tokens, head_dim).
+        keys: how many the attention function gets, those of empty places in the cache among them.
+        past, total: tokens in the cache before this forward, and after it.
+        padding: (rows, total) bool, False where a key is padding; None: no key is.
+        cache: None: there is none.
+    """
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    sliding = {} if window is None else {"local_size": window}
+    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+        batch_size=query.shape[0],
+        q_length=query.shape[2],
+        kv_length=keys,
+        q_offset=past,
+        kv_offset=max(0, total - keys),
+        mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
+        attention_mask=padding,
+        # As transformers decides it: a compiled step gets a mask of one shape.
+        allow_is_causal_skip=not (getattr(cache, "is_compileable", False) and query.shape[2] == 1),
+        dtype=query.dtype,
+        config=config,
+        device=query.device,
+        **sliding,
+    )
 
 
 def is_sliding(kwargs: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import TokenPositions
+from rope_ext_hf.attention.rules import RowGroup, TokenPositions
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
@@ -49,6 +49,8 @@ class ForwardContext(ForwardState):
         cache: as given, of the decoder's own tokens; None: none was.
         token_positions: where tokens and padding are, for attention functions (remapping methods).
         layers: the attention modules by index, for code that has no modules (remapping methods).
+        row_groups: the rows by the rule of their length, where a remapping method has one for each length.
+        masks: masks as loaded, made once in a forward (remapping methods).
         packed: whether a row holds several inputs one after the other (remapping methods).
         cache_state: what is stored with the cache.
         cache_rows: how the cache's keys are rotated once this forward has ended (length-dependent methods).
@@ -63,7 +65,9 @@ class ForwardContext(ForwardState):
     prepared_mask: bool
     cache: Any
     token_positions: TokenPositions | None = None
-    layers: dict[int, Any] = field(default_factory=dict)
+    layers: dict[int, nn.Module] = field(default_factory=dict)
+    row_groups: tuple[RowGroup, ...] = ()
+    masks: dict[Hashable, Any] = field(default_factory=dict)
     packed: bool = False
     cache_state: CacheState | None = None
     cache_rows: RowState | None = None
@@ -228,7 +232,7 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
         key_mask = nn.functional.pad(given, (0, max(0, total - given.shape[1])), value=True)[:, :total]
     in_order = torch.arange(total, device=device)[None]
     if positions is None and key_mask is None:
-        return TokenPositions(in_order[:, past_length:], in_order, (0,) * rows, None)
+        return TokenPositions(in_order[:, past_length:], in_order, (0,) * rows, None, (total,))
     if positions is not None:
         if positions.ndim != 2:
             raise LengthError(
@@ -246,23 +250,26 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
 
     if key_mask is None:
         keys, left_padding, agreed = in_order, (0,) * rows, bool(agree(in_order, None))
+        counted: tuple[int, ...] = (total,)
         ordered: tuple[int, ...] | None = left_padding
     else:
-        counted = (key_mask.cumsum(-1) - 1).clamp(min=0)
+        by_mask = (key_mask.cumsum(-1) - 1).clamp(min=0)
         first_real = key_mask.int().argmax(-1)
         one_run = key_mask.int().diff(dim=-1).clamp(min=0).sum(-1) + key_mask[:, 0] == 1
         # Padding on the right is behind every query of a first forward, and between queries and keys of later ones.
         to_the_end = (first_real + key_mask.sum(-1) == total) | (past_length == 0)
-        facts = [agree(in_order, None), agree(counted, key_mask), key_mask.all(), (one_run & to_the_end).all()]
-        without_mask, with_mask, all_real, is_ordered, *firsts = torch.cat([torch.stack(facts), first_real]).tolist()
+        facts = [agree(in_order, None), agree(by_mask, key_mask), key_mask.all(), (one_run & to_the_end).all()]
+        values = torch.cat([torch.stack(facts), first_real, key_mask.sum(-1)]).tolist()
+        (without_mask, with_mask, all_real, is_ordered), firsts = values[:4], values[4 : 4 + rows]
+        counted = tuple(values[4 + rows :])
         if all_real:
             key_mask, keys, ordered, agreed = None, in_order, (0,) * rows, bool(without_mask)
         else:
             # A module around the decoder that counts tokens, padding among them, leaves the positions to the mask.
             agreed = bool(with_mask) or (context.filled_in and bool(without_mask))
-            keys, ordered = counted, tuple(firsts) if is_ordered else None
+            keys, ordered = by_mask, tuple(firsts) if is_ordered else None
     if agreed or positions is None:
-        return TokenPositions(keys[:, past_length:], keys, ordered, key_mask)
+        return TokenPositions(keys[:, past_length:], keys, ordered, key_mask, counted)
     if past_length == 0:  # several inputs in a row, or positions that do not begin at 0
         context.packed = bool(several_inputs(positions, context.padding_mask))
         return TokenPositions(positions, positions, None, key_mask)

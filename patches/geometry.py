@@ -172,6 +172,8 @@ def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
     """The rotary embedding of one layer type, by a text config."""
     values = config.to_dict()
+    layers = [str(i) for i, kind in enumerate(values.get("layer_types") or ()) if kind == layer_type]
+    values |= values.get("per_layer_config", {}).get(layers[0], {}) if layers else {}  # Gemma 4: heads of another size
     parameters = values.get("rope_parameters") or {}
     settings = parameters if layer_type is None else parameters[layer_type]
     proportional = settings.get("rope_type") == "proportional"

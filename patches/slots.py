@@ -137,16 +137,20 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
 
     beside_attention = True
 
+    @property
+    def length_dependent(self) -> bool:
+        return False  # the rule may follow the length of a row, which the attention looks at; frequencies do not
+
     def _at(self, length: int | None) -> Frequencies:
         assert isinstance(self.method, RemappingMethod)
         inv_freq, attention_factor = super()._at(length)
         return Frequencies(
-            inv_freq / self.method.key_position(torch.zeros((), dtype=torch.int64)).divisor, attention_factor
+            inv_freq / self.method.stored_position(torch.zeros((), dtype=torch.int64)).divisor, attention_factor
         )
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         assert isinstance(self.method, RemappingMethod)
-        positions = self.method.key_position(position_ids).positions
+        positions = self.method.stored_position(position_ids).positions
         assert positions is not None
         return super().forward(x, positions)
 
@@ -206,6 +210,7 @@ class PatchedSlot(nn.Module):
             chosen = (method, rotary) if layer_type in scaled else (rope.method, rope.plain)
             self.tables[layer_type or "all"] = _table(slot, slot.axis_of_pair[layer_type], *chosen)
         self.axes = slot.axes
+        self._kept_length = method.max_distance if isinstance(method, RemappingMethod) and method.by_length else None
         # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
@@ -246,7 +251,15 @@ class PatchedSlot(nn.Module):
         return table
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        return self.tables[layer_type or "all"](x, position_ids)
+        angles = self.tables[layer_type or "all"](x, position_ids)
+        if self._kept_length is None:
+            return angles
+        # Rows up to this length are read as loaded, bit for bit, so that the model's own module rotates there.
+        own = self.replaced(x, position_ids, *([layer_type] if layer_type else []))
+        kept = ((position_ids if position_ids.ndim == 2 else position_ids[-1]) < self._kept_length)[..., None]
+        if isinstance(own, Tensor):
+            return torch.where(kept, own, angles)
+        return tuple(torch.where(kept, as_loaded, ours) for as_loaded, ours in zip(own, angles, strict=True))
 
 
 _REPLACED = "replaced."

@@ -27,6 +27,7 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.suites.statements import HELD_OUT_WORDS, TRAINING_WORDS
 
 LENGTHS = (256, 512, 1024)
+BUNDLED = train_reference.RECIPES["bundled"]
 
 
 @cache
@@ -107,10 +108,10 @@ def test_the_card_tells_how_it_was_made() -> None:
     assert all(f"- {name}: " in card for name in ("key-value", "assignment", "quote", "copy"))
     assert (path() / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert record["seed"] == train_reference.SEED
-    for name, phase in train_reference.PHASES.items():
+    for name, phase in BUNDLED.phases.items():
         given = asdict(phase)
         assert {key: record["phases"][name][key] for key in given} == given
-    assert list(record["phases"]) == list(train_reference.PHASES)
+    assert list(record["phases"]) == list(BUNDLED.phases)
 
 
 @pytest.mark.slow
@@ -123,10 +124,10 @@ def test_training_is_seeded_and_continues_after_an_interruption(
         monkeypatch.setattr(train_reference, name, lambda: stdlib_held_out()[:1])
     short = {
         name: replace(phase, steps=2, text_rows=1, prompt_rows=min(phase.prompt_rows, 1))
-        for name, phase in train_reference.PHASES.items()
+        for name, phase in BUNDLED.phases.items()
     }
-    monkeypatch.setattr(train_reference, "PHASES", short)
-    train_reference.train(tmp_path / "one", "cpu")
+    recipe = replace(BUNDLED, phases=short)
+    train_reference.train(tmp_path / "one", "cpu", recipe)
 
     kept: list[bool] = []
     whole_save = torch.save
@@ -140,9 +141,9 @@ def test_training_is_seeded_and_continues_after_an_interruption(
     monkeypatch.setattr(torch, "save", save_and_stop)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train_reference.train(tmp_path / "two", "cpu")
+            train_reference.train(tmp_path / "two", "cpu", recipe)
         (tmp_path / "two" / "checkpoint.partial").replace(tmp_path / "two" / "checkpoint.pt")
-    train_reference.train(tmp_path / "two", "cpu")
+    train_reference.train(tmp_path / "two", "cpu", recipe)
     assert len(kept) == 2 * len(short)
 
     one, two = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("one", "two"))
@@ -158,7 +159,7 @@ def test_training_is_seeded_and_continues_after_an_interruption(
 def prompts_of_training() -> tuple[list[bytes], list[list[int]]]:
     """Four hundred, and what each byte of theirs belongs to."""
     text = stdlib_held_out()[0].text.encode("utf-8")
-    rows, parts = train_reference.training_prompts(text, random.Random(0), 400)
+    rows, parts = train_reference.training_prompts(text, random.Random(0), 400, BUNDLED)
     assert rows.shape == parts.shape == (400, train_reference.TRAINED_LENGTH + 1)
     return [bytes(token - train_reference.BYTE_OFFSET for token in row) for row in rows.tolist()], parts.tolist()
 

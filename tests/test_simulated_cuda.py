@@ -34,6 +34,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "self-extend": ("self-extend", {}),
     "stairs": ("stairs", {}),
     "dca": ("dca", {}),
+    "dynamic-self-extend": ("dynamic-self-extend", {}),
+    "jet-long": ("jet-long", {}),
+    "dca beyond": ("dca", {"beyond_only": True}),
 }
 FAMILIES = [
     "llama",
@@ -256,6 +259,8 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
     "leaky-rerope": (52, 55, 22 + 60),
     "self-extend": (52, 55, 22 + 60),
     "dca": (55, 57, 22 + 70),
+    "dynamic-self-extend": (52, 55, 22 + 70),
+    "jet-long": (52, 55, 22 + 70),
 }
 
 

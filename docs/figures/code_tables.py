@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from docs.figures.measurements import unchanged_share
-from docs.figures.registry import FIGURE, ROOT, figure, markdown_table, names_in_lines
+from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.measurements import reach_text
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -98,10 +98,23 @@ def choosing_among() -> str:
 
 
 @figure
-def method_names() -> str:
+def reported_by_papers() -> str:
+    """What papers report, a row for each method of each table."""
+    from rope_ext_hf.advice.reported import reported
+
+    rows = []
+    for table in reported():
+        numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
+        unit = f"{table.benchmark} ({table.unit}, {table.better} is better)"
+        by = f"[{table.source}]({table.url}), {table.place}"
+        rows.append([table.subject, unit, " / ".join(table.lengths), numbers, by])
+    return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
+
+
+def _code(method: str) -> str:
     from rope_ext_hf import list_methods
 
-    return "\n" + names_in_lines(list_methods())
+    return f"`{method}`" if method in list_methods() else method
 
 
 @figure

@@ -64,7 +64,7 @@ def attend(
 
     Args:
         rotation: None: queries and keys stay as they are.
-        query: (rows, heads, tokens, head_dim), rotated to `rule.key_position`, as the keys are.
+        query: (rows, heads, tokens, head_dim), rotated to `rule.stored_position`, as the keys are.
         key, value: (rows, kv_heads, past + tokens, head_dim); fewer keys where a sliding-window cache evicted the
             first ones.
         scale: the factor of scores.
@@ -111,23 +111,26 @@ class _Attention:
         rows = zip(*(torch.split(x, 1) for x in (query, key, value)), left_padding, strict=True)
         return torch.cat([fused(*row) for row in rows])
 
-    def _rotation_to(self, zone: int, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """The rotation of queries from `key_position` to their position in a zone; None: none.
+    def _rotation_to(self, zone: int | None, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
+        """The rotation of queries from `stored_position` to their position in a zone; None: none.
 
         Args:
-            zone: 0 is the nearest, in which keys are rotated like queries.
+            zone: 0 is the nearest, in which keys are rotated like queries; None: the position of keys in all others.
             positions: (rows or 1, tokens).
             name: identifies these positions among those of the forward.
         """
-        if self.rotation is None or not (zone or self.rule.local_zone_exact):
+        moves = self.rule.by_length if zone is None else bool(zone) or self.rule.local_zone_exact
+        if self.rotation is None or not moves:
             return None
         table, rotations = self.rotation.table, self.positions.rotations
         entry = (self.rule, table, self.device, zone, name)
         if entry not in rotations:
             # Angles depend on positions, not on the layer: the first layer of a forward pays for all of them.
             at = positions()
-            before, after = self.rule.key_position(at), RemappedPosition(at)
-            if zone:
+            before, after = self.rule.stored_position(at), RemappedPosition(at)
+            if zone is None:
+                after = self.rule.key_position(at)
+            elif zone:
                 after = self.rule.query_position(at, zone)
             stays = before.positions is after.positions and before[1:] == after[1:]
             rotations[entry] = None if stays else table.between(before, after, self.device)
@@ -177,6 +180,10 @@ class _Attention:
     def _total(self) -> int:
         return int(self.positions.key_positions.shape[-1])
 
+    def _far_keys(self, key: Tensor, positions: Callable[[], Tensor], name: Hashable) -> Tensor:
+        """Keys where every zone but the nearest sees them; arguments as in `_rotation_to`."""
+        return self._rotate(self._rotation_to(None, positions, ("far keys", name)), key)
+
     # --- fused kernels
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
@@ -190,6 +197,7 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
+        far_key = self._far_keys(key, lambda: torch.arange(first_key, last, device=key.device)[None], (first_key, last))
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         needs_grad, sinks = self._needs_grad(query, key, value), self.modifiers.sinks
@@ -200,29 +208,38 @@ class _Attention:
         parts = [] if whole else [value.new_zeros(*query.shape[:2], padded_queries, value.shape[-1])]
         for start in range(first, last, block_size):
             block = slice(padded_queries + start - first, padded_queries + min(start + block_size, last) - first)
+            given = query[:, :, block], key, far_key, value
             if needs_grad:
-                given = query[:, :, block], key, value, sinks
-                parts.append(_FusedBlock.apply(self, start, first_key, *given))  # type: ignore[no-untyped-call]
+                parts.append(_FusedBlock.apply(self, start, first_key, *given, sinks))  # type: ignore[no-untyped-call]
             else:
-                target = None if out is None else out[:, :, block]
-                parts.append(self._fused_block(target, query[:, :, block], key, value, start, first_key)[0])
+                part = None if out is None else out[:, :, block]
+                parts.append(self._fused_block(start, first_key, *given, out=part)[0])
         if out is None:
             return parts[0] if whole else torch.cat(parts, dim=-2)
         out[:, :, :padded_queries] = 0
         return out
 
     def _fused_block(
-        self, out: Tensor | None, query: Tensor, key: Tensor, value: Tensor, start: int, first_key: int
+        self,
+        start: int,
+        first_key: int,
+        query: Tensor,
+        key: Tensor,
+        far_key: Tensor,
+        value: Tensor,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, MergedSoftmax]:
         """Queries from position `start` on, over keys from position `first_key` on.
 
         Args:
             out: where the result goes; None: it is returned in memory of its own.
+            key: as stored, for the nearest zone.
+            far_key: where the other zones see them.
         """
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
         merged = MergedSoftmax(query, out)
-        for zone in self._zones(query, key, start, first_key):
+        for zone in self._zones(start, first_key, query, key, far_key):
             for call in zone.calls:
                 q, k, v = zone.spans(call)
                 rows = batch_rows(zone.query, q), batch_rows(zone.keys, k), batch_rows(value, v)
@@ -235,12 +252,12 @@ class _Attention:
             merged.out *= weight.to(merged.out.dtype)
         return merged.out, merged
 
-    def _zones(self, query: Tensor, key: Tensor, start: int, first_key: int) -> Iterator[_Zone]:
+    def _zones(self, start: int, first_key: int, query: Tensor, key: Tensor, far_key: Tensor) -> Iterator[_Zone]:
         """The zones that a block sees, nearest first."""
         rule, device = self.rule, query.device
         stop = start + query.shape[-2]
-        # Keys are stored for the far zones, which may reach back to the first token. Those that the nearest zone can
-        # reach are few, and they alone are rotated a second time: (rows, kv_heads, window + queries, head_dim).
+        # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
+        # rotated for it: (rows, kv_heads, window + queries, head_dim).
         first_local = max(first_key, start - rule.zone_distances(stop)[0][1] + 1)
         queries, near = ("positions", start, stop), ("positions", first_local, stop)
 
@@ -254,7 +271,7 @@ class _Attention:
                 rotation, keys_from = local and local.last(query.shape[-2]), first_local
                 keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
             else:
-                rotation, keys_from, keys = self._rotation_to(zone, m, queries), first_key, key
+                rotation, keys, keys_from = self._rotation_to(zone, m, queries), far_key, first_key
             zone_query = self._place_query(rotation, query, m, zone, queries)
             yield _Zone(zone_query, keys, (start, keys_from, first_key), list(alike))
 
@@ -335,8 +352,10 @@ class _Attention:
             rotated = self._rotate(self._rotation_to(0, lambda: m, m_name), query)
             return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, begin:], self.scale)
 
+        far_key = self._far_keys(key, lambda: n, (offset, offset + keys))
+
         def scores_in(zone: int, start: int, stop: int) -> Tensor:
-            part = key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
+            part = far_key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
             return _scores(self._rotate(self._rotation_to(zone, lambda: m, m_name), query), part, self.scale)
 
         pieces = []
@@ -416,8 +435,7 @@ class _FusedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attention: _Attention, start: int, first_key: int, *given: Any) -> Tensor:
         *tensors, sinks = given
-        query, key, value = (x.detach() for x in tensors)
-        out, merged = attention._fused_block(None, query, key, value, start, first_key)
+        out, merged = attention._fused_block(start, first_key, *(x.detach() for x in tensors))
         lse = merged.log_sum_exp()
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
@@ -429,11 +447,11 @@ class _FusedBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention, *place = ctx.asked
-        query, key, value, sinks, out, lse = ctx.saved_tensors
+        *leaves, value, sinks, out, lse = ctx.saved_tensors
         to_value = torch.zeros_like(value, dtype=lse.dtype)
         with torch.enable_grad():  # autograd takes gradients back through the rotations
-            query, key = (x.detach().requires_grad_() for x in (query, key))
-            for zone in attention._zones(query, key, *place):
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            for zone in attention._zones(*place, *leaves):
                 to_query, to_key = (torch.zeros_like(x, dtype=lse.dtype) for x in zone[:2])
                 for call in zone.calls:
                     q, k, v = spans = zone.spans(call)
@@ -442,12 +460,12 @@ class _FusedBlock(torch.autograd.Function):
                     parts = run_backward(whole, rows, attention.scale, call.mask)
                     for to, tokens, part in zip((to_query, to_key, to_value), spans, parts, strict=True):
                         add_to_spans(to, tokens, part)
-                zone.query.backward(to_query.to(query.dtype))
-                zone.keys.backward(to_key.to(key.dtype))
+                zone.query.backward(to_query.to(value.dtype))
+                zone.keys.backward(to_key.to(value.dtype))
         if sinks is not None:  # its weight is exp(sink - lse), and it has no value
             weight = torch.exp(sinks.to(lse.dtype)[:, None, None] - lse)
             sinks = -(weight * (grad * out).sum(-1, keepdim=True)).sum((0, 2, 3)).to(sinks.dtype)
-        return None, None, None, query.grad, key.grad, to_value.to(value.dtype), sinks
+        return None, None, None, *(x.grad for x in leaves), to_value.to(value.dtype), sinks
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -24,13 +24,16 @@ class LocalAttention:
     Attributes:
         window_size: keys a query sees, itself included; None: all before it.
         method: the remapping method whose rotary module the layer shares, so that keys arrive rotated to its
-            `key_position`; None: they arrive at their own position, or unrotated.
+            `stored_position`; None: they arrive at their own position, or unrotated.
         temperature: the remapping method whose temperature the layer has; None: it has none.
     """
 
     window_size: int | None = None
     method: RemappingMethod | None = None
     temperature: RemappingMethod | None = None
+
+    by_length = False
+    """Whether far keys stand elsewhere than where they are stored: there are none."""
 
     @property
     def local_zone_exact(self) -> bool:
@@ -40,10 +43,13 @@ class LocalAttention:
         return ((0, self.window_size or UNBOUNDED),)
 
     def key_position(self, n: Tensor) -> RemappedPosition:
-        return RemappedPosition(n) if self.method is None else self.method.key_position(n)
+        return self.stored_position(n)
+
+    def stored_position(self, n: Tensor) -> RemappedPosition:
+        return RemappedPosition(n) if self.method is None else self.method.stored_position(n)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        return self.key_position(m)
+        return self.stored_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
         return None if self.temperature is None else self.temperature.query_scale(m)
@@ -107,6 +113,7 @@ class TokenPositions:
         left_padding: per row, the padded tokens before position 0, where all others follow in order; None: a row is
             ordered in another way.
         key_mask: (rows, past + tokens) bool, False where a key is padding; None: no key is.
+        counted: per row, its tokens without padding; None: not known without a wait for the device.
         rotations, query_scales: results of one layer that the next layers use again.
     """
 
@@ -114,6 +121,7 @@ class TokenPositions:
     key_positions: Tensor
     left_padding: tuple[int, ...] | None
     key_mask: Tensor | None
+    counted: tuple[int, ...] | None = None
     rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)
     query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)
 
@@ -121,6 +129,40 @@ class TokenPositions:
     def reach(self) -> int:
         """One more than the largest position, where positions are not in order; the host waits for it."""
         return int(self.key_positions.max()) + 1
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Per row (or one for all) its largest position + 1; the host waits for it where rows are not counted."""
+        if self.counted is not None:
+            return self.counted
+        real = self.key_positions if self.key_mask is None else self.key_positions.where(self.key_mask, -1)
+        return tuple((real.amax(-1) + 1).tolist())
+
+    def of_rows(self, rows: tuple[int, ...]) -> TokenPositions:
+        """The positions of some rows, without what other layers have computed."""
+        query_positions, key_positions = (pick_rows(x, rows) for x in (self.query_positions, self.key_positions))
+        left_padding = self.left_padding and tuple(self.left_padding[row] for row in rows)
+        key_mask = None if self.key_mask is None else pick_rows(self.key_mask, rows)
+        return TokenPositions(query_positions, key_positions, left_padding, key_mask)
+
+
+def pick_rows(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Some rows of a tensor (rows or 1, ...); one row that stands for all stays. Nothing is copied to the device."""
+    return x if x.shape[0] == 1 else torch.cat([x[row : row + 1] for row in rows])
+
+
+class RowGroup(NamedTuple):
+    """Rows of a forward that attend by one rule.
+
+    Attributes:
+        rows: their indices; None: all rows.
+        method: the remapping method at their length; None: the model attends as loaded.
+        positions: of these rows.
+    """
+
+    rows: tuple[int, ...] | None
+    method: RemappingMethod | None
+    positions: TokenPositions
 
 
 class Rotation(NamedTuple):

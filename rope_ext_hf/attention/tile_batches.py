@@ -8,9 +8,9 @@ Dual chunk attention with chunks of 4 tokens, 12 queries and their keys; a numbe
             8-11   2 full     1 full    0 causal
 
 The three causal squares of zone 0 have one size and lie on one diagonal, 4 queries and 4 keys apart: they are one
-`KernelCall`, `strided_spans` views their queries as (rows, 3, heads, 4, dim), `batch_rows` makes rows x 3 of it, and the
-kernel serves all three at once. Zone 1 is a call of two full tiles, zone 2 of one: three calls for six tiles. Every
-call has the softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
+`KernelCall`. `strided_spans` views their queries as (rows, 3, heads, 4, dim), `batch_rows` makes rows x 3 of it, and
+the kernel is run once. Zone 1 is a call of two full tiles, zone 2 of one: three calls for six tiles. Every call has the
+softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
 
 A method with an exact local window of 4 tokens covers the same square by triangles, `\` causal and `/` anticausal:
 

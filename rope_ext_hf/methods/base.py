@@ -251,8 +251,9 @@ class RopeMethod(ABC):
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
         for name, least in self.least.items():
-            if (value := getattr(self, name, None)) is not None and value < least:
-                raise MethodError(f"{self.name}: {name} must be at least {least}, got {value:g}")
+            given: Any = getattr(self, name, None)
+            if is_number(given) and given < least:
+                raise MethodError(f"{self.name}: {name} must be at least {least}, got {given:g}")
         factor = getattr(self, "factor", None)
         if factor is not None and factor > MOST_TOKENS:
             raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")

@@ -19,6 +19,7 @@ PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, SEARCHED)
 NOTHING = "nothing"
 ROTATED_AGAIN = "keys are rotated again when frequencies change"
 ZONES = "attention in several zones, little at long contexts"
+TURNED_WHEN_READ = "attention in several zones; beyond the context length keys are rotated when they are read"
 
 
 @dataclass(frozen=True)

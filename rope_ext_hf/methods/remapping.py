@@ -1,13 +1,16 @@
 """Remapping methods: they change the relative position at which a query sees a key.
 
-    >>> from rope_ext_hf.methods.remapping import SelfExtend
-    >>> SelfExtend(group=8, window=1024).group
+    >>> from rope_ext_hf.methods.remapping import LeakyReRoPE
+    >>> LeakyReRoPE(k=8, window=1024).k
     8
 
 No key is seen at a relative position that the model was not trained at: far keys are seen at trained ones. A method
 divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position and the
 keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`; that is
 their position in every zone, except the nearest one of methods whose local zone is exact: there keys keep their own.
+
+Some rules depend on the length of a row (`beyond_only`, and a group "length"): short rows are read by the model as
+loaded. Their keys are cached at their own positions, whatever the length is, and turned to `key_position` when read.
 
 Symbols as in the papers: m and n, the positions of a query and a key; w = `window`, G = `group`, s = `chunk`.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -34,7 +37,7 @@ ScoreBias = Callable[[Tensor, Tensor], Tensor]
 """(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
 queries and n (rows or 1, keys) of keys."""
 
-_DEFAULT_GROUP = 16
+DEFAULT_GROUP = 16
 """`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
 
 _TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
@@ -73,7 +76,12 @@ class RemappingMethod(RopeMethod):
             full-attention layers without RoPE; default: `default_temperature`, and "none" for models whose attention
             does so by itself.
         frequency: a static frequency method underneath; default: the model's own frequencies.
+        beyond_only: rows of at most `max_distance` tokens are read by the model as loaded, bit for bit, also rows that
+            grow longer later. A token then costs one more rotation of the keys, except in `stairs` and `string`.
     """
+
+    left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
+    """Values that `to_dict` leaves out, because folders of before have no such keys."""
 
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
@@ -83,6 +91,7 @@ class RemappingMethod(RopeMethod):
     max_distance: int | None = None
     temperature: str | None = None
     frequency: RopeMethod | None = None
+    beyond_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +103,11 @@ class RemappingMethod(RopeMethod):
             raise MethodError(
                 f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
                 f"got {self.frequency!r}"
+            )
+        if self.frequency is not None and self.by_length:
+            raise MethodError(
+                f"{self.name}: short rows are read by the model as loaded, and {self.frequency.name} would change "
+                "their frequencies; leave frequency out, or have every row remapped"
             )
         if self.temperature is not None and self.temperature not in _TEMPERATURES:
             raise MethodError(
@@ -147,6 +161,21 @@ class RemappingMethod(RopeMethod):
                 f"is {limit} tokens"
             )
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the rule of a row depends on its length: as loaded up to `max_distance`, and remapped beyond."""
+        return self.beyond_only
+
+    def depends_on_length(self, rotary: Rotary) -> bool:
+        return self.by_length or super().depends_on_length(rotary)
+
+    def at_length(self, length: int) -> Self | None:
+        """The rule of rows of `length` tokens, one that no longer depends on it; None: the model as loaded."""
+        if not self.by_length:
+            return self
+        assert self.max_distance is not None
+        return None if length <= self.max_distance else self
+
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return (self.frequency or Default()).compute(rotary, length)
 
@@ -159,7 +188,13 @@ class RemappingMethod(RopeMethod):
     def extended_length(self, rotary: Rotary) -> int | None:
         return None
 
+    def to_dict(self) -> dict[str, Any]:
+        missing = object()
+        return {key: value for key, value in super().to_dict().items() if self.left_out.get(key, missing) != value}
+
     def unchanged_length(self, rotary: Rotary) -> int:
+        if self.by_length:
+            return self.max_distance or rotary.context_length
         if not super().unchanged_length(rotary):  # a frequency method underneath
             return 0
         formula = _TEMPERATURES[self.temperature or "none"]
@@ -187,7 +222,11 @@ class RemappingMethod(RopeMethod):
 
     @abstractmethod
     def key_position(self, n: Tensor) -> RemappedPosition:
-        """Where keys stand in the cache."""
+        """Where keys stand for queries of every zone but the nearest."""
+
+    def stored_position(self, n: Tensor) -> RemappedPosition:
+        """Where keys stand in the cache, and queries before a zone is chosen: one place for rows of every length."""
+        return RemappedPosition(n) if self.by_length else self.key_position(n)
 
     @abstractmethod
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
@@ -196,9 +235,10 @@ class RemappingMethod(RopeMethod):
     @property
     def note(self) -> str:
         """The effect of a bound method on far keys, in one sentence."""
+        short = f"Rows of up to {self.max_distance:,} tokens are read as loaded. " if self.by_length else ""
         return (
-            f"Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained at; "
-            "frequencies stay as they are."
+            f"{short}Far keys are seen at relative positions up to {self.max_distance:,}, which the model was trained "
+            "at; frequencies stay as they are."
         )
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
@@ -224,8 +264,12 @@ class RemappingMethod(RopeMethod):
     def distance(self, m: Tensor, n: Tensor) -> Tensor:
         """The relative position at which a query at m sees a key at n <= m, in tokens; float64, shapes broadcast.
 
-        `bind` must have filled in every parameter.
+        `bind` must have filled in every parameter. Where the rule depends on the length of the row, the largest m is
+        the last token of the row.
         """
+        rule = self.at_length(int(m.max()) + 1)
+        if rule is not self:
+            return (m.double() - n) if rule is None else rule.distance(m, n)
         # float64: positions are divided (Leaky ReRoPE), and float32 holds whole numbers up to 2^24 only.
         key = self.key_position(n).tokens()
         near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
@@ -252,7 +296,7 @@ class RemappingMethod(RopeMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WindowedRemapping(RemappingMethod):
+class WindowedRemapping(RemappingMethod):
     """Keys at distances below `window` are seen where they are, those beyond at one further place each."""
 
     window: int | None = None
@@ -281,7 +325,7 @@ class _WindowedRemapping(RemappingMethod):
 
 @register_method("rerope")
 @dataclass(frozen=True, kw_only=True)
-class ReRoPE(_WindowedRemapping):
+class ReRoPE(WindowedRemapping):
     """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window every key is seen at distance w.
 
     `window`: default half the limit.
@@ -306,7 +350,7 @@ class ReRoPE(_WindowedRemapping):
 
 @register_method("leaky-rerope")
 @dataclass(frozen=True, kw_only=True)
-class LeakyReRoPE(_WindowedRemapping):
+class LeakyReRoPE(WindowedRemapping):
     """Leaky ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window distances grow k times as slowly.
 
     `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
@@ -320,7 +364,7 @@ class LeakyReRoPE(_WindowedRemapping):
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or limit // 2
         self.check_reach(limit, "window", window)
-        fitted = _DEFAULT_GROUP
+        fitted = DEFAULT_GROUP
         if target_length is not None and window < limit:  # the smallest with w + (target - w) / k <= limit
             fitted = max(1, math.ceil((target_length - window) / (limit - window)))
         k = self.k or float(fitted)
@@ -346,73 +390,3 @@ class LeakyReRoPE(_WindowedRemapping):
         assert self.k is not None
         # (m - n) / k + w - w / k is w at distance w: the far zone begins where the near one ends.
         return RemappedPosition(m, self.k, self.exact_window - self.exact_window / self.k)
-
-
-@register_method("self-extend")
-@dataclass(frozen=True, kw_only=True)
-class SelfExtend(_WindowedRemapping):
-    """Self-Extend (Jin et al. 2024, arXiv 2401.01325): beyond the window keys are seen in groups.
-
-    A query m sees a far key n at distance floor(m / G) - floor(n / G) + w - floor(w / G). `window`: default a quarter
-    of the limit; `group`: default as small as the target length allows, 16 where there is none; `floor_window`: False
-    for w / G in place of floor(w / G), as the authors' code has it for Llama and Gemma (datamllab/LongLM).
-    """
-
-    guidance = Guidance(
-        purposes=(PYTHON,),
-        when="the extended length is known; positions stay whole numbers, as in training",
-        decode=ZONES,
-    )
-
-    group: int | None = None
-    floor_window: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Without `floor_window` where it is as in the paper: folders of before have no such key."""
-        return {key: value for key, value in super().to_dict().items() if (key, value) != ("floor_window", True)}
-
-    def _shift(self, window: int, group: int) -> float:
-        """The distance that a query is moved by for far keys."""
-        return window - (window // group if self.floor_window else window / group)
-
-    def _farthest(self, length: int, window: int, group: int) -> float:
-        return (length - 1) // group + self._shift(window, group)
-
-    def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        window = self.window or limit // 4
-        self.check_reach(limit, "window", window)
-        group = self.group
-        if group is None:
-            group = _DEFAULT_GROUP
-            if target_length is not None:
-                # Two floors stand in the farthest place, so the smallest group is searched for, not solved for.
-                sizes = range(1, target_length + 1)
-                group = next(
-                    (size for size in sizes if self._farthest(target_length, window, size) <= limit - 1), target_length
-                )
-        if target_length is not None:
-            self.check_reach(
-                limit - 1, f"with group={group} the farthest place", self._farthest(target_length, window, group)
-            )
-        return replace(self, window=window, group=group)
-
-    def extended_length(self, rotary: Rotary) -> int | None:
-        if self.max_distance is None or self.window is None or self.group is None:
-            return None
-        return math.floor(self.max_distance - self._shift(self.window, self.group)) * self.group
-
-    @property
-    def exact_length(self) -> int:
-        assert self.group is not None
-        whole = self.floor_window or self.exact_window % self.group == 0  # else the first far key is seen below w
-        return super().exact_length if whole else self.exact_window
-
-    def key_position(self, n: Tensor) -> RemappedPosition:
-        assert self.group is not None
-        return RemappedPosition(n // self.group)
-
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        assert self.group is not None
-        # The floors of query and key are taken apart, so that cached keys need no other rotation for another query. The
-        # place is then one off for some pairs, as in the paper.
-        return RemappedPosition(m // self.group, offset=self._shift(self.exact_window, self.group))

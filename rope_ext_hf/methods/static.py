@@ -178,17 +178,34 @@ _MANY_CYCLES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class RampedMethod(RopeMethod):
-    """Base of by-parts, yarn and dynamic-yarn: which pairs are interpolated.
+class BandedMethod(RopeMethod):
+    """Base of the methods that treat fast, slow and other pairs apart, by their full cycles over the context length.
 
-    A pair that rotates `beta_fast` full cycles or more over the context length keeps its frequency, a pair that rotates
-    `beta_slow` or fewer is interpolated. `ramp` names what the transition is linear in: the "dimension" index (the
-    authors' code and transformers; `truncate` rounds its ends to whole indices) or the number of cycles ("cycles", the
-    paper's text). Equal betas make a step (Kimi K2).
+    A pair that completes `beta_fast` cycles or more keeps its frequency, a pair that completes `beta_slow` or fewer is
+    interpolated.
     """
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta_fast >= self.beta_slow > 0:
+            raise MethodError(
+                f"{self.name}: beta_fast must be at least beta_slow and both above 0, "
+                f"got beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampedMethod(BandedMethod):
+    """Base of by-parts, yarn and dynamic-yarn: between the two kinds of pairs, a share is interpolated.
+
+    `ramp` names what the share is linear in: the "dimension" index (the authors' code and transformers; `truncate`
+    rounds its ends to whole indices) or the number of cycles ("cycles", the paper's text). Equal betas make a step
+    (Kimi K2).
+    """
+
     ramp: Literal["dimension", "cycles"] = "dimension"
     truncate: bool = True
 
@@ -196,11 +213,6 @@ class RampedMethod(RopeMethod):
         super().__post_init__()
         if self.ramp not in ("dimension", "cycles"):
             raise MethodError(f"{self.name}: ramp must be 'dimension' or 'cycles', got {self.ramp!r}")
-        if not self.beta_fast >= self.beta_slow > 0:
-            raise MethodError(
-                f"{self.name}: beta_fast must be at least beta_slow and both above 0, "
-                f"got beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
-            )
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
         inv_freq = rotary.inv_freq(device)
@@ -271,14 +283,11 @@ class Yarn(RampedMethod):
         return self.interpolate(rotary, self.factor, length.device), self._attention_factor()
 
     def _attention_factor(self) -> float:
-        def g(m: float) -> float:
-            return 0.1 * m * math.log(self.factor) + 1
-
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:  # 0 means "not set" in every published config
-            return g(self.mscale) / g(self.mscale_all_dim)
-        return g(1)
+            return _yarn_magnitude(self.factor, self.mscale) / _yarn_magnitude(self.factor, self.mscale_all_dim)
+        return _yarn_magnitude(self.factor)
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
@@ -286,6 +295,10 @@ class Yarn(RampedMethod):
         given = {key: getattr(self, key) for key in ("mscale", "mscale_all_dim", "attention_factor")}
         optional = {key: float(value) for key, value in given.items() if value is not None}
         return _yarn_parameters(self, rotary, self.factor, **optional)
+
+
+def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1
 
 
 def _yarn_parameters(method: RampedMethod, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
@@ -317,9 +330,9 @@ class Llama3(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.high_freq_factor > self.low_freq_factor > 0:
+        if not self.high_freq_factor >= self.low_freq_factor > 0:  # Llama 4 Scout has 1 and 1: a step
             raise MethodError(
-                "llama3: high_freq_factor must be above low_freq_factor and both above 0, "
+                "llama3: high_freq_factor must be at least low_freq_factor and both above 0, "
                 f"got high_freq_factor={self.high_freq_factor:g}, low_freq_factor={self.low_freq_factor:g}"
             )
 
@@ -331,6 +344,57 @@ class Llama3(RopeMethod):
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         return _llama3_parameters(rotary, self.factor, self.low_freq_factor, self.high_freq_factor)
+
+
+@register_method("mrrope")
+@dataclass(frozen=True, kw_only=True)
+class MrRoPE(BandedMethod):
+    """MrRoPE (arXiv 2601.22181, ICLR 2026, eq. 13-16): divisors that grow by a factor from each pair to the next.
+
+    With lo the last pair of more than `beta_fast` cycles over the context length, hi the first of fewer than
+    `beta_slow`, N = hi - lo, and t = i - lo within 0 and N: pair i is divided by s^(t/N) (radix "uniform"), or by
+    s^(t(t+1)/(N(N+1))), so that the factors grow as well ("progressive"). cos and sin are multiplied by
+    `attention_factor`, YaRN's 0.1 ln s + 1 unless given.
+    """
+
+    guidance = Guidance(purposes=(SERVING,))
+    begins_search = True
+
+    factor: float
+    radix: Literal["progressive", "uniform"] = "progressive"
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.radix not in ("progressive", "uniform"):
+            raise MethodError(f"{self.name}: radix must be 'progressive' or 'uniform', got {self.radix!r}")
+        check_attention_factor(self.name, self.attention_factor)
+
+    def check(self, rotary: Rotary) -> None:
+        self._band(rotary)
+
+    def _band(self, rotary: Rotary) -> tuple[int, int]:
+        """lo and hi."""
+        cycles = (rotary.context_length * rotary.inv_freq()[: rotary.rotated_pairs] / TWO_PI).tolist()
+        fast = [index for index, each in enumerate(cycles) if each > self.beta_fast]
+        slow = [index for index, each in enumerate(cycles) if each < self.beta_slow]
+        if fast and slow and fast[-1] < slow[0]:
+            return fast[-1], slow[0]
+        raise MethodError(
+            f"{self.name} needs pairs that complete more than beta_fast={self.beta_fast:g} cycles over the context "
+            f"length of {rotary.context_length:,} tokens and, after them, pairs that complete fewer than "
+            f"beta_slow={self.beta_slow:g}; in this model the {len(cycles)} pairs complete "
+            f"{max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}. Give betas between these, or use yarn"
+        )
+
+    def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
+        first, last = self._band(rotary)
+        step = (torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device) - first).clamp(
+            0, count := last - first
+        )
+        share = step / count if self.radix == "uniform" else step * (step + 1) / (count * (count + 1))
+        attention_factor = self.attention_factor or _yarn_magnitude(self.factor)
+        return rotary.inv_freq(length.device) / self.factor**share, attention_factor
 
 
 def check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotary | None = None) -> None:

@@ -50,7 +50,7 @@ def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], Abst
         method, rotary, length = Default(), as_loaded, None
     if not isinstance(method, RemappingMethod):
         length = length or method.extended_length(rotary) or rotary.context_length
-        for name, (inv_freq, factor) in _different(method, rotary, length):
+        for name, (inv_freq, factor) in different_frequencies(method, rotary, length):
             if specs and as_loaded.own is None and name == "no scaling at all":
                 continue  # it is the model without the patch
             plain = rotary.theta_inv_freq()
@@ -65,7 +65,7 @@ def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], Abst
     return made
 
 
-def _different(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, Frequencies]]:
+def different_frequencies(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, Frequencies]]:
     """The mistakes whose frequencies or attention factor are not those of the method, nor of an earlier mistake."""
     earlier = [] if method.depends_on_length(rotary) else [method.frequencies(rotary, length)]
     for name, (inv_freq, factor) in _mistakes(method, rotary, length):

@@ -156,6 +156,12 @@ def make_targets(
                 f"{label} adds to scores by distance; no serving engine runs that. Serve the model with this package "
                 "and transformers"
             )
+        if spec.method.by_length:
+            raise ServingError(
+                f"{label} reads short inputs as loaded and takes its rule from the length of each; no serving engine "
+                "runs that, nor does the plug-in. Serve the model with this package and transformers, or choose a "
+                "remapping method with one rule for all lengths"
+            )
         if not remaps:
             raise ServingError(
                 f"{label} changes the relative positions that queries see; no serving engine runs that by itself. "

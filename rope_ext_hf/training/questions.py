@@ -124,7 +124,7 @@ class Searching(OfModel):
     trials: int | None = asked(None, "Candidates instead of a time.", least=1, metavar="N")
     methods: tuple[str, ...] | Any | None = asked(
         None,
-        "Methods to begin with. Default: linear, ntk, by-parts, yarn and llama3.",
+        "Methods to begin with. Default: linear, ntk, by-parts, yarn, llama3 and mrrope.",
         parse=_method_names,
         metavar="NAMES",
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import LongRoPE
-from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Factors
 
@@ -28,9 +28,21 @@ _LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6
 """Attention factors that are tried; published ones lie between 1 and 1.4."""
 
 
-def fixed_methods() -> list[str]:
-    """The methods that a search begins with unless others are named, and that its result is compared with."""
-    return [name for name, cls in list_methods().items() if cls.begins_search]
+def fixed_methods(rotary: Rotary | None = None) -> list[str]:
+    """The methods that a search begins with unless others are named, and that its result is compared with.
+
+    Args:
+        rotary: the rotary embedding that they must fit; None: any.
+    """
+    return [name for name, cls in list_methods().items() if cls.begins_search and (not rotary or _fits(name, rotary))]
+
+
+def _fits(name: str, rotary: Rotary) -> bool:
+    try:
+        resolve_method(name, rotary, factor=2)
+    except MethodError:
+        return False
+    return True
 
 
 def is_static(method: RopeMethod) -> bool:

@@ -126,7 +126,7 @@ def _answer(
 ) -> SearchReport:
     target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
     targets = scored_tokens(context)
-    settings = settings_of(asked) | {"methods": list(asked.methods or fixed_methods()), "targets": targets}
+    settings = settings_of(asked) | {"methods": list(asked.methods or fixed_methods(rotary)), "targets": targets}
     searched, held_out = split_texts(asked, tokenizer, 2)
     inputs = digest_inputs(model, tokenizer, searched, held_out) | {"the code of this package": code_digest(model)}
     open_run(out, settings, inputs, may_differ=("minutes", "trials"))
@@ -189,7 +189,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
         self.bound: float = self.settings["most_lost"]
-        names = dict.fromkeys((*self.settings["methods"], *fixed_methods()))
+        names = dict.fromkeys((*self.settings["methods"], *fixed_methods(self.rotary)))
         self.fixed = {method.label(): method for method in map(self._fitted, names)}
 
     def _fitted(self, name: str) -> RopeMethod:

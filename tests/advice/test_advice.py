@@ -34,11 +34,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_scaling": None}
         | {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936},
     ),
-    "Mistral-7B": ("served/mistral-7b-v0.3", {"num_hidden_layers": 32, "num_key_value_heads": 8}),
+    "Mistral-7B": ("mistral-7b-v0.3", {"num_hidden_layers": 32, "num_key_value_heads": 8}),
     "Gemma-3-4B": ("gemma-3-4b", {"num_hidden_layers": 34, "num_key_value_heads": 4, "layer_types": None}),
     "DeepSeek-V3": ("deepseek-v3", {"num_hidden_layers": 61, "kv_lora_rank": 512}),
     "gpt-oss-20b": ("gpt-oss-20b", {"num_hidden_layers": 24, "num_key_value_heads": 8, "layer_types": None}),
-    "Qwen3-VL-8B": ("served/qwen3-vl-8b", {}),
+    "Qwen3-VL-8B": ("qwen3-vl-8b", {}),
 }
 """Published configs with their published sizes."""
 K = 1024

@@ -25,12 +25,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "Llama 3.2": ("llama-3.2", {}, 128 * K),
     "Qwen2.5 7B": ("qwen2.5-7b-yarn", QWEN | {"hidden_size": 3584, "num_hidden_layers": 28}, 32 * K),
     "Qwen3": ("qwen3-8b-yarn", QWEN | {"num_hidden_layers": 36}, 32 * K),
-    "Mistral 7B v0.3": ("served/mistral-7b-v0.3", MISTRAL, 32 * K),
+    "Mistral 7B v0.3": ("mistral-7b-v0.3", MISTRAL, 32 * K),
     "Gemma 3": ("gemma-3-4b", {"layer_types": None, "num_hidden_layers": 34}, 128 * K),
     "gpt-oss": ("gpt-oss-20b", {"layer_types": None, "num_hidden_layers": 24}, 128 * K),
     "Phi-3 128k": ("phi-3-mini-128k", {}, 128 * K),
     "DeepSeek-V3": ("deepseek-v3", {"kv_lora_rank": 512}, 160 * K),
-    "Qwen3-VL": ("served/qwen3-vl-8b", {}, 256 * K),
+    "Qwen3-VL": ("qwen3-vl-8b", {}, 256 * K),
 }
 """File, sizes that matter, and the context length: of a plain model the published one, of a scaled one its config's."""
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -103,7 +103,7 @@ def test_a_patch_has_the_published_base() -> None:
 
 def test_a_model_whose_every_layer_sees_a_window_is_refused_everywhere(tmp_path: Path) -> None:
     """Mistral 7B v0.1: 4,096 tokens in each of 32 layers."""
-    folder = folder_of(tmp_path, "served/mistral-7b-v0.3", **MISTRAL, sliding_window=4096, rope_theta=1e4)
+    folder = folder_of(tmp_path, "mistral-7b-v0.3", **MISTRAL, sliding_window=4096, rope_theta=1e4)
     for asked in (
         lambda: rope.advise(folder, 64 * K),
         lambda: plan_extension(str(folder), Extending(target_length=64 * K)),

@@ -20,9 +20,10 @@ from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.registry import resolve_method
-from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs, String
 from rope_ext_hf.methods.tiles import Tile
 from rope_ext_hf.rotary import kv_cache as cache
@@ -35,8 +36,12 @@ from tests.support.oracles import distance
 @st.composite
 def methods(draw: Any) -> RemappingMethod:
     window = draw(st.integers(1, 70))
-    common: dict[str, Any] = {"temperature": draw(st.sampled_from(["none", "log-n", "llama4"])), "max_distance": 64}
-    match draw(st.sampled_from(["rerope", "leaky", "self-extend", "stairs", "string", "dca"])):
+    common: dict[str, Any] = {
+        "temperature": draw(st.sampled_from(["none", "log-n", "llama4"])),
+        "max_distance": 64,
+        "beyond_only": draw(st.booleans()),
+    }
+    match draw(st.sampled_from(["rerope", "leaky", "self-extend", "jet-long", "stairs", "string", "dca"])):
         case "rerope":
             return ReRoPE(window=window, **common)
         case "leaky":
@@ -44,6 +49,8 @@ def methods(draw: Any) -> RemappingMethod:
         case "self-extend":
             floored = draw(st.booleans())
             return SelfExtend(window=window, group=draw(st.integers(1, 20)), floor_window=floored, **common)
+        case "jet-long":
+            return JetLong(window=window, group=draw(st.integers(1, 20)), **common)
         case "stairs":
             start, chunk = draw(st.integers(1, window)), draw(st.integers(1, 70))
             return Stairs(window=window, start=start, chunk=chunk, **common)
@@ -74,7 +81,9 @@ EACH = [
     ReRoPE(window=40),
     LeakyReRoPE(window=40, k=8.0),
     SelfExtend(window=40, group=4),
+    JetLong(window=39, group=4, beyond_only=True),
     DualChunk(chunk=48, window=16),
+    DualChunk(chunk=48, window=16, beyond_only=True),
     Stairs(window=32, start=16, chunk=40),
     String(window=40, start=12),
 ]

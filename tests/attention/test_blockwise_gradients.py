@@ -12,8 +12,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.attention import blockwise as attending
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, ScoreModifiers, TokenPositions
+from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
-from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs, String
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.support.contracts import THETA
@@ -26,6 +27,7 @@ EACH = [
     ReRoPE(window=20, **COMMON),
     LeakyReRoPE(window=20, k=8.0, **COMMON),
     SelfExtend(window=20, group=4, **COMMON),
+    JetLong(window=19, group=4, beyond_only=True, **COMMON),
     DualChunk(chunk=24, window=8, **COMMON),
     Stairs(window=16, start=8, chunk=20, **COMMON),
     String(window=20, start=6, **COMMON),

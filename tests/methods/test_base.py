@@ -14,8 +14,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
+from rope_ext_hf.methods.grouped import SelfExtend
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
-from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
 from rope_ext_hf.patches.geometry import bind, patch_geometry
 from tests.support.contracts import MethodContract

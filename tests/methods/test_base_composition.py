@@ -83,6 +83,14 @@ def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, len
         if name == "dynamic-ntk":
             s = dynamic_ntk_alpha(params.get("growth", "paper"), length / c, s, params.get("initial", 1.0))
         return [each * s ** (-2 * i / (d - 2)) for i, each in enumerate(w)], a
+    if name == "mrrope":
+        cycles = [c * each / (2 * math.pi) for each in w]
+        lo = max(i for i, r in enumerate(cycles) if r > params.get("beta_fast", 32))
+        hi = min(i for i, r in enumerate(cycles) if r < params.get("beta_slow", 1))
+        t = [min(max(i - lo, 0), hi - lo) / (hi - lo) for i in range(len(w))]
+        if params.get("radix") != "uniform":
+            t = [x * (x * (hi - lo) + 1) / (hi - lo + 1) for x in t]
+        return [each / s**x for each, x in zip(w, t, strict=True)], a * (0.1 * math.log(s) + 1)
     if name == "dynamic-yarn":
         s = max(1.0, length / c)
     if name == "llama3":
@@ -171,6 +179,29 @@ def test_composition_equals_its_definition(
         got = frequencies(name, rotary, length=length, **top)
         assert_same(got.inv_freq, expected, rtol=1e-9)
         assert got.attention_factor == pytest.approx(factor, rel=1e-9)
+
+
+@pytest.mark.parametrize("radix", ["progressive", "uniform"])
+@pytest.mark.parametrize("params", [{"factor": 2.0}, {"factor": 8.0, "beta_fast": 20.0, "beta_slow": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    ("below", "settings", "plain", "context_length"),
+    [
+        ("llama3", {"factor": 8.0}, Rotary(128, 5e5, 8192), 131072),
+        ("yarn", {"factor": 32.0, "truncate": False}, Rotary(64, 150000.0, 4096), 131072),
+        ("linear", {"factor": 8.0}, Rotary(128, 1e4, 4096), 32768),
+    ],
+    ids=["Llama 3.1", "gpt-oss", "linear"],
+)
+def test_the_band_of_mrrope_is_counted_in_the_frequencies_of_the_model_as_loaded(
+    below: str, settings: dict[str, Any], plain: Rotary, context_length: int, params: dict[str, Any], radix: str
+) -> None:
+    d, b, original = plain.dim, plain.theta, plain.trained_length
+    table: Table = (*apply(below, settings, (thetas(d, b), 1.0, original), d, b, original), context_length)
+    rotary = plain.scaled(resolve_method(below, None, **settings), context_length=context_length)
+    expected, factor = apply("mrrope", params | {"radix": radix}, table, d, b, 1)
+    got = frequencies("mrrope", rotary, radix=radix, **params)
+    assert_same(got.inv_freq, expected)
+    assert got.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("beta_slow", [0.001, 1.0, 20.0, 300.0])

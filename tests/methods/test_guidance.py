@@ -13,7 +13,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
-from rope_ext_hf.methods.guidance import NOTHING, ROTATED_AGAIN, ZONES
+from rope_ext_hf.methods.guidance import NOTHING, ROTATED_AGAIN, TURNED_WHEN_READ, ZONES
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.recipes import recipes
@@ -110,6 +110,18 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
             and torch.equal(distances("self-extend"), distances("self-extend").round())
         ),
     ),
+    "dynamic-self-extend": (
+        "no extended length is known, and the order of distant keys matters",
+        lambda: (
+            bound("dynamic-self-extend").extended_length(ROTARY) is None
+            and bool((distances("dynamic-self-extend").diff() >= -1).all())  # floors taken apart: one place at most
+            and float(distances("dynamic-self-extend")[ROTARY.trained_length :].std()) > 0.0
+        ),
+    ),
+    "jet-long": (
+        "results are to be compared with those published for it",
+        lambda: "Jet-Long" in (list_methods()["jet-long"].__doc__ or ""),
+    ),
     "dca": (
         "prompts are long and speed matters: cached keys are never rotated again",
         lambda: not bound("dca").local_zone_exact,
@@ -164,7 +176,9 @@ def test_what_a_generated_token_takes_follows_from_the_kind_of_method() -> None:
         if cls.guidance is None:
             continue
         method = resolve_method(name, ROTARY, factor=4) if name.startswith("dynamic") else None
-        if method is not None:
+        if issubclass(cls, RemappingMethod) and bound(name).by_length:
+            expected = TURNED_WHEN_READ
+        elif method is not None:
             expected = ROTATED_AGAIN if method.length_dependent else NOTHING
         elif not issubclass(cls, RemappingMethod):
             expected = NOTHING  # longrope too: one of two lists, by the length of the input

@@ -14,6 +14,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import frequencies, list_methods, method_from_dict, register_method, resolve_method
 from rope_ext_hf.methods.static import Linear, Yarn
 from tests.support.method_checks import LLAMA2, assert_same, law, some_lengths, with_factor
+from tests.support.method_examples import example_method
 
 
 def test_the_registry_holds_the_documented_names() -> None:
@@ -73,7 +74,7 @@ def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: f
         ("by-parts", {"factor": 4, "beta_slow": 0}, ["by-parts", "beta_slow=0"]),
         ("dynamic-yarn", {"beta_slow": -1}, ["dynamic-yarn", "beta_slow=-1"]),
         ("by-parts", {"factor": 4, "ramp": "sideways"}, ["'sideways'", "dimension", "cycles"]),
-        ("llama3", {"factor": 8, "low_freq_factor": 4}, ["high_freq_factor=4", "low_freq_factor=4"]),
+        ("llama3", {"factor": 8, "low_freq_factor": 5}, ["high_freq_factor=4", "low_freq_factor=5"]),
         ("llama3", {"factor": 8, "low_freq_factor": 0}, ["low_freq_factor=0"]),
         ("dynamic-ntk", {"growth": "linear"}, ["'linear'", "paper", "hf", "even", "pow2"]),
         ("dynamic-ntk", {"growth": "hf"}, ["hf", "needs factor"]),
@@ -152,8 +153,10 @@ def test_target_length_is_accepted_where_there_is_no_factor(method: str, params:
 def test_target_length_is_factor_times_trained_length(trained: int, extra: int, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(with_factor))
     rotary = Rotary(64, 1e4, trained)
-    by_length = resolve_method(name, rotary, target_length=trained + extra)
-    by_factor = resolve_method(name, rotary, factor=(trained + extra) / trained)
+    values = example_method(list_methods()[name], rotary).to_dict()
+    given_ = {key: value for key, value in values.items() if key in ("beta_fast", "beta_slow")}
+    by_length = resolve_method(name, rotary, target_length=trained + extra, **given_)
+    by_factor = resolve_method(name, rotary, factor=(trained + extra) / trained, **given_)
     assert by_length == by_factor
     assert by_length.extended_length(rotary) == trained + extra
     assert_same(by_length.frequencies(rotary).inv_freq, by_factor.frequencies(rotary).inv_freq)

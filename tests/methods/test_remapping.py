@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.methods.remapping import RemappingMethod, SelfExtend
+from rope_ext_hf.methods.grouped import SelfExtend
+from rope_ext_hf.methods.remapping import RemappingMethod
 from tests.support.method_examples import example_method
 from tests.support.models import TRAINED, build
 

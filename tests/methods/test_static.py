@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies
 from rope_ext_hf.methods.static import NTK, Default, Linear, Theta
@@ -33,6 +34,7 @@ from tests.support.oracles import (
     by_dimension,
     divided,
     llama3,
+    mrrope,
     ntk,
     plain,
     rising_divisors,
@@ -107,6 +109,21 @@ class TestAgainstThePapers:
             assert result.attention_factor == 1.0
 
     @law
+    @given(rotary=some_rotaries, factor=some_factors, betas=some_betas(), warmth=st.floats(0.5, 2))
+    def test_mrrope(self, rotary: Rotary, factor: float, betas: dict[str, Any], warmth: float) -> None:
+        fast, slow = betas["beta_fast"], betas["beta_slow"]
+        for radix in ("progressive", "uniform"):
+            given_ = betas | {"factor": factor, "radix": radix}
+            if (expected := mrrope(rotary, factor, radix, fast, slow)) is None:
+                with pytest.raises(MethodError, match=r"mrrope needs pairs that complete more than beta_fast"):
+                    frequencies("mrrope", rotary, **given_)
+                continue
+            result = frequencies("mrrope", rotary, **given_)
+            assert_same(result.inv_freq, expected)
+            assert result.attention_factor == pytest.approx(yarn_attention_factor(factor), rel=EXACT)
+            assert frequencies("mrrope", rotary, **given_, attention_factor=warmth).attention_factor == warmth
+
+    @law
     @given(rotary=some_rotaries, top=st.floats(1, 64), warmth=st.floats(0.5, 2))
     def test_factors(self, rotary: Rotary, top: float, warmth: float) -> None:
         assume(rotary.dim > 2)
@@ -115,6 +132,42 @@ class TestAgainstThePapers:
         assert_same(result.inv_freq, divided(rotary, divisors))
         assert result.attention_factor == warmth
         assert frequencies("factors", rotary, factors=divisors).attention_factor == 1.0
+
+
+MRROPE_GEOMETRIES = (
+    LLAMA2,
+    Rotary(dim=128, theta=5e5, trained_length=8192),
+    Rotary(dim=128, theta=1e6, trained_length=32768),
+    Rotary(dim=64, theta=1e4, trained_length=256),
+    Rotary(dim=96, theta=1e4, trained_length=2048),
+    Rotary(dim=80, theta=1e7, trained_length=131072),
+)
+
+
+@pytest.mark.parametrize("rotary", MRROPE_GEOMETRIES, ids=str)
+@pytest.mark.parametrize("radix", ["progressive", "uniform"])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
+def test_mrrope_equals_its_closed_form(rotary: Rotary, radix: str, factor: float) -> None:
+    expected = mrrope(rotary, factor, radix)
+    assert expected is not None
+    result = frequencies("mrrope", rotary, factor=factor, radix=radix)
+    assert_same(result.inv_freq, expected)
+    kept, slowest = plain(rotary)[0], plain(rotary)[-1]
+    assert result.inv_freq[0] == kept
+    assert float(result.inv_freq[-1]) == pytest.approx(slowest / factor, rel=EXACT)
+
+
+def test_the_band_of_mrrope_lies_among_the_pairs_that_rotate() -> None:
+    """Gemma 4's proportional embedding: 12 of 32 pairs rotate here, as the first 12 of the whole one do."""
+    whole = Rotary(dim=64, theta=1e4, trained_length=4096)
+    part = Rotary(dim=64, theta=1e4, trained_length=4096, rotated_pairs=12)
+    cycles = [4096 * value / 6.283185307179586 for value in plain(part)]
+    betas: dict[str, Any] = {"beta_fast": (cycles[3] + cycles[4]) / 2, "beta_slow": (cycles[9] + cycles[10]) / 2}
+    got = frequencies("mrrope", part, factor=4, **betas).inv_freq
+    assert_same(got[:12], frequencies("mrrope", whole, factor=4, **betas).inv_freq[:12])
+    assert not got[12:].any()
+    with pytest.raises(MethodError, match=r"the 12 pairs complete 651\.9 to 27\.\d+"):
+        frequencies("mrrope", part, factor=4)  # none of fewer than one cycle: those that do not rotate do not count
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots
 
-FOLDER = Path(__file__).parents[1] / "support" / "configs"
-NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
+FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
+PUBLISHED = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}
+PHIMOE = Path(__file__).parents[1] / "support" / "phi-3.5-moe.json"  # its lists are not the published ones
+PUBLISHED["phi-3.5-moe"] = json.loads(PHIMOE.read_text(encoding="utf-8"))
+NAMES = [
+    name
+    for name, entry in PUBLISHED.items()
+    if entry["method"] not in ("default", "dynamic-ntk")
+    if entry["config"]["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+]
 pytestmark = pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")  # Phi-3.5-MoE
 every_config = pytest.mark.parametrize("name", NAMES)
 IDENTITIES: dict[str, dict[str, Any]] = {
@@ -32,14 +41,9 @@ IDENTITIES: dict[str, dict[str, Any]] = {
 EXTENSIONS = [name for name in IDENTITIES if name != "default"]
 
 
-def published(name: str) -> dict[str, Any]:
-    entry: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return entry
-
-
 def build(name: str, seed: int = 0) -> Any:
     """A small random model of a published config."""
-    settings = dict(published(name)["config"])
+    settings = json.loads(json.dumps(PUBLISHED[name]["config"]))
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings)).eval()
 
@@ -54,24 +58,15 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return out
 
 
-def stock_frequencies(name: str) -> tuple[Tensor, float]:
-    """inv_freq and attention factor of transformers' own module, at the original length or below."""
-    module: Any = find_slots(build(name))[0].module
-    nested = next((key for key, _ in module.named_buffers() if key.endswith("full_attention_inv_freq")), None)
-    if nested is not None:
-        return module.get_buffer(nested), float(module.full_attention_attention_scaling)
-    return module.inv_freq, float(module.attention_scaling)
-
-
 @every_config
 def test_what_a_loaded_model_is_for(name: str) -> None:
-    expected, model = published(name)["expected"], build(name)
+    expected, model = PUBLISHED[name], build(name)
     described = rope.describe(model)
     assert described.context_length == expected["context_length"]
     assert described.extended_length == expected["context_length"]
     assert described.trained_length == expected["original_length"]
     assert described.method == expected["method"]
-    assert described.attention_factor == pytest.approx(expected.get("attention_factor", 1.0), rel=1e-6)
+    assert described.attention_factor == pytest.approx(expected["rows"][-1]["magnitude"], rel=1e-6)
     assert not described.patched
     assert described.context_rule
     rotary = patch_geometry(model)
@@ -83,13 +78,12 @@ def test_what_a_loaded_model_is_for(name: str) -> None:
 
 
 @every_config
-def test_frequencies_underneath_are_those_of_transformers(name: str) -> None:
+def test_frequencies_underneath_are_those_of_the_kit(name: str) -> None:
     rotary = patch_geometry(build(name))
-    inv_freq, attention_factor = rope.frequencies("default", rotary, length=min(rotary.trained_length, 4096))
-    stock, stock_factor = stock_frequencies(name)
-    assert torch.allclose(inv_freq, stock.double(), rtol=2e-6, atol=0)
-    if name != "phi-3.5-moe":  # its class multiplies by short_mscale in its forward
-        assert attention_factor == pytest.approx(stock_factor, rel=1e-6)
+    for row in PUBLISHED[name]["rows"]:
+        if "inv_freq" in row and row["layer_type"] != "sliding_attention":
+            inv_freq = rope.frequencies("default", rotary, length=row["length"]).inv_freq
+            assert inv_freq.tolist() == pytest.approx(row["inv_freq"], rel=1e-14, abs=0)
 
 
 @pytest.mark.slow
@@ -110,7 +104,7 @@ def test_factor_1_changes_nothing(name: str) -> None:
 @pytest.mark.slow
 @every_config
 def test_factor_2_doubles_the_context_length(name: str) -> None:
-    model, length = build(name), published(name)["expected"]["context_length"]
+    model, length = build(name), PUBLISHED[name]["context_length"]
     before = rope.describe(model)
     fast = rope.frequencies("default", patch_geometry(model)).inv_freq[0]
     for method in EXTENSIONS:
@@ -139,7 +133,7 @@ def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tm
     model.save_pretrained(tmp_path)
     rope.unpatch(model)
     assert torch.equal(logits(model, ids), plain)
-    two_attention_factors = name == "phi-3-mini-128k" and method == "yarn"
+    two_attention_factors = name in ("phi-3-mini-128k", "phi-4-mini") and method == "yarn"
     assert described.save_route.startswith("'rope_ext_hf/yarn") == two_attention_factors
     if two_attention_factors:
         with pytest.raises(Exception, match="rope_ext_hf/yarn"):  # the config class's own validation
@@ -168,9 +162,7 @@ def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tm
     ("method", "over"), [("yarn", "own"), ("ntk", "own"), ("yarn", "original"), ("ntk", "original")]
 )
 def test_the_softmax_scale_survives(name: str, method: str, over: str, tmp_path: Path) -> None:
-    settings, model = published(name)["config"], build(name)
-    scaling = settings["rope_scaling"]
-    expected = (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2 / math.sqrt(16 + 64)
+    model, expected = build(name), PUBLISHED[name]["rows"][0]["softmax_scale"]
     rope.patch(model, method, factor=2, over=over).save_pretrained(tmp_path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for each in (model, loaded):
@@ -195,7 +187,7 @@ def test_over_two_lists_short_inputs_run_as_loaded(method: str, length: int) -> 
 
 def test_the_long_list_of_phimoe_is_used_by_a_patch_alone() -> None:
     """Its class calls rope_init_fn without a length, which gives the short list at every length."""
-    entry = published("phi-3.5-moe")["config"]
+    entry = PUBLISHED["phi-3.5-moe"]["config"]
     scaling = entry["rope_scaling"] | {"long_factor": [4.0 * x for x in entry["rope_scaling"]["short_factor"]]}
     scaling |= {"original_max_position_embeddings": 32, "long_mscale": scaling["short_mscale"]}
     settings = entry | {"original_max_position_embeddings": 32, "max_position_embeddings": 512, "rope_scaling": scaling}
@@ -225,7 +217,7 @@ def test_the_long_list_of_phimoe_is_used_by_a_patch_alone() -> None:
 def test_remapping_methods_count_from_the_context_length(method: str) -> None:
     for name in ("llama-3.1", "gemma-3-4b", "qwen2.5-7b-yarn"):
         model = rope.patch(build(name), method)
-        assert rope.describe(model).params["max_distance"] == published(name)["expected"]["context_length"]
+        assert rope.describe(model).params["max_distance"] == PUBLISHED[name]["context_length"]
     composed = rope.describe(rope.patch(build("llama-3.1"), method, frequency="yarn", factor=2))
     assert composed.params["max_distance"] == 262144
     with pytest.raises(MethodError, match=f"{method} needs frequencies that do not change.*longrope"):
@@ -233,7 +225,7 @@ def test_remapping_methods_count_from_the_context_length(method: str) -> None:
 
 
 def test_a_model_with_a_temperature_of_its_own_keeps_it_alone() -> None:
-    entry = published("ministral-3")["config"]
+    entry = PUBLISHED["ministral-3"]["config"]
     scaling = entry["rope_parameters"] | {"original_max_position_embeddings": 32, "max_position_embeddings": 512}
     settings = entry | {"max_position_embeddings": 512, "rope_parameters": scaling}
     torch.manual_seed(0)
@@ -310,7 +302,7 @@ def test_full_attention_layers_that_rotate(
     model_type: str, settings: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     small = {
-        name: published("llama-3.1")["config"][name] for name in ("vocab_size", "hidden_size", "intermediate_size")
+        name: PUBLISHED["llama-3.1"]["config"][name] for name in ("vocab_size", "hidden_size", "intermediate_size")
     }
     layers = {
         "num_hidden_layers": 2,

@@ -19,9 +19,10 @@ from matplotlib.text import Text
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK, LongRoPE
+from rope_ext_hf.methods.grouped import SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE, SelfExtend
+from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import NTK, ByParts, Default, Linear, Llama3, Yarn
 from rope_ext_hf.pictures.rope_plots import (
     decay,

@@ -62,6 +62,8 @@ class TestAccuracy:
         rotary = Rotary(dim, theta, 4096)
         if method == "ntk" and dim == 2:
             pytest.skip("the exponent d/(d-2) of NTK needs four dims")
+        if method == "mrrope" and dim == 2:
+            pytest.skip("the band of MrRoPE needs two pairs")
         positions = positions_to_check()
         cos, sin = RotaryEmbedding(method, rotary, layout="bare", **params)(torch.zeros(1), positions)
         assert cos.dtype == sin.dtype == torch.float32

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+import math
+from dataclasses import MISSING, fields, replace
 from typing import Any, get_type_hints
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import DynamicNTK, DynamicYarn, LongRoPE
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.methods.static import ByParts, Factors, Yarn
+from rope_ext_hf.methods.static import BandedMethod, ByParts, Factors, MrRoPE, Yarn
 from tests.support.oracles import rising_divisors
 
 
@@ -33,9 +34,23 @@ def example_method(cls: type[RopeMethod], rotary: Rotary, **given_: Any) -> Rope
         else:
             raise AssertionError(f"no example value for {cls.name}.{item.name}: {hints[item.name]}")
     try:
-        return cls(**values | given_)
+        example = cls(**values | given_)
     except MethodError:  # one of several optional ones is needed
-        return cls(**values | {"factor": 4.0} | given_)
+        example = cls(**values | {"factor": 4.0} | given_)
+    return within(example, rotary)
+
+
+def within(method: RopeMethod, rotary: Rotary) -> RopeMethod:
+    """The method, with betas between the cycles of the first and the last two pairs where its own fit no pair."""
+    try:
+        method.check(rotary)
+    except MethodError:
+        cycles = (rotary.context_length * rotary.inv_freq()[: rotary.rotated_pairs] / (2 * math.pi)).tolist()
+        if not isinstance(method, BandedMethod) or len(cycles) < 2:
+            return method
+        fast, slow = (math.sqrt(one * other) for one, other in (cycles[:2], cycles[-2:]))
+        return replace(method, beta_fast=fast, beta_slow=slow)
+    return method
 
 
 def variants(rotary: Rotary) -> list[RopeMethod]:
@@ -52,6 +67,7 @@ def variants(rotary: Rotary) -> list[RopeMethod]:
         Yarn(factor=40, mscale=0.707),
         Yarn(factor=6, attention_factor=1.2),
         Yarn(factor=6, truncate=False),
+        MrRoPE(factor=6, radix="uniform", beta_fast=8, attention_factor=1.2),
         DynamicYarn(ramp="cycles"),
         DynamicYarn(truncate=False),
         LongRoPE(short_factor=ones, long_factor=ones, factor=1),

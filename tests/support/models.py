@@ -11,6 +11,7 @@ import copy
 import importlib
 import math
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rope_ext_hf.patches.families import families, family
+from tests.support.oracles import mrrope, plain
 from tests.support.tiers import OLDER
 
 VOCABULARY = 97
@@ -240,6 +242,13 @@ def static_cases(name: str, factor: float = 4.0) -> dict[str, Case]:
             {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 6.0},
             llama3 | {"low_freq_factor": 1.0, "high_freq_factor": 6.0},
         ),
+        "mrrope": Case(
+            "mrrope",
+            {"factor": factor, "beta_fast": 8.0},
+            longrope
+            | {"attention_factor": 0.1 * math.log(factor) + 1}
+            | dict.fromkeys(("short_factor", "long_factor"), _mrrope_divisors(family.rotated, factor)),
+        ),
         "longrope": Case(
             "longrope",
             {"factor": factor} | lists,
@@ -254,6 +263,13 @@ def static_cases(name: str, factor: float = 4.0) -> dict[str, Case]:
     if name.startswith("deepseek"):  # its attention is built for one mscale_all_dim; another cannot be patched in
         del cases["yarn, mscale"]
     return {key: Case(case.method, case.params, _accepted(name, case.form)) for key, case in cases.items()}
+
+
+def _mrrope_divisors(dim: int, factor: float) -> list[float]:
+    geometry = SimpleNamespace(dim=dim, theta=THETA, trained_length=TRAINED)
+    divided, original = mrrope(geometry, factor, fast=8.0), plain(geometry)
+    assert divided is not None
+    return [before / after for before, after in zip(original, divided, strict=True)]
 
 
 def _accepted(name: str, form: dict[str, Any]) -> dict[str, Any]:

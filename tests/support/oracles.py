@@ -121,6 +121,27 @@ def llama3(rotary: Geometry, s: float, low: float = 1, high: float = 4) -> list[
     return scaled
 
 
+def mrrope(
+    rotary: Geometry, s: float, radix: str = "progressive", fast: float = 32, slow: float = 1
+) -> list[float] | None:
+    """MrRoPE, arXiv 2601.22181: theta_i over the product of the radices up to i; None: no such band.
+
+    The paper's eq. 13-16 as a running product: within the band of n pairs, radix k is s^(2k/(n(n+1))), or s^(1/n).
+    """
+    turns = [rotary.trained_length * value / (2 * math.pi) for value in plain(rotary)]
+    above, below = [i for i, r in enumerate(turns) if r > fast], [i for i, r in enumerate(turns) if r < slow]
+    if not above or not below or below[0] <= above[-1]:
+        return None
+    n = below[0] - above[-1]
+    divided_by, product = [], 1.0
+    for i in range(len(turns)):
+        if above[-1] < i <= below[0]:
+            k = i - above[-1]
+            product *= s ** (1 / n) if radix == "uniform" else s ** (2 * k / (n * (n + 1)))
+        divided_by.append(product)
+    return divided(rotary, divided_by)
+
+
 def divided(rotary: Geometry, divisors: Sequence[float]) -> list[float]:
     """Each frequency divided by its own number, as in longrope."""
     return [value / divisor for value, divisor in zip(plain(rotary), divisors, strict=True)]
@@ -230,10 +251,28 @@ def dual_chunk(saved: Saved, m: int, n: int) -> float:
     return float(c - 1 - n % s)
 
 
+def follows_length(saved: Saved) -> bool:
+    """Whether short rows are read as loaded, so that every key is cached at its own position."""
+    return bool(saved.get("beyond_only")) or saved.get("group") == "length"
+
+
+def group_of_length(saved: Saved, length: int) -> int:
+    """The group of a row of `length` tokens: jet-long has ceil(L / C), self-extend tries one after the other."""
+    limit = saved["max_distance"]
+    if saved["method"] == "jet-long":
+        return int(-(-length // limit))
+
+    def farthest(group: int) -> float:
+        return max(distance_in(saved | {"group": group}, length - 1, n) for n in range(length))
+
+    return next(group for group in range(1, length + 1) if farthest(group) <= limit - 1)
+
+
 STORED_POSITIONS: dict[str, Callable[[Saved, int], float]] = {
     "rerope": lambda saved, n: 0.0,
     "leaky-rerope": lambda saved, n: n / saved["k"],
     "self-extend": lambda saved, n: float(n // saved["group"]),
+    "jet-long": lambda saved, n: float(n // saved["group"]),
     "dca": lambda saved, n: float(n % saved["chunk"]),
     "stairs": lambda saved, n: float(n),
     "string": lambda saved, n: float(n),
@@ -244,6 +283,8 @@ FAR_DISTANCES: dict[str, Callable[[Saved, int, int], float]] = {
     "rerope": lambda saved, m, n: float(saved["window"]),
     "leaky-rerope": lambda saved, m, n: saved["window"] + (m - n - saved["window"]) / saved["k"],
     "self-extend": self_extend,
+    "dynamic-self-extend": self_extend,
+    "jet-long": lambda saved, m, n: float(m // saved["group"] - n // saved["group"]),
     "stairs": lambda saved, m, n: float(saved["start"] + (m - n - saved["window"]) % saved["chunk"]),
     "string": lambda saved, m, n: float(m - n - saved["window"] + saved["start"]),
 }
@@ -256,11 +297,15 @@ DISTANCES: dict[str, Callable[[Saved, int, int], float]] = {"dca": dual_chunk}
 def stored_position(method: SavedMethod, n: int) -> float:
     """The position with which the key of token n is rotated in the cache."""
     saved = method.to_dict()
+    if follows_length(saved):
+        return float(n)
     return STORED_POSITIONS[saved["method"]](saved, n)
 
 
-def temperature_scale(method: SavedMethod, m: int) -> float:
-    """What the scores of the query at m are multiplied by, under the method's temperature."""
+def temperature_scale(method: SavedMethod, m: int, length: int | None = None) -> float:
+    """The factor of the scores of the query at m by the temperature; `length` as in `distance`."""
+    if read_as_loaded(method.to_dict(), length):
+        return 1.0
     if method.temperature in (None, "none"):
         return 1.0
     assert method.max_distance is not None
@@ -270,12 +315,30 @@ def temperature_scale(method: SavedMethod, m: int) -> float:
     return 1 + 0.1 * math.log(1 + (m + 1) // method.max_distance)
 
 
-def distance(method: SavedMethod, m: int, n: int) -> float:
-    """The relative position at which query m sees key n <= m, straight from the papers."""
+def read_as_loaded(saved: Saved, length: int | None) -> bool:
+    return length is not None and follows_length(saved) and length <= saved["max_distance"]
+
+
+def distance(method: SavedMethod, m: int, n: int, length: int | None = None) -> float:
+    """The relative position at which query m sees key n <= m, straight from the papers.
+
+    Args:
+        length: tokens in the row, which some methods follow; None: the method has one rule.
+    """
     saved = method.to_dict()
+    if read_as_loaded(saved, length):
+        return float(m - n)
+    if saved.get("group") == "length":
+        assert length is not None
+        saved["group"] = group_of_length(saved, length)
+    return distance_in(saved, m, n)
+
+
+def distance_in(saved: Saved, m: int, n: int) -> float:
     if saved["method"] in DISTANCES:
         return DISTANCES[saved["method"]](saved, m, n)
-    return float(m - n) if m - n < saved["window"] else FAR_DISTANCES[saved["method"]](saved, m, n)
+    near = saved["window"] + (saved["method"] == "jet-long")  # there the key at the distance w is near
+    return float(m - n) if m - n < near else FAR_DISTANCES[saved["method"]](saved, m, n)
 
 
 def naive_attention(

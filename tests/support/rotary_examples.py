@@ -18,6 +18,7 @@ from tests.support.oracles import (
     dynamic_ntk_alpha,
     llama3,
     longrope_attention_factor,
+    mrrope,
     ntk,
     plain,
     rising_divisors,
@@ -71,6 +72,7 @@ STATIC: list[tuple[str, dict[str, Any], Callable[[Rotary], list[float]], float]]
     ("ntk", {"factor": 8}, lambda r: ntk(r, 8), 1.0),
     ("llama3", {"factor": 8}, lambda r: llama3(r, 8), 1.0),
     ("yarn", {"factor": 8, "ramp": "cycles"}, lambda r: by_cycles(r, 8, 1, 32), 0.1 * math.log(8) + 1),
+    ("mrrope", {"factor": 8}, lambda r: mrrope(r, 8) or [], 0.1 * math.log(8) + 1),
     ("by-parts", {"factor": 3, "ramp": "cycles"}, lambda r: by_cycles(r, 3, 1, 32), 1.0),
 ]
 static = pytest.mark.parametrize(("method", "params", "formula", "warmth"), STATIC, ids=[entry[0] for entry in STATIC])

@@ -20,18 +20,18 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.serving.target import Model, make_target
 from tests.support.method_examples import example_method
 
-FOLDER = Path(__file__).parent / "configs"
+FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
 SERVED = {
     "Llama": "llama-3.1",
     "Qwen3": "qwen3-8b-yarn",
-    "Mistral": "served/mistral-7b-v0.3",
+    "Mistral": "mistral-7b-v0.3",
     "Phi-3": "phi-3-mini-128k",
     "Gemma 3": "gemma-3-4b",
     "gpt-oss": "gpt-oss-20b",
     "DeepSeek": "deepseek-v3",
-    "Qwen3-VL": "served/qwen3-vl-8b",
+    "Qwen3-VL": "qwen3-vl-8b",
 }
-"""Family -> file in tests/support/configs."""
+"""Family -> file in conformance/configurations."""
 
 
 def published_config(family: str) -> dict[str, Any]:

@@ -22,11 +22,13 @@ PARTIAL = Rotary(dim=32, theta=10_000.0, trained_length=256, rotated_pairs=9)
 
 
 def test_a_search_begins_with_static_methods_for_the_target_length() -> None:
-    assert fixed_methods() == ["linear", "ntk", "by-parts", "yarn", "llama3"]
+    assert fixed_methods() == ["linear", "ntk", "by-parts", "yarn", "llama3", "mrrope"]
     for name in fixed_methods():
         method = resolve_method(name, ROTARY, target_length=2048)
         assert is_static(method)
         assert method.to_dict()["factor"] == 8
+    short = Rotary(dim=32, theta=10_000.0, trained_length=128)  # no pair of more than 32 cycles
+    assert fixed_methods(short) == ["linear", "ntk", "by-parts", "yarn", "llama3"]
     assert not is_static(resolve_method("self-extend", ROTARY, target_length=2048))
 
 

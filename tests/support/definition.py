@@ -1,0 +1,91 @@
+"""Whole models whose attention is the definition of a remapping method, pair by pair, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.slot_finding import find_slots
+from tests.support.models import FAMILIES, rope_parameters
+from tests.support.oracles import distance, rotate_to, temperature_scale
+
+_INTERLEAVED = ("glm", "cohere", "llama4", "deepseek_v2")
+
+
+class _Still(nn.Module):
+    """A rotary module that turns nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any) -> Any:
+        out = self.module(x, position_ids, *args)
+        return torch.ones_like(out) if isinstance(out, Tensor) else (torch.ones_like(out[0]), torch.zeros_like(out[1]))
+
+
+@contextmanager
+def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
+    """A model whose rotary modules turn nothing and whose attention has every distance in it as the paper says."""
+    family = FAMILIES[name]
+    own_theta = rope_parameters(name)["sliding_attention"]["rope_theta"] if family.nested else None
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        tokens, head_dim = query.shape[2:]
+        groups = query.shape[1] // key.shape[1]
+        query, key, value = query.double(), key.double(), value.double()
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        start = head_dim - family.rotated if name.startswith("deepseek") else 0
+        parts = [x[..., start : start + family.rotated] for x in (query, key)]
+        if name in _INTERLEAVED:
+            parts = [torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1) for x in parts]
+        window = kwargs.get("sliding_window")
+        far = method if window is None else None
+        places = torch.tensor(
+            [[distance(far, m, n, tokens) if far else float(m - n) for n in range(m + 1)] + [0.0] * (tokens - m - 1)
+             for m in range(tokens)], dtype=torch.float64,
+        ) * getattr(module, "use_rope", 1)  # fmt: skip
+        theta = own_theta if window is not None and own_theta else 10_000.0
+        at = rotate_to(parts[0][..., :, None, :].expand(*parts[0].shape[:3], tokens, -1), places, family.rotated, theta)
+        scores = torch.einsum("bhmnd,bhnd->bhmn", at, parts[1])
+        others = [torch.cat([x[..., :start], x[..., start + family.rotated :]], dim=-1) for x in (query, key)]
+        scores = (scores + others[0] @ others[1].transpose(-1, -2)) * kwargs["scaling"]
+        if far is not None:
+            scales = torch.tensor([temperature_scale(far, m, tokens) for m in range(tokens)], dtype=torch.float64)
+            scores = scores * scales[:, None]
+        if (cap := kwargs.get("softcap")) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        m, n = torch.arange(tokens)[:, None], torch.arange(tokens)
+        hidden = (n > m) | (n <= m - window if window is not None else n > m)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if (sinks := kwargs.get("s_aux")) is not None:
+            scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, -1, tokens, 1)], dim=-1)
+        return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2).float().contiguous(), None
+
+    AttentionInterface.register("tests_definition", attention)
+    AttentionMaskInterface.register("tests_definition", lambda *args, **kwargs: None)
+    (slot,) = find_slots(model)
+    setattr(slot.parent, slot.attribute, _Still(slot.module))
+    before = model.config._attn_implementation
+    model.set_attn_implementation("tests_definition")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)
+        setattr(slot.parent, slot.attribute, slot.module)
+
+
+def patched_method(model: Any) -> RemappingMethod:
+    from rope_ext_hf.patches.patching import patched_method as actual
+
+    method = actual(model)
+    assert isinstance(method, RemappingMethod)
+    return method
