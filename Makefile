@@ -47,14 +47,15 @@ build/exports/ready: Makefile
 		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2
 	touch $@
 
-# Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; no GPU. Triton lies below build/ (690 MB), where
-# it changes nothing about torch.compile in other tests.
-test-kernels: .venv/ready build/triton/ready
-	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/triton TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
-		-n 2 tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py
+# Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; stand-ins for kernels of the Hub; no GPU. Triton
+# and the kernels library lie below build/ (690 MB), where they change nothing about other tests.
+test-kernels: .venv/ready build/kernels/ready
+	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/kernels TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
+		-n 2 -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py \
+		tests/rotary/test_triton_rotation.py tests/patches/test_rotation_kernels.py
 
-build/triton/ready: constraints.txt
-	$(RUN)/pip install -q --target build/triton --no-deps --upgrade -c constraints.txt triton
+build/kernels/ready: constraints.txt
+	$(RUN)/pip install -q --target build/kernels --no-deps --upgrade -c constraints.txt triton kernels
 	touch $@
 
 # Every method on every family and all the rest: half an hour, before a release.
