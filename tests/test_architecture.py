@@ -303,12 +303,15 @@ def taken_outside() -> set[tuple[str, str | None]]:
     }
 
 
-def test_what_is_taken_from_modules_exists() -> None:
-    """Also inside functions that no test calls: benchmarks import what they measure there."""
+def test_what_benchmarks_import_exists() -> None:
+    """Also inside functions that no test calls."""
+    paths = sorted((ROOT / "benchmarks").glob("*.py"))
     check(
-        f"{target} has no {name}"
-        for target, name in sorted(taken_outside(), key=str)
-        if name is not None and not hasattr(importlib.import_module(target), name)
+        f"{path.name} imports {each.name} of {each.target}"
+        for path in paths
+        for each in imports_of(str(path), ast.parse(path.read_text(encoding="utf-8")), set(modules()))
+        if each.name is not None and each.target.split(".")[0] == PACKAGE
+        if not hasattr(importlib.import_module(each.target), each.name)
     )
 
 
