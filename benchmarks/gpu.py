@@ -38,7 +38,7 @@ from rope_ext_hf.reading.preflight import GPU_WORKING_BYTES, estimate_memory
 ROOT = Path(__file__).parent.parent
 FITTING = (2**17, 2**18, 2**19, 2**20)  # tokens of the table of what fits where
 SLACK = 1.1  # what is this much above a prediction is named at the end
-MOST_DIFFERENCE = 0.15  # of a standard deviation, root mean square: half precision in another order is below it
+MOST_DIFFERENCE = 0.08  # of a standard deviation, root mean square; another order of sums in bfloat16 makes 0.02
 
 FAILED, WRONG = "Failed", "Wrong"  # titles of what makes the run fail as a whole
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from stock import attention_kernels_and_launches, usual_dtype
 
+import rope_ext_hf as rope
 from docs.figures import gpu as pages
 from tests.support.simulated_cuda import SimulatedCuda, why_unavailable
 
@@ -281,6 +282,20 @@ def test_launches_waits_and_rotations_are_those_of_the_device(triton: bool) -> N
         kernels, launches = attention_kernels_and_launches(lambda: model(ids))
         assert (kernels, launches) == ("flash_attention", device.launches)
         assert gpu_shapes.count_waits(lambda: [float(ids[0, at]) for at in range(3)]) == 3  # type: ignore[arg-type]
+
+
+@simulated
+def test_other_angles_are_seen_in_random_weights() -> None:
+    """What the tolerance of the checks would let through is no wrong rotation."""
+    with SimulatedCuda(), torch.inference_mode():
+        model = gpu_shapes.random_model("tiny", "cuda", torch.bfloat16)
+        prompts = gpu_shapes.Prompts.random(64, "cuda")
+        stock = gpu_shapes.last_logits(model, prompts)
+        with rope.patched(model, "linear", factor=1.1):
+            assert gpu_shapes.difference(gpu_shapes.last_logits(model, prompts), stock) > 2 * gpu.MOST_DIFFERENCE
+        row = gpu_shapes.check_unchanged(model, "rerope", {}, prompts.ids)
+    assert row is not None
+    assert row["difference"] < gpu.MOST_DIFFERENCE / 2
 
 
 def test_a_step_that_fails_or_takes_too_long_keeps_its_results() -> None:
