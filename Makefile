@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | test-additions | test-exports | test-other-engines | test-engines | conformance |
-# test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
+# test-engines | conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -45,6 +45,16 @@ test-exports: .venv/ready build/exports/ready
 build/exports/ready: Makefile
 	$(RUN)/pip install -q --target build/exports --no-deps \
 		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2
+	touch $@
+
+# Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; no GPU. Triton lies below build/ (690 MB), where
+# it changes nothing about torch.compile in other tests.
+test-kernels: .venv/ready build/triton/ready
+	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/triton TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
+		-n 2 tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py
+
+build/triton/ready: constraints.txt
+	$(RUN)/pip install -q --target build/triton --no-deps --upgrade -c constraints.txt triton
 	touch $@
 
 # Every method on every family and all the rest: half an hour, before a release.

@@ -9,8 +9,9 @@ takes them. Whatever raises NotImplementedError is not offered by the port.
     cos_sin(config, positions, layer_type, length)    (cos, sin), each positions x pairs, with the magnitude; a position
                                                       is a number, or three of them under M-RoPE
     rotate(config, vector, position, layer_type, length)    the vector of a head, rotated
-    logits(folder, ids, chunks, padding)              of the last token of `ids`, read in chunks of these sizes with one
-                                                      cache, after so many padding tokens that are masked
+    logits(folder, rows, chunks)                      of the last token of each row of token ids; rows of unequal length
+                                                      are padded on the left and masked; with chunks, the ids are read
+                                                      in pieces of these sizes with one cache
     version()                                         what was run
 """
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -27,13 +30,17 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
+ORIGINAL = 64
+"""The original length of the tiny models, in tokens."""
+READ = ("1x", "beyond", "growing cache", "chunks", "left padding")
+"""How the tiny models are read."""
 CHECKS = ("inv_freq", "magnitude", "softmax_scale", "cos_sin", "on_axes", "rotated")
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check of one row; `error`: what differs, and the likely mistake; empty: it agrees; None: not offered."""
+    """One check of one row or model; `error`: what differs and the likely mistake; "": nothing; None: not offered."""
 
     case: str
     layer_type: str | None
@@ -211,3 +218,93 @@ _COMPARED: dict[str, Callable[[Any, Json, Json, Json], str]] = {
     "on_axes": _compare_on_axes,
     "rotated": _compare_rotated,
 }
+
+
+# --- tiny models ------------------------------------------------------------------------------------------------------
+
+
+def models(names: list[str] | None = None) -> Iterator[tuple[str, Json]]:
+    """The tiny models by name."""
+    for path in sorted((HERE / "models").glob("*.json")):
+        if not names or path.stem in names:
+            yield path.stem, read(path)
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """A folder with a tiny model, as programs load it."""
+    entry = read(HERE / "models" / f"{name}.json")
+    made = folder / name
+    made.mkdir(parents=True, exist_ok=True)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, entry["config"]["vocab_size"])}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    for file, content in (
+        ("config.json", entry["config"]),
+        ("tokenizer.json", tokenizer),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | special),
+    ):
+        (made / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(HERE / "models" / entry["weights"], made / "model.safetensors")
+    return made
+
+
+def allowed_difference(entry: Json, dtype: str) -> float:
+    """The root mean square difference of logits that a dtype explains."""
+    rounding: float = (
+        3 * entry["rounding"][dtype] if dtype in entry["rounding"] else about()["tolerances"][dtype]["logits"]
+    )
+    return rounding * float(entry["std"])
+
+
+def check_models(port: Any, dtype: str = "float32", names: list[str] | None = None) -> Iterator[Outcome]:
+    """Every tiny model, read in every way."""
+    if not hasattr(port, "logits"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for name, entry in models(names):
+            made = write_model(name, Path(folder))
+            for check in READ:
+                try:
+                    error: str | None = _compare_read(port, entry, made, check, dtype)
+                except NotImplementedError:
+                    error = None
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {str(raised)[:200]}"
+                yield Outcome(name, None, None, check, error)
+
+
+def _compare_read(port: Any, entry: Json, folder: Path, check: str, dtype: str) -> str:
+    ids, right = entry["ids"], dict(zip(entry["positions"], np.array(entry["logits"]), strict=True))
+    last = entry["positions"][-1]
+    plan: list[tuple[list[list[int]], list[int] | None]] = {
+        "1x": [([ids[:at]], None) for at in right if at <= ORIGINAL],
+        "beyond": [([ids[:at]], None) for at in right if at > ORIGINAL],
+        "growing cache": [([ids[:128]], [ORIGINAL] + [1] * ORIGINAL)],
+        "chunks": [([ids[:last]], [100, 92, last - 192])],
+        "left padding": [([ids[:last], ids[:ORIGINAL]], None)],
+    }[check]
+    rows = [row for asked, _ in plan for row in asked]
+    given = [call(port.logits, folder, asked, chunks) for asked, chunks in plan]
+    got = np.concatenate(
+        [np.array(each, np.float64).reshape(len(asked), -1) for each, (asked, _) in zip(given, plan, strict=True)]
+    )
+    expected = np.stack([right[len(row)] for row in rows])
+    off = np.sqrt(((got - expected) ** 2).mean(-1))
+    if (off <= allowed_difference(entry, dtype)).all():
+        return ""
+    worst = int(np.where(np.isnan(off), np.inf, off).argmax())
+    text = f"the logits after {len(rows[worst])} tokens differ by {off[worst] / entry['std']:.2g} standard deviations"
+    if check not in ("1x", "beyond"):
+        return text
+    scores = got - np.log(np.exp(got - got.max(-1, keepdims=True)).sum(-1, keepdims=True)) - got.max(-1, keepdims=True)
+    found = {len(row): score[ids[len(row)]] for row, score in zip(rows, scores, strict=True)}
+    return text + as_with(likely_mistakes(entry, found, dtype))
+
+
+def likely_mistakes(entry: Json, found: dict[int, float], dtype: str) -> list[str]:
+    """The mistakes under which the tokens that follow prefixes have these log-probabilities, by prefix length."""
+    places = [entry["positions"].index(at) for at in found]
+    values, bound = np.array(list(found.values())), 4 * allowed_difference(entry, dtype)
+    near = {each["name"]: np.array(each["logprobs"])[places] - values for each in entry["mistakes"]}
+    return [name for name, off in near.items() if np.sqrt((off**2).mean()) <= bound]

@@ -3,6 +3,8 @@
     python run.py --port transformers            # the installed transformers; the models of models/ too
     python run.py --port mymodule:inv_freq       # a function: config (dict) -> list of inverse frequencies
     python run.py --port mymodule                # a module with any of the functions that kit.py lists
+    python run.py --write FOLDER                 # the models of models/, as folders that programs load
+    python run.py --server URL --model NAME      # a server over HTTP that serves one of them
 
 Needs Python 3.11 and numpy, and what the port needs. The exit status is 1 where something differs.
 """
@@ -25,6 +27,7 @@ sys.path[:0] = [str(HERE), str(Path.cwd())]
 import kit  # noqa: E402
 
 TITLES = ("inv_freq", "magnitude", "softmax", "cos, sin", "M-RoPE", "rotation")
+Outcomes = Sequence[kit.Outcome]
 
 
 def load(port: str) -> Any:
@@ -47,32 +50,59 @@ def title(outcome: kit.Outcome) -> str:
     return outcome.case + (f", {outcome.layer_type}" if outcome.layer_type else "") + length
 
 
-def table(outcomes: Sequence[kit.Outcome]) -> str:
-    """A line for each row, then what failed and the likely mistake."""
+def table(outcomes: Outcomes, titles: Sequence[str]) -> list[str]:
+    """A line for each row."""
     rows: dict[str, list[str]] = {}
     for each in outcomes:
         rows.setdefault(title(each), []).append(cell(each))
-    width = max(map(len, rows))
-    lines = ["".join([" " * width, *(f"{each:>11}" for each in TITLES)])]
-    lines += ["".join([f"{name:<{width}}", *(f"{each:>11}" for each in cells)]) for name, cells in rows.items()]
-    lines += [f"{title(each)}: {each.check}: {each.error}" for each in outcomes if each.error]
-    agree = sum(each.error == "" for each in outcomes)
-    return "\n".join([*lines, f"{agree} agree, {sum(bool(each.error) for each in outcomes)} differ"])
+    width = max(map(len, rows), default=0)
+    columns = [max(11, len(each) + 2) for each in titles]
+    lines = [("", list(titles)), *rows.items()] if rows else []
+    return [
+        f"{name:<{width}}" + "".join(f"{each:>{wide}}" for each, wide in zip(cells, columns, strict=True))
+        for name, cells in lines
+    ]
+
+
+def report(tables: Outcomes, models: Outcomes) -> str:
+    """Two tables, then what failed and the likely mistake."""
+    both = [*tables, *models]
+    lines = [*table(tables, TITLES), "", *table(models, kit.READ), ""] if models else table(tables, TITLES)
+    lines += [f"{title(each)}: {each.check}: {each.error}" for each in both if each.error]
+    agree = sum(each.error == "" for each in both)
+    return "\n".join([*lines, f"{agree} agree, {sum(bool(each.error) for each in both)} differ"])
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", required=True, help="transformers, MODULE or MODULE:FUNCTION")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--port", help="transformers, MODULE or MODULE:FUNCTION")
+    what.add_argument("--write", type=Path, metavar="FOLDER", help="write the models there")
+    what.add_argument("--server", metavar="URL", help="vLLM, SGLang, llama.cpp or another with OpenAI's completions")
+    parser.add_argument("--model", metavar="NAME", help="that the server serves")
     parser.add_argument("--dtype", default="float32", choices=kit.about()["tolerances"], help="of what it computes")
-    parser.add_argument("--cases", nargs="*", metavar="NAME", help="these configurations alone")
+    parser.add_argument("--cases", nargs="*", metavar="NAME", help="these configurations and models alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
     given = parser.parse_args()
+    if given.write:
+        print(*(kit.write_model(name, given.write) for name, _ in kit.models(given.cases)), sep="\n")
+        return
+    if given.server:
+        import server
+
+        if given.model not in dict(kit.models()):
+            parser.error(f"--model must be one of {', '.join(dict(kit.models()))}")
+        error = server.check(given.server, dict(kit.models())[given.model], given.dtype)
+        print(f"{given.server}: {error or f'agrees with {given.model}'}")
+        sys.exit(bool(error))
     port = load(given.port)
-    outcomes = list(kit.check_tables(port, given.dtype, given.cases))
+    tables = list(kit.check_tables(port, given.dtype, given.cases))
+    models = list(kit.check_models(port, given.dtype, given.cases))
+    outcomes = [*tables, *models]
     name = port.version() if hasattr(port, "version") else given.port
     print(f"{kit.about()['name']} {kit.about()['version']}: {name}, {given.dtype}")
-    print(table(outcomes))
+    print(report(tables, models))
     if given.json:
         content = {"port": name, "dtype": given.dtype, "outcomes": [asdict(each) for each in outcomes]}
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -7,11 +7,12 @@ import json
 import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -138,3 +139,30 @@ def cos_sin(
     cos = torch.stack([turned[i, :, j] for i, j in enumerate(outputs)], 1)
     sin = torch.stack([turned[i, :, j + apart] for i, j in enumerate(outputs)], 1)
     return cos.tolist(), sin.tolist()
+
+
+@cache
+def _loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits(folder: Path, rows: list[list[int]], chunks: list[int] | None = None) -> Any:
+    """Of the last token of each row, (rows, vocabulary); a fresh model each, as some remember the longest input."""
+    model = _loaded(folder)
+    if getattr(model.model.rotary_emb, "rope_type", None) == "dynamic":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, end, result = None, 0, None
+    for size in chunks or [longest]:
+        part = slice(end, end + size)
+        result = model(
+            input_ids=ids[:, part], attention_mask=mask[:, : end + size], position_ids=positions[:, part],
+            past_key_values=cache, use_cache=bool(chunks),
+        )  # fmt: skip
+        cache, end = result.past_key_values, end + size
+    assert result is not None
+    return result.logits[:, -1].double().numpy()

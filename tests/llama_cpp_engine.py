@@ -62,6 +62,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, other betas": ("yarn", {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0}),
     "yarn, truncate false": ("yarn", {"factor": 4.0, "truncate": False}),
     "llama3": ("llama3", {"factor": 4.0}),
+    "mrrope": ("mrrope", {"factor": 4.0, "beta_fast": 16.0}),
+    "mrrope, uniform": ("mrrope", {"factor": 4.0, "beta_fast": 16.0, "radix": "uniform"}),
     "longrope, one list": ("longrope", {"lists": ("short_factor", "long_factor"), "factor": 4.0}),
     "factors": ("factors", {"lists": ("factors",), "attention_factor": 1.1}),
 }

@@ -49,6 +49,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, an attention factor given": ("yarn", {"attention_factor": 1.1}),
     "by-parts": ("by-parts", {}),
     "llama3": ("llama3", {}),
+    "mrrope": ("mrrope", {"beta_fast": 16.0}),
     "longrope, one list": ("longrope", {"lists": (1, 1)}),
     "longrope, two lists": ("longrope", {"lists": (0, 1)}),
     "factors": ("factors", {"lists": (1,)}),

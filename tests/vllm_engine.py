@@ -157,12 +157,13 @@ def params(method: str, pairs: int, length: int) -> dict[str, Any]:
     special: dict[str, dict[str, Any]] = {
         "theta": {"theta": 1e6, "target_length": 1024},
         "factors": {"factors": growing, "attention_factor": 1.1, "factor": factor},
+        "mrrope": {"beta_fast": 16.0, "factor": factor},
         "stopped": {"factors": (*growing[:-2], 1e12, 1e12), "factor": factor},
     }
     return special.get(method, {"factor": factor})
 
 
-METHODS = ("linear", "theta", "ntk", "by-parts", "yarn", "llama3", "factors", "stopped")
+METHODS = ("linear", "theta", "ntk", "by-parts", "yarn", "llama3", "mrrope", "factors", "stopped")
 """Every static method; "stopped": factors that leave two pairs without rotation."""
 STOCK = ("yarn", "factors")
 """Methods that are run by vLLM's own rope types too."""
@@ -372,10 +373,19 @@ def main() -> None:
     engine = Engine(arguments.python.absolute())
     families = arguments.families.split(";")
     before = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    rows, stock = ([r for r in before.get(key, []) if r["family"] not in families] for key in ("rows", "stock"))
-    classes = compare_classes(engine.python, METHODS)
+    methods = arguments.methods.split(",")
+
+    def kept(key: str) -> list[dict[str, Any]]:
+        """The rows of an earlier run that this one does not repeat."""
+        again = families if key != "classes" else list(BY_CLASS)
+        return [
+            r for r in before.get(key, []) if r["family"] not in again or r.get("method", methods[0]) not in methods
+        ]
+
+    rows, stock = kept("rows"), kept("stock")
+    classes = kept("classes") + compare_classes(engine.python, methods)
     for family in families:
-        more, alone = compare(engine, family, build(family), arguments.methods.split(","))
+        more, alone = compare(engine, family, build(family), methods)
         rows += more
         stock.append(alone)
         for line in (*more, alone):

@@ -98,6 +98,26 @@ def choosing_among() -> str:
 
 
 @figure
+def reported_by_papers() -> str:
+    """What papers report, a row for each method of each table."""
+    from rope_ext_hf.advice.reported import reported
+
+    rows = []
+    for table in reported():
+        numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
+        unit = f"{table.benchmark} ({table.unit}, {table.better} is better)"
+        by = f"[{table.source}]({table.url}), {table.place}"
+        rows.append([table.subject, unit, " / ".join(table.lengths), numbers, by])
+    return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
+
+
+def _code(method: str) -> str:
+    from rope_ext_hf import list_methods
+
+    return f"`{method}`" if method in list_methods() else method
+
+
+@figure
 def methods_without_a_section() -> str:
     """The docstring of each method, and its picture, where the page has no section written for it."""
     from rope_ext_hf import list_methods

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rope_ext_hf.advice.reported import Reported
 from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
@@ -78,6 +79,7 @@ class Advice:
         memory: of keys and values, at the context length and at the target length.
         commands: the commands to run next, by their goal.
         notes: further remarks.
+        reported: what papers report of the methods that helped, on models of this type, or of any where there is none.
     """
 
     model: str
@@ -94,6 +96,7 @@ class Advice:
     memory: tuple[CacheMemory, ...]
     commands: dict[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
+    reported: tuple[Reported, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -115,6 +118,9 @@ class Advice:
             lines += ["", text_table(rows)]
         if self.methods:
             lines += ["", *self._measured(), *self._served()]
+        if self.reported:
+            lines += ["", "by others, and not measured here"]
+            lines += [wrapped(str(each), "  ", "    ") for each in self.reported]
         lines += ["", _memory_table(self.memory)]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
@@ -137,7 +143,7 @@ class Advice:
     def _measured(self) -> list[str]:
         """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
         fitting = [each for each in self.methods if each.fits]
-        lines = ["Without training, measured on:"]
+        lines = ["Measured here, without training, on:"]
         lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
         lines.append(
             wrapped(

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, signed
+from rope_ext_hf.advice.reported import Reported, reported
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
@@ -117,7 +118,13 @@ def advise(
         memory=_cache_memory(opened.config, lengths, list(batches)),
         commands=run.commands(served, configs, choices, reached),
         notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
+        reported=_reported(methods, opened.config.model_type),
     )
+
+
+def _reported(methods: Sequence[MethodAdvice], model_type: str) -> tuple[Reported, ...]:
+    helping = {each.method for each in methods if each.fits}
+    return tuple([each for each in reported(model_type=model_type) or reported() if helping & each.values.keys()])
 
 
 def _sliding_rope(opened: Model) -> Any:

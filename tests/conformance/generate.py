@@ -253,9 +253,14 @@ def files() -> dict[Path, str]:
 
 
 def main() -> None:
+    from tests.conformance import models
+
     logging.set_verbosity_error()
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
+    models.write_weights()
+    for path in models.paths():
+        path.write_text(models.written(models.model_file(path.stem)), encoding="utf-8")
 
 
 if __name__ == "__main__":
