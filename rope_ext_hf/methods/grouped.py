@@ -124,6 +124,7 @@ class SelfExtend(_Grouped):
     """
 
     guidance = Guidance(
+        purposes=(PYTHON,),
         when="the extended length is known; positions stay whole numbers, as in training",
         decode=ZONES,
     )

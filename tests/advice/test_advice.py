@@ -88,7 +88,7 @@ def test_a_plain_model_is_served_with_the_first_choice(folder: Path) -> None:
     assert advice.choices[SERVING] == ("yarn",)
     assert advice.choices[FINE_TUNING] == ("yarn",)
     assert advice.choices[SHORT_INPUTS] == ("dynamic-yarn",)
-    assert set(advice.choices[PYTHON]) == {"dynamic-self-extend", "rerope", "dca"}
+    assert set(advice.choices[PYTHON]) == {"self-extend", "rerope", "dca"}
     assert {advice.served[engine] for engine in ("vllm", "sglang", "llama.cpp", "ollama", "mlx")} == {"yarn"}
     by_name = {each.method: each for each in advice.methods}
     assert set(by_name) == {name for name, cls in list_methods().items() if cls.guidance is not None}
