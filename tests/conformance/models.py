@@ -173,7 +173,11 @@ def model_file(name: str) -> Json:
         off = last_logits(load(config, dtype), ids) - last_logits(load(config, torch.float32), ids)
         rounding[str(dtype).removeprefix("torch.")] = float(f"{float(off.square().mean().sqrt() / logits.std()):.2g}")
     made: Json = {"weights": f"{config['model_type']}.safetensors", "config": config, "ids": ids}
-    made |= {"positions": POSITIONS, "logits": [rounded(row) for row in logits], "std": rounded([float(logits.std())])[0]}
+    made |= {
+        "positions": POSITIONS,
+        "logits": [rounded(row) for row in logits],
+        "std": rounded([float(logits.std())])[0],
+    }
     made |= {"logprobs": rounded(right), "rounding": rounding, "mistakes": list(wrong(config, ids, right))}
     return made
 
