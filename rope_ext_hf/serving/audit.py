@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed
-from rope_ext_hf.config_keys.keys import rope_settings, text_settings
+from rope_ext_hf.config_keys.keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.engines.base import (
     Engine,
     NotCheckedError,
@@ -70,7 +70,7 @@ class Audit:
         path: the file.
         engines: one report each.
         problems: the mistakes in the file itself.
-        notes: the layers that its rope settings do not reach, in any engine.
+        notes: the layers that its rope settings do not reach, in any engine; what serves it where an engine differs.
     """
 
     path: str
@@ -144,8 +144,15 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     reference = _report(reference_engine(), config)
     against = reference_engine() if reference.computed is not None else None
     most, note = _length_and_note(config)
-    reports = [reference, *(_too_long(_report(engine, config, against), most) for engine in engines)]
-    return Audit(name, tuple(reports), tuple(problems), () if note is None else (note,))
+    reports = [_too_long(_report(engine, config, against), most) for engine in engines]
+    differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
+    plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
+    by_plugin = [
+        f"The plug-in hands static frequencies over: rope-ext serve-config MODEL --plugin --engine {each}"
+        for each in plugins
+    ]
+    notes = by_plugin if note is None else [note, *by_plugin]
+    return Audit(name, (reference, *reports), tuple(problems), tuple(notes))
 
 
 def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]:
@@ -212,6 +219,8 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         settings = rope_settings(text)
     except ServingError as error:
         return [*problems, one_line(error)]
+    if unread := unread_settings(text):
+        problems.append(unread)
     kind, original = settings["rope_type"], settings.get("original_max_position_embeddings")
     if kind in ("yarn", "longrope", "llama3") and original is None:
         problems.append(f"{kind} without original_max_position_embeddings: engines put different lengths in its place")
