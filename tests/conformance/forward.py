@@ -41,7 +41,7 @@ def forward(config: formulas.Json, weights: Weights, ids: list[int]) -> Array:
         x = x + (norm(f"{layer}.{names[1]}", out) if names[1] else out)
         out = network(config, own, norm(f"{layer}.{names[0]}", x))
         x = x + (norm(f"{layer}.{names[2]}", out) if names[2] else out)
-    return norm("model.norm", x) @ embedding.T
+    return norm("model.norm", x) @ weights.get("lm_head.weight", embedding).T
 
 
 def attention(
