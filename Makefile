@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | test-additions | test-exports | test-other-engines | test-engines | conformance |
-# test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
+# test-engines | conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -45,6 +45,17 @@ test-exports: .venv/ready build/exports/ready
 build/exports/ready: Makefile
 	$(RUN)/pip install -q --target build/exports --no-deps \
 		torchao==0.18.0 onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 protobuf==7.36.2
+	touch $@
+
+# Triton kernels compiled for NVIDIA and AMD, and in Triton's interpreter; stand-ins for kernels of the Hub; no GPU. Triton
+# and the kernels library lie below build/ (690 MB), where they change nothing about other tests.
+test-kernels: .venv/ready build/kernels/ready
+	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/kernels TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
+		-n 2 -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py \
+		tests/rotary/test_triton_rotation.py tests/patches/test_rotation_kernels.py
+
+build/kernels/ready: constraints.txt
+	$(RUN)/pip install -q --target build/kernels --no-deps --upgrade -c constraints.txt triton kernels
 	touch $@
 
 # Every method on every family and all the rest: half an hour, before a release.
@@ -131,9 +142,12 @@ pictures: .venv/ready
 	$(RUN)/python -m docs.make_figures --pictures
 
 # Perplexity, retrieval and cost of a model, into docs/benchmarks.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
-LENGTHS ?= 32k,64k,128k
+# TABLE=ruler: RULER's 13 tasks instead, under other methods, beside what papers report.
+TABLE ?= real_models
+LENGTHS ?= $(if $(filter ruler,$(TABLE)),4k$(COMMA)8k$(COMMA)16k$(COMMA))32k,64k,128k
+COMMA := ,
 tables: .venv/ready
-	$(RUN)/python benchmarks/real_models.py --model "$(MODEL)" --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)
+	$(RUN)/python benchmarks/$(TABLE:ruler=ruler_table).py --model "$(MODEL)" --lengths $(LENGTHS) --device $(DEVICE) --out $(RESULTS) $(TABLES)
 	$(RUN)/python -m docs.make_figures
 
 # Ten minutes at most, on one GPU: tests, benchmarks, and models of 1B and 8B at 8k to 131k tokens. The result goes to
@@ -150,6 +164,11 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
+	test -e build/bench/wide-heads-model/model.safetensors || $(RUN)/python benchmarks/train_reference.py --recipe wide-heads --device $(DEVICE) --out build/bench/wide-heads-model
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --out $(RESULTS)
+	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --folder build/bench/bands --out $(RESULTS)
+	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --bands 16:1,8:1 --folder build/bench/bands --out $(RESULTS)
+	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/wide-heads-model --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/angles.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --tasks key-value,assignment,quote,copy --methods as-loaded,rerope,self-extend --lengths 256,2048,8192 --keys 1 --out $(RESULTS)

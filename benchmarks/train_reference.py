@@ -138,7 +138,7 @@ RECIPES = {
         },
         phases={
             "text": Phase(steps=3000, text_rows=4, prompt_rows=0, peak_learning_rate=2e-3, warmup_steps=100),
-            "retrieval": Phase(steps=1500, text_rows=1, prompt_rows=3, peak_learning_rate=1e-3, warmup_steps=40),
+            "retrieval": Phase(steps=1000, text_rows=1, prompt_rows=3, peak_learning_rate=1e-3, warmup_steps=40),
         },
         trained_length=1024,
         theta=500_000.0,

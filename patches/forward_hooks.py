@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens, values_of
+from rope_ext_hf.patches.rotation_kernels import RotationKernels
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.forward_state import pop, push
@@ -29,6 +31,8 @@ class DecoderHooks(ABC):
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         self.slots = list(slots)
+        # transformers has taken in the library by now, if it is there.
+        self.kernels = RotationKernels(tables_of(slots)[0]) if "kernels" in sys.modules else None
 
     @property
     def axes(self) -> int:
@@ -51,6 +55,8 @@ class DecoderHooks(ABC):
             interrupted.close()
         context = ForwardContext.from_call(decoder, args, kwargs, axes=self.axes)
         if context is not None:
+            if self.kernels is not None and context.new_tokens.shape[0] > 1:
+                graph_break(self.kernels.check)(decoder, context.new_tokens.device)
             push(context)
         return context
 

@@ -3,25 +3,36 @@
     out = attend(rule, rotation, positions, query, key, value, scale)
 
 Two ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by tiles, each
-tile goes through the kernel, and the partial softmaxes are merged by their log-sum-exp (see tile_batches.py). The rest
-(soft caps, unusual masks, gradients, decoding steps of padded batches) computes the scores of a few queries at a time.
+tile goes through the kernel, and the partial softmaxes are merged by their log-sum-exp (see tile_batches.py); the same
+tiles go through its backward. The rest (soft caps, dropout, unusual masks, decoding steps of padded batches) computes
+the scores of a few queries at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext_hf.attention.kernels import has_kernel, run_kernel
+from rope_ext_hf.attention.kernels import has_kernel, run_backward, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.attention.tile_batches import MergedSoftmax, batch_tiles, fold_into_batch, strided_spans
+from rope_ext_hf.attention.tile_batches import (
+    KernelCall,
+    MergedSoftmax,
+    Spans,
+    add_to_spans,
+    batch_rows,
+    kernel_calls,
+)
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
+from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
 _MAX_QUERY_BLOCK = 2048
@@ -83,16 +94,22 @@ class _Attention:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
         plain = modifiers.mask is None and modifiers.softcap is None and not modifiers.dropout
         plain = plain and modifiers.bias is None and modifiers.pair_scales is None
-        # Kernels hide keys by causality alone; and their log-sum-exp, which merging needs, comes without a gradient.
-        if left_padding is None or not plain or _needs_grad(query, key, value) or not has_kernel(query, value):
+        # Kernels hide keys by causality alone.
+        if left_padding is None or not plain or not has_kernel(query, value):
             return self._eager(query, key, value)
+        alike = len(set(left_padding)) == 1
+        if not alike and query.shape[-2] < _MIN_FUSED_QUERIES:
+            return self._eager(query, key, value)
+        fused = self._fused
+        if self._needs_grad(query, key, value):
+            if torch.compiler.is_exporting():  # an exported program holds the computation itself
+                return self._eager(query, key, value)
+            fused = graph_break(fused)  # tiles are other ones for each length
         # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
-        if len(set(left_padding)) == 1:
-            return self._fused(query, key, value, left_padding[0])
-        if query.shape[-2] < _MIN_FUSED_QUERIES:
-            return self._eager(query, key, value)
-        rows = [slice(r, r + 1) for r in range(len(left_padding))]
-        return torch.cat([self._fused(query[r], key[r], value[r], p) for r, p in zip(rows, left_padding, strict=True)])
+        if alike:
+            return fused(query, key, value, left_padding[0])
+        rows = zip(*(torch.split(x, 1) for x in (query, key, value)), left_padding, strict=True)
+        return torch.cat([fused(*row) for row in rows])
 
     def _rotation_to(self, zone: int | None, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
         """The rotation of queries from `stored_position` to their position in a zone; None: none.
@@ -155,6 +172,10 @@ class _Attention:
         scale = self._query_scale(m, name, query.dtype)
         return query if scale is None else query * scale
 
+    def _needs_grad(self, *tensors: Tensor) -> bool:
+        given = (*tensors, self.modifiers.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
     @property
     def _total(self) -> int:
         return int(self.positions.key_positions.shape[-1])
@@ -179,20 +200,35 @@ class _Attention:
         far_key = self._far_keys(key, lambda: torch.arange(first_key, last, device=key.device)[None], (first_key, last))
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
-        if not padded_queries and last - first <= block_size:
-            return self._fused_block(None, query, key, far_key, value, first, first_key)
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        needs_grad, sinks = self._needs_grad(query, key, value), self.modifiers.sinks
+        whole = not padded_queries and last - first <= block_size
+        # Gradients do not go through what is written into a common tensor.
+        out = None if whole or needs_grad else query.new_empty(*query.shape[:-1], value.shape[-1])
         # Queries at padding have no key; their softmax would be NaN, which spreads through residual streams.
-        out[:, :, :padded_queries] = 0
+        parts = [] if whole else [value.new_zeros(*query.shape[:2], padded_queries, value.shape[-1])]
         for start in range(first, last, block_size):
-            stop = min(start + block_size, last)
-            block = slice(padded_queries + start - first, padded_queries + stop - first)
-            self._fused_block(out[:, :, block], query[:, :, block], key, far_key, value, start, first_key)
+            block = slice(padded_queries + start - first, padded_queries + min(start + block_size, last) - first)
+            given = query[:, :, block], key, far_key, value
+            if needs_grad:
+                parts.append(_FusedBlock.apply(self, start, first_key, *given, sinks))  # type: ignore[no-untyped-call]
+            else:
+                part = None if out is None else out[:, :, block]
+                parts.append(self._fused_block(start, first_key, *given, out=part)[0])
+        if out is None:
+            return parts[0] if whole else torch.cat(parts, dim=-2)
+        out[:, :, :padded_queries] = 0
         return out
 
     def _fused_block(
-        self, out: Tensor | None, query: Tensor, key: Tensor, far_key: Tensor, value: Tensor, start: int, first_key: int
-    ) -> Tensor:
+        self,
+        start: int,
+        first_key: int,
+        query: Tensor,
+        key: Tensor,
+        far_key: Tensor,
+        value: Tensor,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, MergedSoftmax]:
         """Queries from position `start` on, over keys from position `first_key` on.
 
         Args:
@@ -200,6 +236,24 @@ class _Attention:
             key: as stored, for the nearest zone.
             far_key: where the other zones see them.
         """
+        # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
+        # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
+        merged = MergedSoftmax(query, out)
+        for zone in self._zones(start, first_key, query, key, far_key):
+            for call in zone.calls:
+                q, k, v = zone.spans(call)
+                rows = batch_rows(zone.query, q), batch_rows(zone.keys, k), batch_rows(value, v)
+                merged.add(q, *run_kernel(*rows, self.scale, call.mask))
+        assert merged.out is not None  # a query sees itself at least
+        if self.modifiers.sinks is not None:
+            # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
+            # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
+            weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
+            merged.out *= weight.to(merged.out.dtype)
+        return merged.out, merged
+
+    def _zones(self, start: int, first_key: int, query: Tensor, key: Tensor, far_key: Tensor) -> Iterator[_Zone]:
+        """The zones that a block sees, nearest first."""
         rule, device = self.rule, query.device
         stop = start + query.shape[-2]
         # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
@@ -211,37 +265,15 @@ class _Attention:
             return torch.arange(start, stop, device=device)[None]
 
         local = self._rotation_to(0, lambda: torch.arange(first_local, stop, device=device)[None], near)
-        local_keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
-        # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
-        # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
-        merged = MergedSoftmax(query, out)
-        for zone, tiles in groupby(sorted(rule.tiles(start, stop), key=lambda tile: tile.zone), lambda t: t.zone):
+        calls = kernel_calls(rule.tiles(start, stop), first_key, _MAX_QUERY_BLOCK)
+        for zone, alike in groupby(calls, lambda call: call.zone):
             if zone == 0:
-                rotation, keys, keys_from = local and local.last(query.shape[-2]), local_keys, first_local
+                rotation, keys_from = local and local.last(query.shape[-2]), first_local
+                keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
             else:
                 rotation, keys, keys_from = self._rotation_to(zone, m, queries), far_key, first_key
             zone_query = self._place_query(rotation, query, m, zone, queries)
-            rectangles = chain.from_iterable(tile.rectangles(keys_from) for tile in tiles)
-            # Tiles of one shape at even steps are views of the same memory and go into one launch, as rows of a batch.
-            for run in batch_tiles(rectangles, _MAX_QUERY_BLOCK):
-                (q0, q1), (k0, k1), mask = run[0]
-                step, count = run[1].queries[0] - q0 if run[1:] else 1, len(run)
-                query_spans, key_spans = (q0 - start, q1 - q0, step, count), (k1 - k0, step, count)
-                part, part_lse = run_kernel(
-                    fold_into_batch(strided_spans(zone_query, *query_spans)),
-                    fold_into_batch(strided_spans(keys, k0 - keys_from, *key_spans)),
-                    fold_into_batch(strided_spans(value, k0 - first_key, *key_spans)),
-                    self.scale,
-                    mask,
-                )
-                merged.add(query_spans, part, part_lse)
-        assert merged.out is not None  # a query sees itself at least
-        if self.modifiers.sinks is not None:
-            # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
-            # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
-            weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
-            merged.out *= weight.to(merged.out.dtype)
-        return merged.out
+            yield _Zone(zone_query, keys, (start, keys_from, first_key), list(alike))
 
     # --- whole scores
 
@@ -251,7 +283,7 @@ class _Attention:
         score_bytes = SCORE_BYTES.get(query.device.type, SCORE_BYTES["cuda"])
         # (rows, heads, block, keys) in float32, 4 bytes each.
         block_size = max(1, score_bytes // (4 * rows * heads * int(key.shape[-2])))
-        needs_grad = _needs_grad(query, key, value)
+        needs_grad = self._needs_grad(query, key, value)
         out = []
         for start in range(0, tokens, block_size):
             block = slice(start, min(start + block_size, tokens))
@@ -379,8 +411,61 @@ class _Attention:
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+class _Zone(NamedTuple):
+    """A zone of a block: its queries and keys, rotated, and its kernel calls.
+
+    Attributes:
+        first: positions of the first query, key and value.
+    """
+
+    query: Tensor
+    keys: Tensor
+    first: tuple[int, int, int]
+    calls: list[KernelCall]
+
+    def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
+        """The tokens of a call among queries, keys and values."""
+        query, key, value = self.first
+        return call.queries.after(query), call.keys.after(key), call.keys.after(value)
+
+
+class _FusedBlock(torch.autograd.Function):
+    """`_Attention._fused_block` and its gradients. It keeps its arguments, its result and the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, attention: _Attention, start: int, first_key: int, *given: Any) -> Tensor:
+        *tensors, sinks = given
+        out, merged = attention._fused_block(start, first_key, *(x.detach() for x in tensors))
+        lse = merged.log_sum_exp()
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
+        ctx.asked = attention, start, first_key
+        ctx.save_for_backward(*given, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attention, *place = ctx.asked
+        *leaves, value, sinks, out, lse = ctx.saved_tensors
+        to_value = torch.zeros_like(value, dtype=lse.dtype)
+        with torch.enable_grad():  # autograd takes gradients back through the rotations
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            for zone in attention._zones(*place, *leaves):
+                to_query, to_key = (torch.zeros_like(x, dtype=lse.dtype) for x in zone[:2])
+                for call in zone.calls:
+                    q, k, v = spans = zone.spans(call)
+                    whole = batch_rows(grad, q), batch_rows(out, q), batch_rows(lse, q)
+                    rows = batch_rows(zone.query.detach(), q), batch_rows(zone.keys.detach(), k), batch_rows(value, v)
+                    parts = run_backward(whole, rows, attention.scale, call.mask)
+                    for to, tokens, part in zip((to_query, to_key, to_value), spans, parts, strict=True):
+                        add_to_spans(to, tokens, part)
+                zone.query.backward(to_query.to(value.dtype))
+                zone.keys.backward(to_key.to(value.dtype))
+        if sinks is not None:  # its weight is exp(sink - lse), and it has no value
+            weight = torch.exp(sinks.to(lse.dtype)[:, None, None] - lse)
+            sinks = -(weight * (grad * out).sum(-1, keepdim=True)).sum((0, 2, 3)).to(sinks.dtype)
+        return None, None, None, *(x.grad for x in leaves), to_value.to(value.dtype), sinks
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -1,8 +1,9 @@
-"""Fused attention kernels that return the log-sum-exp of the scores."""
+"""Fused attention kernels that return the log-sum-exp of the scores, and their backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,16 +14,21 @@ _MIN_CUDNN_QUERIES = 128
 """Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
 
 
+_Three = tuple[Tensor, Tensor, Tensor]
+
+
 class _Fused(NamedTuple):
     """The fused kernels of one kind of device.
 
     Attributes:
         run: (query, key, value, scale, causal) -> output and log-sum-exp.
+        backward: as `run_backward`, (whole, rows, scale, causal) -> gradients of the rows.
         supports: (query, widest head_dim) -> whether they take these tensors.
         head_dim_multiple: head_dim is padded to a multiple of this.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    backward: Callable[[_Three, _Three, float, bool], _Three]
     supports: Callable[[Tensor, int], bool]
     head_dim_multiple: int
 
@@ -57,6 +63,35 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bo
     return out.reshape(rows, heads, tokens, -1), lse.reshape(rows, heads, tokens)
 
 
+def _cpu_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _Three:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad, out, lse = whole
+    dq, dk, dv = flash(grad, *rows, out, lse, 0.0, causal, scale=scale)
+    return dq, dk, dv
+
+
+def _cuda_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _Three:
+    """By flash attention, also of what cuDNN's kernel computed, or by the memory-efficient kernel."""
+    (grad, out, lse), (query, key, value) = whole, rows
+    with torch.enable_grad():  # torch answers for the backward, which takes fewer head_dims on some devices
+        chosen = _torch_choice(query.detach().requires_grad_(), key, value, causal)
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+    if chosen in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):
+        flash, sizes = torch.ops.aten._scaled_dot_product_flash_attention_backward, (query.shape[-2], key.shape[-2])
+        dq, dk, dv = flash(grad, *rows, out, lse.contiguous(), None, None, *sizes, 0.0, causal, seed, seed, scale=scale)
+        return dq, dk, dv
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if causal:
+        key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    else:  # as in the forward
+        grad, out, lse, query = (x.reshape(len(x), kv_heads, -1, *x.shape[3:]) for x in (grad, out, lse, query))
+    lse = nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as the forward returns it
+    efficient, wanted = torch.ops.aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
+    dq, dk, dv, _ = efficient(grad, query, key, value, None, out, lse, seed, seed, 0.0, wanted, causal, scale=scale)
+    dk, dv = (x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(2) for x in (dk, dv))
+    return dq.reshape(len(dq), heads, -1, dq.shape[-1]), dk, dv
+
+
 def _torch_choice(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> int:
     """The kernel that scaled_dot_product_attention would run, a value of `SDPBackend`; MATH: none.
 
@@ -74,7 +109,10 @@ def _cuda_supports(query: Tensor, width: int) -> bool:
     return _torch_choice(example, example, example) != SDPBackend.MATH.value
 
 
-KERNELS = {"cpu": _Fused(_on_cpu, lambda query, width: True, 1), "cuda": _Fused(_on_cuda, _cuda_supports, 8)}
+KERNELS = {
+    "cpu": _Fused(_on_cpu, _cpu_backward, lambda query, width: True, 1),
+    "cuda": _Fused(_on_cuda, _cuda_backward, _cuda_supports, 8),
+}
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -89,23 +127,51 @@ def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: st
     Args:
         query: (rows, heads, queries, head_dim).
         key, value: (rows, kv_heads, keys, ...).
-        mask: "full", "causal" or "anticausal", as in `TileRectangle`.
+        mask: "full": every query sees every key; or they are as many, and the i-th query sees the first i + 1 keys
+            ("causal") or all but the first i ("anticausal").
 
     Returns:
-        (rows, heads, queries, head_dim of value), and the log-sum-exp of the scores, (rows, heads, queries) float32.
+        (rows, heads, queries, head_dim of value), and the log-sum-exp of the scores, (rows, heads, queries), float32
+        or float64.
     """
     if mask == "anticausal":  # causal, read backwards
         out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
         return out.flip(-2), lse.flip(-1)
-    fused, width = KERNELS[query.device.type], value.shape[-1]
-    wide = -(-max(width, query.shape[-1]) // fused.head_dim_multiple) * fused.head_dim_multiple
-    query, key, value = (_pad_head_dim(x, wide) for x in (query, key, value))
+    width, fused = value.shape[-1], KERNELS[query.device.type]
+    query, key, value = _pad_head_dims(query, key, value)
     out, lse = fused.run(query, key, value, scale, mask == "causal")
-    return out[..., :width], lse.float()
+    return out[..., :width], lse
 
 
-def _pad_head_dim(x: Tensor, wide: int) -> Tensor:
-    """`x` with `wide` dims per head, which lie next to each other in memory, as kernels require."""
-    if x.shape[-1] < wide:
-        return nn.functional.pad(x, (0, wide - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three:
+    """The gradients of queries, keys and values of a fused kernel through a softmax over these keys and others.
+
+    The backward of flash attention computes the weights anew, exp(score - lse), and needs of the other keys nothing but
+    the product of output and gradient: it is exact for a part of the keys as well (ring attention, Liu et al. 2023,
+    arXiv 2310.01889).
+
+    Args:
+        whole: of the softmax over all keys: the gradient of the output and the output, (rows, heads, queries, head_dim
+            of value), and the log-sum-exp, (rows, heads, queries, 1).
+        rows: query, key and value, as in `run_kernel`.
+    """
+    if mask == "anticausal":
+        grad, out, lse, query, key, value = (x.flip(-2) for x in (*whole, *rows))
+        dq, dk, dv = run_backward((grad, out, lse), (query, key, value), scale, "causal")
+        return dq.flip(-2), dk.flip(-2), dv.flip(-2)
+    widths = [x.shape[-1] for x in rows]
+    grad, out, query, key, value = _pad_head_dims(*whole[:2], *rows)
+    backward = KERNELS[query.device.type].backward
+    dq, dk, dv = backward((grad, out, whole[2][..., 0]), (query, key, value), scale, mask == "causal")
+    return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
+
+
+def _pad_head_dims(*tensors: Tensor) -> Iterator[Tensor]:
+    """Tensors with equally many dims per head, which lie next to each other in memory, as kernels require."""
+    multiple = KERNELS[tensors[0].device.type].head_dim_multiple
+    wide = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    for x in tensors:
+        if x.shape[-1] < wide:
+            yield nn.functional.pad(x, (0, wide - x.shape[-1]))
+        else:
+            yield x if x.stride(-1) == 1 else x.contiguous()

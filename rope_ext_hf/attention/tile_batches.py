@@ -7,10 +7,10 @@ Dual chunk attention with chunks of 4 tokens, 12 queries and their keys; a numbe
             4-7    1 full     0 causal
             8-11   2 full     1 full    0 causal
 
-The three causal squares of zone 0 have one size and lie on one diagonal, 4 queries and 4 keys apart: `batch_tiles`
-makes them one run, `strided_spans` views their queries as (rows, 3, heads, 4, dim), `fold_into_batch` makes rows x 3 of
-it, and one causal kernel call serves all three. Zone 1 is a run of two full tiles, zone 2 a run of one: three calls
-instead of six. Every call has the softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
+The three causal squares of zone 0 have one size and lie on one diagonal, 4 queries and 4 keys apart: they are one
+`KernelCall`. `strided_spans` views their queries as (rows, 3, heads, 4, dim), `batch_rows` makes rows x 3 of it, and
+the kernel is run once. Zone 1 is a call of two full tiles, zone 2 of one: three calls for six tiles. Every call has the
+softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
 
 A method with an exact local window of 4 tokens covers the same square by triangles, `\` causal and `/` anticausal:
 
@@ -27,52 +27,96 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.methods.tiles import TileRectangle
+from rope_ext_hf.methods.tiles import Tile
 
 
-def batch_tiles(rectangles: Iterable[TileRectangle], max_copied: int) -> Iterator[list[TileRectangle]]:
-    """Group rectangles that one kernel call can take: of one size and mask, evenly spaced along one diagonal.
+class Spans(NamedTuple):
+    """`times` ranges of `size` tokens, `step` apart, the first from `begin` on."""
+
+    begin: int
+    size: int
+    step: int = 1
+    times: int = 1
+
+    def after(self, first: int) -> Spans:
+        """The same, counted from token `first`."""
+        return self._replace(begin=self.begin - first)
+
+
+class KernelCall(NamedTuple):
+    """Rectangles of one zone that one kernel call takes, as rows of a batch; positions of their queries and keys.
+
+    Attributes:
+        mask: as `run_kernel` takes it.
+    """
+
+    zone: int
+    mask: str
+    queries: Spans
+    keys: Spans
+
+
+def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int) -> Iterator[KernelCall]:
+    """Cover tiles, zone by zone: rectangles of one size and mask, evenly spaced along one diagonal, share a call.
 
     Args:
-        rectangles: in the order of their queries.
-        max_copied: anticausal tiles are copied to be read backwards; a run of them has at most this many queries.
+        tiles: those of a zone in the order of their queries.
+        low: keys below this position are left out.
+        max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
     """
-    kinds: dict[tuple[str, int, int, int], list[TileRectangle]] = {}
-    for one in rectangles:
-        (q0, q1), (k0, k1), mask = one
-        kinds.setdefault((mask, q1 - q0, k1 - k0, k0 - q0), []).append(one)
-    for (mask, size, *_), alike in kinds.items():
-        run = alike[:1]
-        for one in alike[1:]:
-            step = one.queries[0] - run[-1].queries[0]
-            even = step >= size and step == (run[1].queries[0] - run[0].queries[0] if run[1:] else step)
-            if not even or (mask == "anticausal" and (len(run) + 1) * size > max_copied):
-                yield run
-                run = []
-            run.append(one)
-        yield run
+    kinds: dict[tuple[int, str, int, int, int], list[int]] = {}
+    for tile in sorted(tiles, key=lambda tile: tile.zone):
+        for (q0, q1), (k0, k1), mask in tile.rectangles(low):
+            kinds.setdefault((tile.zone, mask, q1 - q0, k1 - k0, k0 - q0), []).append(q0)
+    for (zone, mask, size, keys, diagonal), starts in kinds.items():
+        most = max(1, max_copied // size) if mask == "anticausal" else len(starts)
+        for queries in _even_spans(starts, size, most):
+            yield KernelCall(zone, mask, queries, queries._replace(begin=queries.begin + diagonal, size=keys))
 
 
-def strided_spans(x: Tensor, begin: int, size: int, step: int, count: int) -> Tensor:
-    """View `count` spans of `size` tokens, `step` tokens apart.
+def _even_spans(starts: list[int], size: int, most: int) -> Iterator[Spans]:
+    """Ranges that begin at `starts`, those at even distances together, at most `most` of them."""
+    run = Spans(starts[0], size)
+    for start in starts[1:]:
+        step = start - run.begin - run.step * (run.times - 1)
+        if step >= size and run.times < most and (run.times == 1 or step == run.step):
+            run = Spans(run.begin, size, step, run.times + 1)
+        else:
+            yield run
+            run = Spans(start, size)
+    yield run
+
+
+def strided_spans(x: Tensor, spans: Spans) -> Tensor:
+    """View spans of tokens.
 
     Args:
         x: (rows, heads, tokens, dim).
 
     Returns:
-        (rows, count, heads, size, dim), or (rows, heads, size, dim) of a single span; writing to it writes to `x`.
+        (rows, times, heads, size, dim), or (rows, heads, size, dim) of a single span; writing to it writes to `x`.
     """
-    spans = x[:, :, begin : begin + step * (count - 1) + size]
-    return spans if count == 1 else spans.unfold(2, size, step).movedim((2, -1), (1, 3))
+    begin, size, step, times = spans
+    view = x[:, :, begin : begin + step * (times - 1) + size]
+    return view if times == 1 else view.unfold(2, size, step).movedim((2, -1), (1, 3))
 
 
-def fold_into_batch(spans: Tensor) -> Tensor:
-    """(rows x count, heads, size, dim) from `strided_spans`; a copy where there are several rows and several spans."""
-    return spans if spans.ndim == 4 else spans.flatten(0, 1)
+def batch_rows(x: Tensor, spans: Spans) -> Tensor:
+    """(rows x times, heads, size, dim), spans as rows of a batch; a copy where there are several rows and spans."""
+    view = strided_spans(x, spans)
+    return view if view.ndim == 4 else view.flatten(0, 1)
+
+
+def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
+    """Add to spans of `x`, which may overlap, what a kernel returned for them as rows of a batch."""
+    for i, each in enumerate(part.reshape(len(x), spans.times, *part.shape[1:]).unbind(1)):
+        begin = spans.begin + i * spans.step
+        x[:, :, begin : begin + spans.size] += each
 
 
 class MergedSoftmax:
@@ -91,26 +135,26 @@ class MergedSoftmax:
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
         self.query, self.out = query, out
         self._lse: Tensor | None = None
-        self._last: tuple[tuple[int, int, int, int], Tensor] | None = None  # not yet in `_lse`
+        self._last: tuple[Spans, Tensor] | None = None  # not yet in `_lse`
 
-    def add(self, spans: tuple[int, int, int, int], part: Tensor, part_lse: Tensor) -> None:
+    def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
         """Merge in the attention to further keys.
 
         Args:
-            spans: the queries that attend to them, as `strided_spans` takes them: begin, size, step, count.
+            spans: the queries that attend to them.
             part, part_lse: as a kernel returns them, spans folded into the batch.
         """
         if self._lse is None:
-            if spans[1] == self.query.shape[-2]:
+            if spans.size == self.query.shape[-2]:
                 self.out = part if self.out is None else self.out.copy_(part)
                 self._lse = part_lse[..., None]
                 return
             shape, device = self.query.shape[:-1], self.query.device
             self.out = part.new_zeros(*shape, part.shape[-1]) if self.out is None else self.out.zero_()
-            self._lse = torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=device)
+            self._lse = torch.full((*shape, 1), -math.inf, dtype=part_lse.dtype, device=device)
         assert self.out is not None
-        out = strided_spans(self.out, *spans)
-        lse = strided_spans(self.log_sum_exp(), *spans)
+        out = strided_spans(self.out, spans)
+        lse = strided_spans(self.log_sum_exp(), spans)
         part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
         # exp(part) / (exp(lse) + exp(part)), as a sigmoid: neither exponential is formed, so neither can overflow.
         weight = torch.sigmoid(part_lse - lse, out=torch.empty_like(lse, dtype=out.dtype))
@@ -118,11 +162,11 @@ class MergedSoftmax:
         self._last = spans, part_lse
 
     def log_sum_exp(self) -> Tensor:
-        """(rows, heads, tokens, 1) float32, of the scores of all keys so far."""
+        """(rows, heads, tokens, 1), of the scores of all keys so far."""
         assert self._lse is not None
         if self._last is not None:  # a step without sinks never asks for the log-sum-exp of its last part
             spans, part_lse = self._last
-            lse = strided_spans(self._lse, *spans)
+            lse = strided_spans(self._lse, spans)
             torch.logaddexp(lse, part_lse, out=lse)
             self._last = None
         return self._lse

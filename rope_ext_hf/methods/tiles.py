@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 
-class TileRectangle(NamedTuple):
+class _Rectangle(NamedTuple):
     """Queries and keys as ranges of positions: every query sees every key ("full"), or they are as many and the i-th
     query sees the first i + 1 keys ("causal") or all but the first i ("anticausal")."""
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     diagonal: int = 0
     above_diagonal: bool = False
 
-    def rectangles(self, low: int) -> Iterator[TileRectangle]:
+    def rectangles(self, low: int) -> Iterator[_Rectangle]:
         """The visible pairs of query and key, each in one rectangle; keys below position `low` are left out."""
         (q0, q1), (k0, k1) = self.queries, self.keys
         k0 = max(k0, low)
@@ -38,17 +38,17 @@ class Tile(NamedTuple):
         first, last = edge + inner, edge + inner + square
         if self.above_diagonal:
             parts = [
-                TileRectangle((q0, min(begin, q1)), (k0, k1), "full"),
-                TileRectangle((begin, end), (first, last), "anticausal"),
-                TileRectangle((begin, end), (last, k1), "full"),
+                _Rectangle((q0, min(begin, q1)), (k0, k1), "full"),
+                _Rectangle((begin, end), (first, last), "anticausal"),
+                _Rectangle((begin, end), (last, k1), "full"),
             ]
         elif q1 - begin == 1:
-            parts = [TileRectangle((begin, q1), (k0, min(first + 1, k1)), "full")]
+            parts = [_Rectangle((begin, q1), (k0, min(first + 1, k1)), "full")]
         else:
             parts = [
-                TileRectangle((begin, q1), (k0, min(first, k1)), "full"),
-                TileRectangle((begin, end), (first, last), "causal"),
-                TileRectangle((end, q1), (first, k1), "full"),
+                _Rectangle((begin, q1), (k0, min(first, k1)), "full"),
+                _Rectangle((begin, end), (first, last), "causal"),
+                _Rectangle((end, q1), (first, k1), "full"),
             ]
         yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])
 

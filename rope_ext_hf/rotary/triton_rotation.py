@@ -19,8 +19,8 @@ except ImportError:
     triton = None
 
 
-_ELEMENTS_PER_PROGRAM = 2048
-"""Pairs that one program of the kernel rotates, a power of two."""
+_ELEMENTS_PER_PROGRAM = 4096
+"""Elements of `x` that one program of the kernel reads at a time, a power of two."""
 
 
 def can_fuse(x: Tensor) -> bool:
@@ -60,21 +60,29 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
     """
     rows, heads, tokens, width = x.shape
     out = torch.empty_like(x)
-    cos, sin = (part.expand(rows, 1, tokens, -1) for part in (cos, sin))
     pairs = cos.shape[-1]
     others = width - 2 * pairs
-    pairs_block = triton.next_power_of_2(pairs)
-    tokens_block = max(1, min(triton.next_power_of_2(tokens), _ELEMENTS_PER_PROGRAM // pairs_block))
-    blocks = triton.cdiv(tokens, tokens_block)
+    # One size of block for any number of tokens: another size would be another kernel to compile.
+    pairs_block, others_block = _power_of_two(pairs), _power_of_two(others)
+    tokens_block = max(1, _ELEMENTS_PER_PROGRAM // max(2 * pairs_block, others_block))
     with _current(x.device):
-        _rotate[(blocks * rows * heads,)](
-            x, out, cos, sin,
-            *x.stride(), *out.stride(), cos.stride(0), *cos.stride()[2:], sin.stride(0), *sin.stride()[2:],
-            heads, tokens, blocks, tokens - in_place,
-            START=start, DIM=2 * pairs, OTHERS=others, HALF=half, IN_PLACE=in_place > 0,
-            TOKENS=tokens_block, PAIRS=pairs_block, OTHERS_BLOCK=triton.next_power_of_2(max(1, others)),
+        _rotate[(rows * -(-tokens // tokens_block) * heads,)](
+            x, out, cos, sin, *x.stride(), *out.stride(), *_strides(cos), *_strides(sin),
+            heads, tokens, tokens - in_place, start, 2 * pairs, others, half, in_place > 0,
+            tokens_block, pairs_block, others_block,
         )  # fmt: skip
     return out
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`; Triton's own function takes forty times as long."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _strides(part: Tensor) -> tuple[int, int, int]:
+    """Strides of cos or sin over rows, tokens and pairs; 0 where there is one for all."""
+    row, _, token, pair = part.stride()
+    return row if part.shape[0] > 1 else 0, token if part.shape[2] > 1 else 0, pair
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -84,44 +92,54 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    @triton.jit(do_not_specialize=["tokens", "first_in_place"])  # type: ignore[untyped-decorator, unused-ignore]
     def _rotate(  # type: ignore[no-untyped-def]
         x, out, cos, sin,
         x_row, x_head, x_token, x_dim, out_row, out_head, out_token, out_dim,
         cos_row, cos_token, cos_pair, sin_row, sin_token, sin_pair,
-        heads, tokens, blocks, first_in_place,
+        heads, tokens, first_in_place,
         START: tl.constexpr, DIM: tl.constexpr, OTHERS: tl.constexpr, HALF: tl.constexpr, IN_PLACE: tl.constexpr,
         TOKENS: tl.constexpr, PAIRS: tl.constexpr, OTHERS_BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program: a block of tokens of one head. Offsets are int64: keys may have more than 2^31 elements."""
+        """One program: a block of tokens of one head. Offsets are int64: keys may have more than 2^31 elements.
+
+        Heads run fastest, so that programs that run at a time read the same cos and sin, once from memory.
+        """
         program = tl.program_id(0)
-        row = (program // blocks // heads).to(tl.int64)
-        head = (program // blocks % heads).to(tl.int64)
-        token = ((program % blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+        head = (program % heads).to(tl.int64)
+        blocks = tl.cdiv(tokens, TOKENS)
+        row = (program // heads // blocks).to(tl.int64)
+        token = ((program // heads % blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
         pair = tl.arange(0, PAIRS)[None]
-        inside = (token < tokens) & (pair < DIM // 2)
-        if HALF:
-            first = START + pair
-            second = START + DIM // 2 + pair
-        else:
-            first = START + 2 * pair
-            second = START + 2 * pair + 1
+        present, stays = token < tokens, token >= first_in_place
+        inside = present & (pair < DIM // 2)
         read = x + row * x_row + head * x_head + token * x_token
         write = out + row * out_row + head * out_head + token * out_token
-        a = tl.load(read + first * x_dim, mask=inside).to(tl.float32)
-        b = tl.load(read + second * x_dim, mask=inside).to(tl.float32)
         c = tl.load(cos + row * cos_row + token * cos_token + pair * cos_pair, mask=inside)
         s = tl.load(sin + row * sin_row + token * sin_token + pair * sin_pair, mask=inside)
-        rotated_a, rotated_b = a * c - b * s, b * c + a * s
-        if IN_PLACE:
-            stays = token >= first_in_place
-            tl.store(read + first * x_dim, rotated_a.to(x.dtype.element_ty), mask=inside & stays)
-            tl.store(read + second * x_dim, rotated_b.to(x.dtype.element_ty), mask=inside & stays)
-            rotated_a, rotated_b = tl.where(stays, a, rotated_a), tl.where(stays, b, rotated_b)
-        tl.store(write + first * out_dim, rotated_a.to(out.dtype.element_ty), mask=inside)
-        tl.store(write + second * out_dim, rotated_b.to(out.dtype.element_ty), mask=inside)
+        if HALF:
+            first, second = START + pair, START + DIM // 2 + pair
+            a, b = tl.load(read + first * x_dim, mask=inside), tl.load(read + second * x_dim, mask=inside)
+            _store(read + first * x_dim, write + first * out_dim, a, a * c - b * s, inside, stays, IN_PLACE)
+            _store(read + second * x_dim, write + second * out_dim, b, b * c + a * s, inside, stays, IN_PLACE)
+        else:  # pairs are read and written whole: each member on its own would be accesses of a few bytes
+            dim = START + tl.arange(0, 2 * PAIRS)[None]
+            within = present & (dim < START + DIM)
+            both = tl.load(read + dim * x_dim, mask=within)
+            a, b = tl.split(tl.reshape(both, (TOKENS, PAIRS, 2)))
+            rotated = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (TOKENS, 2 * PAIRS))
+            _store(read + dim * x_dim, write + dim * out_dim, both, rotated, within, stays, IN_PLACE)
         if OTHERS > 0:
             other = tl.arange(0, OTHERS_BLOCK)[None]
-            present = (token < tokens) & (other < OTHERS)
+            copied = present & (other < OTHERS)
             dim = tl.where(other < START, other, other + DIM)
-            tl.store(write + dim * out_dim, tl.load(read + dim * x_dim, mask=present), mask=present)
+            tl.store(write + dim * out_dim, tl.load(read + dim * x_dim, mask=copied), mask=copied)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _store(x, out, before, rotated, inside, stays, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Write rotated elements to `out`; or, where they stay, to `x`, and to `out` what was there."""
+        rotated = rotated.to(before.dtype)
+        if IN_PLACE:
+            tl.store(x, rotated, mask=inside & stays)
+            rotated = tl.where(stays, before, rotated)
+        tl.store(out, rotated, mask=inside)

@@ -131,6 +131,21 @@ def softmax_and_lse(query: Tensor, key: Tensor, value: Tensor, causal: bool, sca
     return (scores.softmax(-1) @ value).to(query.dtype), scores.logsumexp(-1).float()
 
 
+def gradients_of_softmax(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values, where these keys are a part of those that `out` and `lse` are of."""
+    groups = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
+    weights = (query.double() @ wide_key.transpose(-1, -2) * scale - lse[..., None]).exp()
+    weights = weights.tril() if causal else weights
+    by_weight = grad.double() @ wide_value.transpose(-1, -2) - (grad.double() * out).sum(-1, keepdim=True)
+    by_score = weights * by_weight * scale
+    to_key, to_value = by_score.transpose(-1, -2) @ query.double(), weights.transpose(-1, -2) @ grad.double()
+    to_key, to_value = (x.reshape(*key.shape[:2], groups, *x.shape[2:]).sum(2) for x in (to_key, to_value))
+    return (by_score @ wide_key).to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)
+
+
 @pytest.fixture(params=["flash attention", "memory-efficient attention"])
 def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The code for CUDA runs here: its operators under torch's own names, with torch's demands, in plain arithmetic.
@@ -163,15 +178,39 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         none = torch.empty(0, dtype=torch.int64)
         return out, torch.nn.functional.pad(lse, (0, room), value=math.inf), none, none
 
-    # aten's two operators have no kernel for CPUs: while the library lives, they have these.
+    def flash_backward(
+        grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, _: None, __: None, tokens: int, keys: int,
+        dropout: float, causal: bool, *___: Any, scale: float,
+    ) -> Any:  # fmt: skip
+        demand(grad, query, key, value, out)
+        assert lse.is_contiguous()
+        assert (tokens, keys) == (query.shape[-2], key.shape[-2])
+        seen.add("flash attention backward")
+        return gradients_of_softmax(grad, query, key, value, out, lse, causal, scale)
+
+    def efficient_backward(
+        grad: Any, query: Any, key: Any, value: Any, bias: None, out: Any, lse: Any, _: Any, __: Any, dropout: float,
+        wanted: list[bool], causal: bool = False, *, scale: float,
+    ) -> Any:  # fmt: skip
+        demand(grad, query, key, value, out)
+        assert grad.shape[1] == query.shape[1] == key.shape[1]
+        assert lse.shape[-1] == query.shape[-2] + -query.shape[-2] % 32
+        seen.add("memory-efficient attention backward")
+        return *gradients_of_softmax(
+            grad, query, key, value, out, lse[..., : query.shape[-2]], causal, scale
+        ), torch.empty(0)
+
+    # aten's operators have no kernel for CPUs: while the library lives, they have these.
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
     generation = 9 if request.param == "flash attention" else 7
     as_if_cuda(monkeypatch, "cpu", generation)
     yield seen
     library._destroy()
-    assert seen == {request.param}
+    assert {name.removesuffix(" backward") for name in seen} == {request.param}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +226,37 @@ def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> N
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [(8, 8), (20, 12)], ids=str)
+@pytest.mark.parametrize("method", EACH, ids=lambda m: m.name)
+def test_gradients_by_the_code_for_cuda(
+    method: RemappingMethod, widths: tuple[int, int], cuda_kernels: set[str]
+) -> None:
+    """Against the backward of the kernel of CPUs, which test_blockwise_gradients.py compares with definitions."""
+    width, value_width = widths
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 4, 120, width), (1, 2, 120, width), (1, 2, 120, value_width)
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    method = dataclasses.replace(method, max_distance=64, temperature="llama4")
+    at = torch.arange(120)[None]
+    rotation = Rotation(RotationTable(THETA ** (-torch.arange(0, 8, 2).double() / 8)), KeyLayout("half", 0, 8))
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        query, key, value = (x.to(dtype).requires_grad_() for x in made)
+        out = attend(method, rotation, TokenPositions(at, at, (0,), None), query, key, value, width**-0.5)
+        return list(torch.autograd.grad(out.float().square().sum(), (query, key, value)))
+
+    found = gradients(torch.float16)
+    assert any(name.endswith("backward") for name in cuda_kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cpu"]._replace(
+            run=kernels._on_cpu, backward=kernels._cpu_backward, head_dim_multiple=1
+        ))  # fmt: skip
+        expected = gradients(torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seen", ["full", "causal", "anticausal"])
 def test_the_operators_of_cuda_are_called_as_torch_has_them(
@@ -198,6 +268,8 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
     out, lse = kernels.run_kernel(query, key, value, 0.1, seen)
     assert (out.shape, out.dtype) == ((2, 8, 100, 12), dtype)
     assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
+    gradients = kernels.run_backward((torch.empty_like(out), out, lse[..., None]), (query, key, value), 0.1, seen)
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, dtype) for x in (query, key, value)]
 
 
 def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9) -> None:

@@ -8,18 +8,26 @@ import pytest
 import torch
 
 from rope_ext_hf.attention.kernels import run_kernel
-from rope_ext_hf.attention.tile_batches import MergedSoftmax, batch_tiles, fold_into_batch, strided_spans
+from rope_ext_hf.attention.tile_batches import (
+    KernelCall,
+    MergedSoftmax,
+    Spans,
+    add_to_spans,
+    batch_rows,
+    kernel_calls,
+    strided_spans,
+)
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import ReRoPE
-from rope_ext_hf.methods.tiles import Tile, TileRectangle
+from rope_ext_hf.methods.tiles import Tile
 
 
-def test_three_chunks_are_three_runs() -> None:
-    tiles = sorted(DualChunk(chunk=4, window=2).tiles(0, 12), key=lambda tile: tile.zone)
-    runs = list(batch_tiles((part for tile in tiles for part in tile.rectangles(0)), 100))
-    causal = [TileRectangle((start, start + 4), (start, start + 4), "causal") for start in (0, 4, 8)]
-    before = [TileRectangle((start, start + 4), (start - 4, start), "full") for start in (4, 8)]
-    assert runs == [causal, before, [TileRectangle((8, 12), (0, 4), "full")]]
+def test_three_chunks_are_three_calls() -> None:
+    assert list(kernel_calls(DualChunk(chunk=4, window=2).tiles(0, 12), 0, 100)) == [
+        KernelCall(0, "causal", Spans(0, 4, 4, 3), Spans(0, 4, 4, 3)),
+        KernelCall(1, "full", Spans(4, 4, 4, 2), Spans(0, 4, 4, 2)),
+        KernelCall(2, "full", Spans(8, 4), Spans(0, 4)),
+    ]
 
 
 def test_a_window_shares_its_square_with_the_next_zone() -> None:
@@ -44,46 +52,55 @@ def test_keys_that_are_not_there_are_left_out(low: int) -> None:
     assert pairs == {(m, n) for m in range(2, 9) for n in range(low, 9) if n <= m - 2}
 
 
-def test_tiles_of_other_sizes_masks_diagonals_or_distances_are_runs_of_their_own() -> None:
-    first = TileRectangle((0, 4), (0, 4), "causal")
-    others = [
-        TileRectangle((4, 7), (4, 7), "causal"),  # smaller
-        TileRectangle((4, 8), (4, 8), "full"),
-        TileRectangle((4, 8), (3, 7), "causal"),  # on another diagonal
-    ]
-    for other in others:
-        assert list(batch_tiles([first, other], 100)) == [[first], [other]]
-    spaced = [TileRectangle((start, start + 4), (start, start + 4), "causal") for start in (0, 4, 10)]
-    assert list(batch_tiles(spaced, 100)) == [spaced[:2], spaced[2:]]
-    overlapping = [TileRectangle((start, start + 4), (start, start + 4), "causal") for start in (0, 2)]
-    assert list(batch_tiles(overlapping, 100)) == [overlapping[:1], overlapping[1:]]
+def test_tiles_of_other_sizes_masks_diagonals_or_distances_are_calls_of_their_own() -> None:
+    first = Tile(0, (0, 4), (0, 4))
+    others = {
+        Tile(0, (4, 7), (4, 7)): KernelCall(0, "causal", Spans(4, 3), Spans(4, 3)),  # smaller
+        Tile(0, (4, 8), (4, 8), above_diagonal=True): KernelCall(0, "anticausal", Spans(4, 3), Spans(5, 3)),
+        Tile(0, (4, 8), (3, 7), 1): KernelCall(0, "causal", Spans(4, 4), Spans(3, 4)),  # on another diagonal
+        Tile(1, (4, 8), (4, 8)): KernelCall(1, "causal", Spans(4, 4), Spans(4, 4)),
+    }
+    alone = KernelCall(0, "causal", Spans(0, 4), Spans(0, 4))
+    for other, call in others.items():
+        assert list(kernel_calls([first, other], 0, 100)) == [alone, call]
+    spaced = [Tile(0, (start, start + 4), (start, start + 4)) for start in (0, 4, 10)]
+    assert [call.queries for call in kernel_calls(spaced, 0, 100)] == [Spans(0, 4, 4, 2), Spans(10, 4)]
+    overlapping = [Tile(0, (start, start + 4), (start, start + 4)) for start in (0, 2)]
+    assert [call.queries for call in kernel_calls(overlapping, 0, 100)] == [Spans(0, 4), Spans(2, 4)]
 
 
-def test_anticausal_runs_are_bounded() -> None:
-    tiles = [TileRectangle((start, start + 4), (start - 4, start), "anticausal") for start in (4, 8, 12, 16, 20)]
-    assert [len(run) for run in batch_tiles(tiles, 8)] == [2, 2, 1]
+def test_anticausal_calls_are_bounded() -> None:
+    tiles = [Tile(0, (q, q + 4), (q - 5, q - 1), 5, above_diagonal=True) for q in (8, 12, 16, 20, 24)]
+    calls = [call for call in kernel_calls(tiles, 0, 8) if call.mask == "anticausal"]
+    assert [call.queries.times for call in calls] == [2, 2, 1]
 
 
 def test_spans_are_views() -> None:
     x = torch.arange(2 * 3 * 20 * 5.0).view(2, 3, 20, 5)
-    spans = strided_spans(x, 2, 4, 6, 3)
+    spans = strided_spans(x, Spans(2, 4, 6, 3))
     assert spans.shape == (2, 3, 3, 4, 5)
     for i, start in enumerate((2, 8, 14)):
         assert torch.equal(spans[:, i], x[:, :, start : start + 4])
-    assert torch.equal(strided_spans(x, 7, 4, 1, 1), x[:, :, 7:11])
+    assert torch.equal(strided_spans(x, Spans(7, 4, 1, 1)), x[:, :, 7:11])
     spans.zero_()
     assert x[:, :, 8:12].abs().max() == 0
     assert x[:, :, 6:8].abs().max() > 0
 
 
-def test_spans_fold_into_the_batch_without_a_copy_for_one_row() -> None:
+def test_spans_are_rows_of_a_batch_without_a_copy_for_one_row() -> None:
     x = torch.randn(1, 3, 20, 5)
-    folded = fold_into_batch(strided_spans(x, 0, 4, 6, 3))
+    folded = batch_rows(x, Spans(0, 4, 6, 3))
     assert folded.shape == (3, 3, 4, 5)
     assert folded.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert fold_into_batch(x[:, :, :4]).shape == (1, 3, 4, 5)
-    several = fold_into_batch(strided_spans(torch.randn(2, 3, 20, 5), 0, 4, 6, 3))
+    assert batch_rows(x, Spans(0, 4)).shape == (1, 3, 4, 5)
+    several = batch_rows(torch.randn(2, 3, 20, 5), Spans(0, 4, 6, 3))
     assert several.shape == (6, 3, 4, 5)
+
+
+def test_sums_over_spans_that_overlap() -> None:
+    x, part = torch.zeros(1, 1, 8, 1), torch.tensor([[1.0, 2, 3, 4], [10, 20, 30, 40]]).view(2, 1, 4, 1)
+    add_to_spans(x, Spans(1, 4, 2, 2), part)
+    assert x.flatten().tolist() == [0, 1, 2, 13, 24, 30, 40, 0]
 
 
 @pytest.mark.parametrize("masks", [("full", "full"), ("causal", "anticausal")])
@@ -96,10 +113,10 @@ def test_partial_softmaxes_merge_to_the_whole(masks: tuple[str, str]) -> None:
     hidden = torch.zeros(4, 8, dtype=torch.bool)
     for i, mask in enumerate(masks):
         parts = run_kernel(
-            fold_into_batch(strided_spans(query, 0, 4, 6, 2)), keys[i].expand(2, -1, -1, -1),
+            batch_rows(query, Spans(0, 4, 6, 2)), keys[i].expand(2, -1, -1, -1),
             values[i].expand(2, -1, -1, -1), 0.3, mask,
         )  # fmt: skip
-        merged.add((0, 4, 6, 2), *parts)
+        merged.add(Spans(0, 4, 6, 2), *parts)
         ones = torch.ones(4, 4, dtype=torch.bool)
         hidden[:, 4 * i : 4 * i + 4] = {"full": ~ones, "causal": ones.triu(1), "anticausal": ones.tril(-1)}[mask]
     out, lse = merged.out, merged.log_sum_exp()
@@ -121,7 +138,7 @@ def test_parts_of_all_queries_merge_without_a_copy() -> None:
     for out in (None, torch.full((1, 2, 3, 8), math.nan)):
         merged = MergedSoftmax(query, out)
         for part in (slice(0, 2), slice(2, 3), slice(3, 9)):
-            merged.add((0, 3, 1, 1), *run_kernel(query, key[:, :, part], value[:, :, part], 0.3, "full"))
+            merged.add(Spans(0, 3), *run_kernel(query, key[:, :, part], value[:, :, part], 0.3, "full"))
         assert merged.out is not None
         assert out is None or merged.out is out
         torch.testing.assert_close(merged.out, expected)

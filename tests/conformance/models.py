@@ -182,7 +182,7 @@ def model_file(name: str) -> Json:
     model = exact(config)
     logits, whole = last_logits(model, ids), whole_logits(model, ids)
     right = {"logprobs": next_logprobs(whole, ids)}
-    if MODELS[name][3] and MODELS[name][3]["rope_type"] in ("dynamic", "longrope"):  # which follow the length
+    if (MODELS[name][3] or {}).get("rope_type") in ("dynamic", "longrope"):  # which follow the length
         right["alone"] = next_logprobs(logits, ids)
     rounding = {}
     for dtype in (torch.float16, torch.bfloat16):

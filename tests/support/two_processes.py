@@ -24,6 +24,7 @@ from tests.support.models import build, logits, tokens
 
 STATIC = ("yarn", {"factor": 4})
 BY_LENGTH: tuple[str, dict[str, Any]] = ("dynamic-yarn", {})
+REMAPPED: tuple[str, dict[str, Any]] = ("self-extend", {})
 
 
 def loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ def main() -> None:
     warnings.simplefilter("ignore", UserWarning)  # that a class runs the other pairing
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == distributed.get_world_size() == 2 == int(os.environ["WORLD_SIZE"])
-    for method, params in (STATIC, BY_LENGTH):
+    for method, params in (STATIC, BY_LENGTH, REMAPPED):
         gradients_are_those_of_one_process(accelerator, method, params)
         sharded_models_give_the_same_logits(method, params)
     patched_after_sharding()
