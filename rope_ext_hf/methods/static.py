@@ -383,7 +383,7 @@ class MrRoPE(BandedMethod):
         raise MethodError(
             f"{self.name} needs pairs that complete more than beta_fast={self.beta_fast:g} cycles over the context "
             f"length and, after them, pairs of fewer than beta_slow={self.beta_slow:g}; the {len(cycles)} of this "
-            f"model complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}. Give betas between, or use yarn"
+            f"model complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}; give others, or use yarn"
         )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
