@@ -32,6 +32,7 @@ from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import refuse_adapter
 from rope_ext_hf.terminal import text_table, wrapped
@@ -147,10 +148,8 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     reports = [_too_long(_report(engine, config, against), most) for engine in engines]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
     plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
-    by_plugin = [
-        f"The plug-in hands static frequencies over: rope-ext serve-config MODEL --plugin --engine {each}"
-        for each in plugins
-    ]
+    commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
+    by_plugin = [f"The plug-in hands static frequencies over: {command}" for command in commands]
     notes = by_plugin if note is None else [note, *by_plugin]
     return Audit(name, (reference, *reports), tuple(problems), tuple(notes))
 

@@ -137,8 +137,8 @@ def test_audit_names_why_gpt_oss_differs_and_what_serves_it(tmp_path: Path) -> N
     assert vllm.differs is not None
     assert vllm.computed is not None
     assert vllm.computed.notes == ("gpt-oss: run as yarn, without attention_factor.",)
-    assert any(note.endswith("--plugin --engine vllm") for note in audit.notes)
-    assert not any(note.endswith("--engine sglang") for note in audit.notes)
+    assert any(note.endswith("rope-ext serve-config MODEL --engine vllm --plugin") for note in audit.notes)
+    assert not any(note.endswith("--engine sglang --plugin") for note in audit.notes)
     assert rope.serving_config(tmp_path, "vllm", plugin=True).command[0] == "vllm"
     with pytest.raises(ServingError, match="instead of 1 \\(gpt-oss: run as yarn, without attention_factor\\)"):
         rope.serving_config(build("gpt_oss"), "vllm", "by-parts", factor=4)
