@@ -250,7 +250,7 @@ class _Planner:
         rises = rises_for_short_inputs(method.name, factor)
         if not rises:
             return "change"
-        return f"rise by {' / '.join(signed(rise.increase for rise in rises))}"
+        return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
     def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
         encodings: dict[str, str | None] = {}
