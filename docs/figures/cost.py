@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from docs.figures.registry import (
     PROCESSORS,
+    Row,
     figure,
     last_line,
     lines_of,
