@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from docs.figures.registry import (
+    Row,
     figure,
     last_line,
     lines_of,
@@ -84,12 +85,15 @@ def dynamic_text() -> str:
 
 @figure
 def attention() -> str:
+    def cell(row: Row | None, key: str) -> str:
+        return f"{row[key]:.2f}" if row else "as loaded"
+
     line = last_line("attention")
     measured = {(row["what"], row["way"], row["tokens"]): row for row in line["rows"]}
     ways = list(dict.fromkeys(row["way"] for row in line["rows"] if row["way"] not in ("plain", "eager")))
     lengths = [length for length in sorted({row["tokens"] for row in line["rows"]}) if length >= 4096]
     rows = [
-        [f"{title}, `{way}`", *(f"{measured[what, way, length][key]:.2f}" for length in lengths)]
+        [f"{title}, `{way}`", *(cell(measured.get((what, way, length)), key) for length in lengths)]
         for title, what, key in (
             ("prefill, time", "prefill", "time"),
             ("prefill, memory", "prefill", "memory"),
