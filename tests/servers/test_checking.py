@@ -18,7 +18,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.servers.checking import save_answers
+from rope_ext_hf.servers.baselines import record_server
 from tests.support.model_servers import KINDS, logprobs, serving
 from tests.support.wrapped_text import unwrapped
 
@@ -142,8 +142,8 @@ def test_weights_of_few_bits() -> None:
 
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
     weight[0] = 0.0
-    torch.testing.assert_close(_rounded(weight, 8), through_gguf(weight), rtol=0, atol=0)
-    blocks, rounded = weight.view(-1, 32), _rounded(weight, 4).view(-1, 32)
+    torch.testing.assert_close(_rounded(weight, 8, 32), through_gguf(weight), rtol=0, atol=0)
+    blocks, rounded = weight.view(-1, 32), _rounded(weight, 4, 32).view(-1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
     assert bool(((rounded - blocks).abs() <= largest / 14 * 1.001).all())
     assert all(len(block.unique()) <= 15 for block in rounded)
@@ -265,7 +265,7 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
             shutil.copy(file, bare)
     collected = tmp_path / "answers.json"
     with serving("vLLM 0.33.0", plain(**YARN)) as url:
-        arguments = ["check-server", url, str(bare), "--lengths", "64,300", "--to-file", str(collected)]
+        arguments = ["check-server", url, str(bare), "--lengths", "64,300", "--record", str(collected)]
         written = CliRunner().invoke(app, arguments)
         assert written.exit_code == 0, written.output
         assert CliRunner().invoke(app, arguments).exit_code == 2  # the file exists
@@ -275,5 +275,5 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
     assert (report.server, report.lengths) == ("vLLM 0.33.0", (64, 300))
     assert report.differences == direct.differences
     with pytest.raises(ServingError, match="does not answer"):
-        save_answers("http://127.0.0.1:9", bare, tmp_path / "none.json", seconds=2.0)
+        record_server("http://127.0.0.1:9", tmp_path / "none.json", bare, seconds=2.0)
     assert not (tmp_path / "none.json").exists()
