@@ -26,8 +26,7 @@ from rope_ext_hf.terminal import text_table, wrapped
 _MARGIN = 3.0
 """How many times the difference between two answers to one question a later answer may differ."""
 _SMALLEST = 1e-4  # nats, below which a difference says nothing
-_ALIKE, _SMALL = 2.0, 0.1
-"""Up to which ratio differences at several lengths are alike, and up to how many nats another dtype makes them."""
+_SMALL = 0.1  # nats, up to which another dtype makes them
 _HARMLESS = ("version", "folder")  # of what a server states
 
 
@@ -83,20 +82,17 @@ class BaselineReport:
 
     def _verdict(self) -> str:
         if self.begins is None:
-            return "answers as recorded" + (", but not all is as it was" if not self.agrees else "")
+            return "answers as recorded" + ("" if self.agrees else ", but not all is as it was")
         at = self.lengths.index(self.begins)
-        least, most = min(self.differences[at:]), max(self.differences[at:])
         if at:
             cause = (
-                f"up to {self.lengths[at - 1]:,} tokens it does: a method or an option for long inputs, a window, "
-                "or keys that are dropped make that"
+                f"and up to {self.lengths[at - 1]:,} it does, as with another method or option for long inputs, a "
+                "window, or keys that are dropped"
             )
-        elif most < _SMALL:
+        elif max(self.differences) < _SMALL:
             cause = "by as little as another dtype of weights or of keys and values, or another kernel, makes"
-        elif most > _ALIKE * least:
-            cause = "more or less so by the length, as another method, factor or theta makes"
         else:
-            cause = "at every length alike, as other weights, an adapter or coarser numbers make"
+            cause = "by as much as another method, factor or theta, an adapter or other weights make"
         return f"does not answer as recorded from {self.begins:,} tokens on, {cause}"
 
 
@@ -127,7 +123,7 @@ def record_server(
         CheckpointError, CorpusError: as other functions raise them.
     """
     check_destination(Path(path))
-    client = connect(url, served_name, seconds)
+    client = connect(url, served_name, seconds, anew=True)
     made = collect(client, model, lengths, data, {"revision": revision, "trust_remote_code": trust_remote_code})
     made.noise = [_difference(prompt.answers, client.answers(prompt.ids)) for prompt in made.prompts]
     made.write(Path(path))
@@ -155,7 +151,7 @@ def compare_server(
         ServingError: nothing there, or a file that holds no answers.
         CheckpointError: no such model.
     """
-    then, client = read_answers(Path(path)), connect(url, served_name, seconds)
+    then, client = read_answers(Path(path)), connect(url, served_name, seconds, anew=True)
     stated = client.stated()
     changed: list[str] = []
     notes: list[str] = []
@@ -170,26 +166,26 @@ def compare_server(
     if model is not None and then.fingerprint is not None:
         now_serving = fingerprint(model, revision=revision, trust_remote_code=trust_remote_code)
         changed += [f"method: {each}" for each in Fingerprint.from_dict(then.fingerprint).differences(now_serving)]
-    differences, allowed, refused = [], [], None
-    for prompt, noise in zip(then.prompts, then.noise or [0.0] * len(then.prompts), strict=True):
+    answers: list[list[Answer]] = []
+    refused = None
+    for prompt in then.prompts:
         try:
-            answers, again = client.answers(prompt.ids), client.answers(prompt.ids)
+            answers.append(client.answers(prompt.ids))
         except ServingError as error:
             refused = str(error)
             break
-        differences.append(_difference(prompt.answers, answers))
-        allowed.append(max(_SMALLEST, _MARGIN * max(noise, _difference(answers, again))))
-    lengths = tuple(len(prompt.ids) for prompt in then.prompts)
+    asked = list(zip(then.prompts, then.noise or [0.0] * len(then.prompts), answers, strict=False))
+    noises = [max(noise, _difference(given, client.answers(prompt.ids))) for prompt, noise, given in asked]
     return BaselineReport(
-        str(url),
-        client.title,
-        then.server,
-        lengths,
-        tuple(differences),
-        tuple(allowed),
-        refused,
-        tuple(changed),
-        tuple(notes),
+        url=str(url),
+        server=client.title,
+        recorded=then.server,
+        lengths=tuple(len(prompt.ids) for prompt in then.prompts),
+        differences=tuple(_difference(prompt.answers, given) for prompt, _, given in asked),
+        allowed=tuple(max(_SMALLEST, _MARGIN * noise) for noise in noises),
+        refused=refused,
+        changed=tuple(changed),
+        notes=tuple(notes),
     )
 
 

@@ -62,12 +62,11 @@ class ServerReport:
         differences: by configuration, the root mean square difference of log-probabilities in nats, at each length up
             to the one that excludes it.
         explained: by dtype, the largest such difference that its rounding explains.
-        suggested: a dtype that was not stated and whose rounding would explain the difference; None: none would.
+        suggested: dtypes that were not stated and whose rounding would explain the difference.
         tokens: how the server's tokens of a text differ from those of the tokenizer here; None: they do not, or the
             server gives none.
         told: by dtype, the smallest errors in percent that these answers show: of the softmax scale, and noise in the
             attention output of one layer.
-        scale: the error of the server's softmax scale in percent, where it is more than rounding and chance; else None.
         strict: whether an error of 1% of the softmax scale had to show.
     """
 
@@ -82,10 +81,9 @@ class ServerReport:
     lengths: tuple[int, ...]
     differences: dict[str, tuple[float, ...]]
     explained: dict[str, tuple[float, ...]]
-    suggested: str | None = None
+    suggested: tuple[str, ...] = ()
     tokens: str | None = None
     told: dict[str, tuple[float, float]] = field(default_factory=dict)
-    scale: float | None = None
     strict: bool = False
 
     @property
@@ -96,7 +94,7 @@ class ServerReport:
     @property
     def untold(self) -> bool:
         """Whether a strict check could not tell as small an error as it has to."""
-        return self.strict and self.told.get(str(self.precision), (math.inf,))[0] > _STRICT
+        return self.strict and max((scale for scale, _ in self.told.values()), default=math.inf) > _STRICT
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -116,10 +114,10 @@ class ServerReport:
         sentences = [f"{self.server} at {self.url} {verdict}"]
         if self.precision is not None:
             sentences.append(f"the difference that is left is within the rounding of {self.precision}")
-        elif self.suggested is not None:
+        elif self.suggested:
+            held = " or of ".join(self.suggested)
             sentences.append(
-                f"the difference would be within the rounding of {self.suggested}; state what the server holds: "
-                f"--{'kv' if self.suggested.startswith(_KEYS.format(8)) else 'weight'}-bits"
+                f"it would be within the rounding of {held}: state --weight-bits or --kv-bits of the server"
             )
         if self.alike:
             sentences.append(f"these answers do not tell that from the model {', '.join(self.alike)}")
@@ -129,8 +127,8 @@ class ServerReport:
             sentences.append(f"its tokenizer is not the one here: {self.tokens}")
         for name, (scale, noise) in self.told.items():
             sentences.append(
-                f"under {name} these answers would show an error of the softmax scale from {scale:.2g}% on, and noise "
-                f"in the attention output of one layer from {noise:.2g}%"
+                f"under {name} these answers show an error of the softmax scale from {scale:.2g}% on, and noise in the "
+                f"attention output of one layer from {noise:.2g}%"
             )
         if self.untold:
             sentences.append(f"a strict check has to show {_STRICT:g}%: more prompts than there are would be needed")
@@ -209,9 +207,12 @@ def check_server(
         rarer = compare(lambda loaded: rarer_configurations(loaded, as_loaded, tokenizer))
         if rarer.precision is not None:
             report = replace(rarer, differences=report.differences | rarer.differences)
-    elif strict and report.closest == AS_MEASURED and report.told[report.precision][0] > _STRICT:
-        needed = math.ceil(len(collected.prompts) * (report.told[report.precision][0] / _STRICT) ** 2)
-        collected.prompts = [*collected.more(min(2 * needed, _MOST_MORE)), *collected.prompts]
+    elif report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
+        widest = max(scale for scale, _ in report.told.values())
+        needed = math.ceil(
+            4 * (widest / _STRICT) ** 2
+        )  # prompts, as the shortest: chance falls with the root of their number
+        collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
         again = compare(lambda loaded: {AS_MEASURED: nullcontext})
         report = replace(again, alike=report.alike, differences=report.differences | again.differences)
     return replace(report, tokens=tokens, strict=strict)
@@ -293,23 +294,26 @@ def _explained(
 
     explained: dict[str, tuple[float, ...]] = {}
     told: dict[str, tuple[float, float]] = {}
-    for name, usual, moved in _roundings(model, changed, weight_bits, kv_bits):
-        explained[name] = tuple(_MARGIN * _size(each) for each in moved)
-        fits = all(a <= b for a, b in zip(_distances(theirs, exact), explained[name], strict=True))
-        scale = None
-        if effects:
-            (off, chance), (bias, spread) = share(theirs[0] - exact[0]), share(moved[0])
-            noise = math.sqrt(_MARGIN**2 - 1) * _size(moved[0]) / _size(effects[1])
-            told[name] = _MARGIN * (abs(bias) + 2 * spread), noise
-            scale = off if abs(off) > _MARGIN * (abs(bias) + max(chance, spread)) else None
-        if fits and not usual:
-            return replace(report, explained=explained, suggested=name)
-        if fits:
-            runs = report.closest
-            if runs == AS_MEASURED and scale is not None:
-                runs = f"with a softmax scale {abs(scale):.1f}% too {'large' if scale > 0 else 'small'}"
-            return replace(report, explained=explained, told=told, runs=runs, precision=name, scale=scale)
-    return replace(report, explained=explained)
+    fitting: dict[bool, list[str]] = {True: [], False: []}  # dtypes that explain all, by whether they are usual
+    widest = 0.0  # of the softmax scale, in percent, that rounding and chance explain
+    for batch in _roundings(model, changed, weight_bits, kv_bits):
+        for name, usual, moved in batch:
+            explained[name] = tuple(_MARGIN * _size(each) for each in moved)
+            if all(a <= b for a, b in zip(_distances(theirs, exact), explained[name], strict=True)):
+                fitting[usual].append(name)
+            if effects and usual:
+                bias, spread = share(moved[0])
+                noise = math.sqrt(_MARGIN**2 - 1) * _size(moved[0]) / _size(effects[1])
+                told[name], widest = (_MARGIN * (abs(bias) + 2 * spread), noise), max(widest, abs(bias) + spread)
+        if fitting[True]:
+            break
+    report = replace(report, explained=explained, suggested=tuple(fitting[False]))
+    if not fitting[True]:
+        return report
+    off, chance = share(theirs[0] - exact[0]) if effects else (0.0, 0.0)
+    wrong = report.closest == AS_MEASURED and abs(off) > _MARGIN * max(widest, chance)
+    runs = f"with a softmax scale {abs(off):.1f}% too {'large' if off > 0 else 'small'}" if wrong else report.closest
+    return replace(report, runs=runs, precision=fitting[True][0], told=told)
 
 
 @torch.no_grad()
@@ -374,37 +378,38 @@ def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[T
 
 def _roundings(
     model: Any, change: Callable[..., list[Tensor]], weight_bits: int, kv_bits: int
-) -> Iterator[tuple[str, bool, list[Tensor]]]:
+) -> Iterator[list[tuple[str, bool, list[Tensor]]]]:
     """By dtype, whether it is stated or usual, and what rounding to it changes; the model's weights are lost.
 
     Args:
         change: the changes of log-probabilities at each length, in nats, with keys and values in so many bits.
     """
     stated = change(kv_bits) if kv_bits < 16 else None
-    suffix = "" if stated is None else f", {_KEYS.format(kv_bits)}"
 
     def row(name: str, usual: bool, changed: list[Tensor]) -> tuple[str, bool, list[Tensor]]:
-        return name + suffix, usual, changed if stated is None else _sums(changed, stated)
+        return (
+            (name, usual, changed)
+            if stated is None
+            else (f"{name}, {_KEYS.format(kv_bits)}", usual, _sums(changed, stated))
+        )
 
     rounded: list[Tensor] = []
     if model.dtype == torch.float32:
         model.to(torch.bfloat16)
         rounded = change()
         model.to(torch.float32)
-        yield row("float32 or float16", True, [each / 8 for each in rounded])  # float16 has three bits more
-        yield row("bfloat16", weight_bits <= 16, rounded)
+        eighth = [each / 8 for each in rounded]  # float16 has three bits more
+        yield [row("float32 or float16", True, eighth), row("bfloat16", weight_bits <= 16, rounded)]
     keys = change(8) if stated is None else []
     usual = sorted({8, weight_bits}, reverse=True) if weight_bits <= 8 else []
-    for bits in (*usual, 0, *(bits for bits in (8, 4) if bits < weight_bits and bits not in usual)):
-        if not bits:  # after all that is usual
-            if keys:
-                yield _KEYS.format(8), False, _sums(keys, rounded or [torch.zeros(())] * len(keys))
-            continue
+    for bits in (*usual, *(bits for bits in (8, 4) if bits < weight_bits and bits not in usual)):
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0:
                     parameter.copy_(_rounded(parameter.contiguous(), bits, _BLOCK))
-        yield row(f"{bits}-bit weights", bits in usual, change())
+        yield [row(f"{bits}-bit weights", bits in usual, change())]
+    if keys:
+        yield [(_KEYS.format(8), False, _sums(keys, rounded) if rounded else keys)]
 
 
 def _sums(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:

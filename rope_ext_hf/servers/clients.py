@@ -30,7 +30,7 @@ from rope_ext_hf.files import json_digest
 
 _COMPARED = 128
 """Tokens at the end of a prompt whose log-probabilities are asked for."""
-_CUTS, _NEXT = 8, 16
+_CUTS, _CUTS_ANEW, _NEXT = 8, 2, 16
 """Prompts, each a token longer, and likely next tokens of each, of a server that gives no others."""
 _WHOLE = [["a", 100]]
 """A token to generate: with a piece of a character llama.cpp gives no log-probabilities. Those given are unbiased."""
@@ -59,6 +59,7 @@ class Client(ABC):
         program: the name of the program.
         served_name: the name of the model there; None: not asked yet.
         version: as the server states it; empty: it does not.
+        anew: whether each prompt is computed anew: from what is cached of another one, sums run in another order.
     """
 
     program: ClassVar[str]
@@ -72,6 +73,7 @@ class Client(ABC):
     served_name: str | None
     seconds: float
     version: str
+    anew: bool = False
 
     @property
     def title(self) -> str:
@@ -207,11 +209,12 @@ class _LlamaCppClient(Client):
         return {"content": text, "add_special": special}
 
     def prompts(self, ids: Sequence[int]) -> list[Sequence[int]]:
-        return [ids[:stop] for stop in range(max(1, len(ids) - _CUTS + 1), len(ids) + 1)]
+        cuts = _CUTS_ANEW if self.anew else _CUTS
+        return [ids[:stop] for stop in range(max(1, len(ids) - cuts + 1), len(ids) + 1)]
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
         asked = {"n_predict": 1, "n_probs": _NEXT, "temperature": 0, "logit_bias": _WHOLE}
-        return {"prompt": list(ids), "cache_prompt": True, "post_sampling_probs": False} | asked
+        return {"prompt": list(ids), "cache_prompt": not self.anew, "post_sampling_probs": False} | asked
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
         first, *others = answer["completion_probabilities"][0]["top_logprobs"]
@@ -235,7 +238,7 @@ class _OpenAIClient(Client):
 _KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)
 
 
-def connect(url: str, served_name: str | None, seconds: float) -> Client:
+def connect(url: str, served_name: str | None, seconds: float, *, anew: bool = False) -> Client:
     """A client of the server at an address, of the kind that it is.
 
     Raises:
@@ -255,7 +258,7 @@ def connect(url: str, served_name: str | None, seconds: float) -> Client:
             continue
         if isinstance(answer, dict):
             version = answer.get("version") or answer.get("build_info") or ""
-            return kind(url, served_name, seconds, short(str(version), 40))
+            return kind(url, served_name, seconds, short(str(version), 40), anew)
     raise failure or ServingError(f"{url} is no server of a kind that is known here")
 
 
