@@ -125,7 +125,7 @@ class Client(ABC):
 
     def tokenizing(self, text: str, special: bool) -> dict[str, Any]:
         """The JSON that asks for the tokens of a text."""
-        return {"model": self.model(), "prompt": text, "add_special_tokens": special}
+        return {"prompt": text, "add_special_tokens": special}
 
     def stated(self) -> dict[str, Any]:
         """What the server states of itself, its version among it; a long text as its digest."""
@@ -163,7 +163,7 @@ class VLLMClient(Client):
         return {"model": self.model(), "prompt": list(ids)} | asked
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        listed = answer["choices"][0]["prompt_logprobs"]
+        listed = answer["choices"][0]["prompt_logprobs"][-len(ids) :]  # tokens before the prompt, if any, come first
         start = max(1, len(ids) - _COMPARED)
         return [Answer(at, ids[at], float(listed[at][str(ids[at])]["logprob"])) for at in range(start, len(ids))]
 
