@@ -43,40 +43,76 @@ class Spans(NamedTuple):
     step: int = 1
     times: int = 1
 
+    @property
+    def end(self) -> int:
+        return self.begin + self.step * (self.times - 1) + self.size
+
     def after(self, first: int) -> Spans:
         """The same, counted from token `first`."""
         return self._replace(begin=self.begin - first)
 
+    def backwards(self, count: int) -> Spans:
+        """The same, the last first, of `count` tokens that are counted from the last."""
+        return self._replace(begin=count - self.end)
+
 
 class KernelCall(NamedTuple):
-    """Rectangles of one zone that one kernel call takes, as rows of a batch; positions of their queries and keys.
+    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys.
 
     Attributes:
-        mask: as `run_kernel` takes it.
+        zones: the zone of all rows, or of each.
+        mask: as a tile's rectangle has it.
+        queries: of each row; a single span is of all rows.
     """
 
-    zone: int
+    zones: tuple[int, ...]
     mask: str
     queries: Spans
     keys: Spans
 
+    @property
+    def backwards(self) -> bool:
+        """Whether kernels, which know no such mask, are given queries and keys from the last to the first."""
+        return self.mask == "anticausal"
 
-def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int) -> Iterator[KernelCall]:
-    """Cover tiles, zone by zone: rectangles of one size and mask, evenly spaced along one diagonal, share a call.
+    @property
+    def joint(self) -> bool:
+        """Whether all rows are of the same queries."""
+        return self.keys.times > self.queries.times
+
+
+def kernel_calls(tiles: Iterable[Tile], low: int, max_joined: int = 0) -> list[KernelCall]:
+    """Cover tiles: rectangles of one size and mask share a call.
+
+    Those of the same queries do where three or more are evenly spaced, in whatever zones; others of one zone where they
+    are evenly spaced along a diagonal.
 
     Args:
         tiles: those of a zone in the order of their queries.
         low: keys below this position are left out.
-        max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
+        max_joined: rows x queries of a call over rows of the same queries.
     """
-    kinds: dict[tuple[int, str, int, int, int], list[int]] = {}
-    for tile in sorted(tiles, key=lambda tile: tile.zone):
+    calls: list[KernelCall] = []
+    together: dict[tuple[bool, str, int, int, int], dict[int, int]] = {}  # keys of the nearest zone are others
+    for tile in tiles:
         for (q0, q1), (k0, k1), mask in tile.rectangles(low):
-            kinds.setdefault((tile.zone, mask, q1 - q0, k1 - k0, k0 - q0), []).append(q0)
-    for (zone, mask, size, keys, diagonal), starts in kinds.items():
-        most = max(1, max_copied // size) if mask == "anticausal" else len(starts)
-        for queries in _even_spans(starts, size, most):
-            yield KernelCall(zone, mask, queries, queries._replace(begin=queries.begin + diagonal, size=keys))
+            together.setdefault((tile.zone == 0, mask, q0, q1 - q0, k1 - k0), {})[k0] = tile.zone
+    kinds: dict[tuple[int, str, int, int, int], list[int]] = {}
+    for (_, mask, q0, size, width), zone_of in together.items():
+        for keys in _even_spans(sorted(zone_of), width, max(1, max_joined // size)):
+            starts = range(keys.begin, keys.begin + keys.step * keys.times, keys.step)
+            zones = tuple(zone_of[start] for start in starts)
+            if keys.times > 2:
+                same = zones[:1] if len(set(zones)) == 1 else zones
+                calls.append(KernelCall(same, mask, Spans(q0, size), keys))
+                continue
+            for zone, start in zip(zones, starts, strict=True):
+                kinds.setdefault((zone, mask, size, width, start - q0), []).append(q0)
+    for (zone, mask, size, width, diagonal), starts_of in kinds.items():
+        for queries in _even_spans(starts_of, size, len(starts_of)):
+            keys = queries._replace(begin=queries.begin + diagonal, size=width)
+            calls.append(KernelCall((zone,), mask, queries, keys))
+    return sorted(calls, key=lambda call: (call.zones, call.backwards))
 
 
 def _even_spans(starts: list[int], size: int, most: int) -> Iterator[Spans]:
@@ -112,9 +148,14 @@ def batch_rows(x: Tensor, spans: Spans) -> Tensor:
     return view if view.ndim == 4 else view.flatten(0, 1)
 
 
+def turn_back(x: Tensor, times: int) -> Tensor:
+    """(rows x times, heads, size, dim) of tokens and spans from the last to the first, in their order."""
+    return x.reshape(-1, times, *x.shape[1:]).flip(1, -2).reshape(x.shape)
+
+
 def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
     """Add to spans of `x`, which may overlap, what a kernel returned for them as rows of a batch."""
-    for i, each in enumerate(part.reshape(len(x), spans.times, *part.shape[1:]).unbind(1)):
+    for i, each in enumerate(part.reshape(-1, spans.times, *part.shape[1:]).unbind(1)):
         begin = spans.begin + i * spans.step
         x[:, :, begin : begin + spans.size] += each
 
