@@ -32,7 +32,13 @@ SERVED = {
     "Qwen3-VL": "qwen3-vl-8b",
 }
 """Family -> file in conformance/configurations."""
-LAYERS = {"Gemma 3": {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}}
+LAYERS = {
+    "Gemma 3": {
+        "sliding_window_pattern": 6,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    }
+}
 """The pattern of layers as published, where the file has fewer layers and engines take the pattern for given."""
 
 
