@@ -142,7 +142,7 @@ def bands() -> str:
                 text = "{over_yarn:+.2f} [{over_low:+.2f}, {over_high:+.2f}]".format(**row)
                 cells.setdefault(label, {}).setdefault(row["factor"], []).append(text)
         factors = sorted({row["factor"] for row in line["rows"]})
-        name = NAMES.get(line["model"], line["model"])
+        name = NAMES.get(line["model"]) or str(line["model"])
         rows = ([f"`{label}`", *(" / ".join(of[each]) for each in factors)] for label, of in cells.items())
         command = f"benchmarks/bands.py --model {line['model']}"
         note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents. {stamp(line, command)}"

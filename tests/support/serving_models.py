@@ -34,9 +34,9 @@ SERVED = {
 """Family -> file in conformance/configurations."""
 LAYERS = {
     "Gemma 3": {
-        "sliding_window_pattern": 6,
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "sliding_window_pattern": 6,
     }
 }
 """The pattern of layers as published, where the file has fewer layers and engines take the pattern for given."""
