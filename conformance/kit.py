@@ -8,6 +8,7 @@ takes them. Whatever raises NotImplementedError is not offered by the port.
     softmax_scale(config, layer_type, length)         the number that scores are multiplied by
     cos_sin(config, positions, layer_type, length)    (cos, sin), each positions x pairs, with the magnitude; a position
                                                       is a number, or three of them under M-RoPE
+    table(config, layer_type, length)                 positions that cos_sin has angles for; missing: as many as asked
     rotate(config, vector, position, layer_type, length)    the vector of a head, rotated
     logits(folder, rows, chunks)                      of the last token of each row of token ids; rows of unequal length
                                                       are padded on the left and masked; with chunks, the ids are read
@@ -153,6 +154,12 @@ def _compare_on_axes(port: Any, entry: Json, row: Json, allowed: Json) -> str:
 
 
 def _compare_angles(port: Any, entry: Json, row: Json, allowed: Json, table: Json, at: list[list[int]]) -> str:
+    limit = _asked(port, "table", entry, row) if hasattr(port, "table") else max(map(max, at)) + 1
+    kept = [k for k, each in enumerate(at) if max(each) < limit]
+    if not kept:
+        raise NotImplementedError
+    table = {key: [table[key][k] for k in kept] for key in ("positions", "cos", "sin")}
+    at = [at[k] for k in kept]
     cos, sin = _asked(port, "cos_sin", entry, row, table["positions"])
     got = np.stack([np.array(part, np.float64)[:, row["pairs"]] for part in (cos, sin)])
     inv_freq, positions = np.array(row["inv_freq"])[row["pairs"]], np.array(at, np.float64)
@@ -299,12 +306,19 @@ def _compare_read(port: Any, entry: Json, folder: Path, check: str, dtype: str) 
         return text
     scores = got - np.log(np.exp(got - got.max(-1, keepdims=True)).sum(-1, keepdims=True)) - got.max(-1, keepdims=True)
     found = {len(row): score[ids[len(row)]] for row, score in zip(rows, scores, strict=True)}
-    return text + as_with(likely_mistakes(entry, found, dtype))
+    return text + as_with(likely_mistakes(entry, found, dtype, alone=True))
 
 
-def likely_mistakes(entry: Json, found: dict[int, float], dtype: str) -> list[str]:
-    """The mistakes under which the tokens that follow prefixes have these log-probabilities, by prefix length."""
+def likely_mistakes(entry: Json, found: dict[int, float], dtype: str, *, alone: bool = False) -> list[str]:
+    """The mistakes under which the tokens that follow prefixes have these log-probabilities, by prefix length.
+
+    Args:
+        alone: whether each prefix was read by itself.
+    """
     places = [entry["positions"].index(at) for at in found]
     values, bound = np.array(list(found.values())), 4 * allowed_difference(entry, dtype)
-    near = {each["name"]: np.array(each["logprobs"])[places] - values for each in entry["mistakes"]}
+    known = {
+        each["name"]: each.get("alone", each["logprobs"]) if alone else each["logprobs"] for each in entry["mistakes"]
+    }
+    near = {name: np.array(logprobs)[places] - values for name, logprobs in known.items()}
     return [name for name, off in near.items() if np.sqrt((off**2).mean()) <= bound]

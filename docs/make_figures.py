@@ -21,6 +21,7 @@ from docs.figures import (  # noqa: F401, each registers its figures
     code_tables,
     correctness,
     cost,
+    gpu,
     interface,
     measurements,
     measures,

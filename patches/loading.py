@@ -20,6 +20,7 @@ from rope_ext_hf.patches.applying import replay
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
+from rope_ext_hf.patches.loading_code import without_loading_code
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     record = (raw[inner] if inner else raw).get(PATCH_KEY)
     if record is None:
         return AutoConfig.from_pretrained(path, **kwargs), None
-    plain = raw | {inner: _without_record(raw[inner])} if inner else _without_record(raw)
+    plain = without_loading_code(raw) | {inner: _without_record(raw[inner])} if inner else _without_record(raw)
     return AutoConfig.for_model(plain.pop("model_type"), **plain), record
 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
     restored, written = original_settings(config) or {}, written_keys(config[PATCH_KEY])
-    return {key: value for key, value in config.items() if key not in written} | restored
+    return without_loading_code({key: value for key, value in config.items() if key not in written} | restored)
 
 
 def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:

@@ -22,6 +22,7 @@ from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
+from rope_ext_hf.patches.loading_code import write_loading_code
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ def save_patched_folder(
     out: Path,
     name: str | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    as_code: bool = False,
 ) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
@@ -216,9 +218,11 @@ def save_patched_folder(
         out: the new folder.
         name: what the card calls the source; default: the name of its folder.
         progress: called with the bytes that are copied, and those of all files.
+        as_code: add code by which plain transformers loads the folder, see `write_loading_code`.
 
     Raises:
-        CheckpointError: a family that keeps its angles in the weights.
+        CheckpointError: a family that keeps its angles in the weights; `as_code` for a folder that needs no code, or
+            for that of an adapter.
         FileError: `out` exists or lies inside the source, a file of the source leads out of it or changed while it was
             copied, or the disk refuses; nothing is left of `out` then.
     """
@@ -229,6 +233,8 @@ def save_patched_folder(
             "patch it with rope_ext_hf.patch, and save it with save_pretrained"
         )
     adapter, state = find_adapter(source), patched_slots(model)[0].state
+    if as_code and adapter is not None:
+        raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
     names = [file for file in list_files(source) if not _left_out(Path(file))]
     inputs = file_stamps(source / file for file in names)
     size = sum(size for _, size, _ in inputs.values())
@@ -247,6 +253,8 @@ def save_patched_folder(
             if Path(file).name == ADAPTER_CONFIG:
                 record = state.record | fingerprint_record(model)
                 write_json(staging / file, with_record(read_json(staging / file), record))
+        if as_code:
+            write_loading_code(staging)
         card = _card(state.record, name or source.name, adapter.base if adapter else None)
         (staging / "README.md").write_text(card, encoding="utf-8")
 

@@ -203,7 +203,10 @@ def _decodes_alike(model: Any, entry: Entry) -> bool:
 
 
 def remapping(model: Any, entry: Entry) -> str:
-    """An input inside the window is as loaded, a longer one is not, and decoding onto a cache equals one forward."""
+    """An input inside the window is as loaded, a longer one is not, and decoding onto a cache equals one forward.
+
+    Where the rule follows the length of a row, an input up to the context length is as loaded to the bit.
+    """
     before, as_loaded, decodes = snapshot(model), run(model, entry), _decodes_alike(model, entry)
     rope.patch(model, "rerope", window=32, temperature="none")
     far = difference(run(model, entry), as_loaded)
@@ -214,6 +217,10 @@ def remapping(model: Any, entry: Entry) -> str:
     require(difference(run(model, entry, LONG), whole) > 1e-5, "an input beyond the window is as loaded")
     require_unchanged(model, before, "after unpatching")
     require(difference(run(model, entry), as_loaded) == 0, "another output after unpatching")
+    rope.patch(model, "jet-long", max_distance=(SHORT + LONG) // 2)
+    require(torch.equal(run(model, entry), as_loaded), "a row up to the context length is not as loaded to the bit")
+    require(difference(run(model, entry, LONG), whole) > 1e-5, "a longer row is as loaded")
+    rope.unpatch(model)
     return ""
 
 

@@ -179,8 +179,9 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(own.dim)
-    writer.add_value_length(own.dim)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(width)
+    writer.add_value_length(width)
     writer.add_rope_dimension_count(own.dim)
     writer.add_rope_freq_base(own.keys["rope.freq_base"])
     writer.add_vocab_size(config.vocab_size)

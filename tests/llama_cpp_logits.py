@@ -3,8 +3,10 @@
     python tests/llama_cpp_logits.py JOB.json
 
 The job names the file, the token ids and the positions to allocate, and the flags of `llama-server` in the fields that
-those set: `context` of llama_context_params, `overrides` of metadata (name -> [type, value]). The logits go to a .npy
-file, (positions, vocabulary) float32. An assertion of llama.cpp ends this process, and no other.
+those set: `context` of llama_context_params, `overrides` of metadata (name -> [type, value]). It may state `rows`,
+token ids of several sequences, in place of the file of ids, and the sizes of `chunks` to decode one after another. The
+logits go to a .npy file, (positions, vocabulary) float32, in the order of decoding. An assertion of llama.cpp ends this
+process, and no other.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def overrides(given: dict[str, list[str]]) -> object:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    ids = np.load(job["ids"]).ravel()
+    rows = job.get("rows") or [np.load(job["ids"]).ravel().tolist()]
+    longest = max(map(len, rows))
     lib.llama_backend_init()
     loading = lib.llama_model_default_params()
     loading.n_gpu_layers = 0
@@ -48,7 +51,9 @@ def main() -> None:
     if model == ffi.NULL:
         sys.exit("error: the file is not loaded")
     running = lib.llama_context_default_params()
-    running.n_ctx, running.n_batch, running.n_ubatch, running.n_seq_max = job["positions"], len(ids), len(ids), 1
+    most = sum(map(len, rows))
+    running.n_ctx, running.n_batch, running.n_ubatch = job["positions"] * len(rows), most, most
+    running.n_seq_max = len(rows)
     running.n_threads = running.n_threads_batch = 1
     running.type_k = running.type_v = 0  # float32
     running.flash_attn_type = 0
@@ -58,19 +63,21 @@ def main() -> None:
     context = lib.llama_init_from_model(model, running)
     if context == ffi.NULL:
         sys.exit("error: no context is made")
-    batch = lib.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for index, token in enumerate(ids.tolist()):
-        batch.token[index], batch.pos[index], batch.n_seq_id[index], batch.logits[index] = token, index, 1, 1
-        batch.seq_id[index][0] = 0
-    if lib.llama_decode(context, batch) != 0:
-        sys.exit("error: the tokens are not decoded")
-    size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    rows = [
-        np.frombuffer(ffi.buffer(lib.llama_get_logits_ith(context, index), 4 * size), np.float32).copy()
-        for index in range(len(ids))
-    ]
-    np.save(job["out"], np.stack(rows))
+    size, found, start = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)), [], 0
+    for count in job.get("chunks") or [longest]:
+        placed = [(row, at) for row, ids in enumerate(rows) for at in range(start, min(start + count, len(ids)))]
+        batch = lib.llama_batch_init(len(placed), 0, 1)
+        batch.n_tokens, start = len(placed), start + count
+        for index, (row, at) in enumerate(placed):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index], batch.logits[index] = rows[row][at], at, 1, 1
+            batch.seq_id[index][0] = row
+        if lib.llama_decode(context, batch) != 0:
+            sys.exit("error: the tokens are not decoded")
+        for index in range(len(placed)):
+            buffer = ffi.buffer(lib.llama_get_logits_ith(context, index), 4 * size)
+            found.append(np.frombuffer(buffer, np.float32).copy())
+        lib.llama_batch_free(batch)
+    np.save(job["out"], np.stack(found))
     print("b" + version("xllamacpp").rpartition(".")[2])
 
 

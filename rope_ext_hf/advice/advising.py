@@ -124,7 +124,8 @@ def advise(
 
 def _reported(methods: Sequence[MethodAdvice], model_type: str) -> tuple[Reported, ...]:
     helping = {each.method for each in methods if each.fits}
-    return tuple([each for each in reported(model_type=model_type) or reported() if helping & each.values.keys()])
+    of_type = [each for each in reported() if model_type in each.model_types]
+    return tuple([each for each in of_type or reported() if helping & each.values.keys()])
 
 
 def _sliding_rope(opened: Model) -> Any:
@@ -236,10 +237,12 @@ class _Planner:
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
         if not rises:
-            return guidance.unmeasured or f"not measured at this length; helped {reach_text(name)}"
+            reach = reach_text(name)
+            never = "not measured" if reach == "not measured" else f"not measured at this length; helped {reach}"
+            return guidance.unmeasured or never
         if models := helped(rises):
             return f"helped at this length on the {' and the '.join(model.name for model in models)}"
-        return f"helped none of the {len(rises)} small models that were measured"
+        return f"helped none of the small models that were measured ({len(rises)})"
 
     def _short_inputs(self, method: RopeMethod, factor: float) -> str:
         kept = method.unchanged_length(self.rotary)
@@ -250,7 +253,7 @@ class _Planner:
         rises = rises_for_short_inputs(method.name, factor)
         if not rises:
             return "change"
-        return f"rise by {' / '.join(signed(rise.increase for rise in rises))}"
+        return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
     def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
         encodings: dict[str, str | None] = {}

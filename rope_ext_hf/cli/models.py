@@ -252,6 +252,12 @@ def patch(
             "--native", help="Save in transformers' own form even where transformers then computes other results."
         ),
     ] = False,
+    as_code: Annotated[
+        bool,
+        typer.Option(
+            "--as-code", help="Add code, so that plain transformers loads the folder with trust_remote_code=True."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
@@ -261,14 +267,20 @@ def patch(
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
     methods.check_single(required=True)
-    description = write_patched(model, out, methods, source, native=native)
+    description = write_patched(model, out, methods, source, native=native, as_code=as_code)
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )
 
 
 def write_patched(
-    model: str, out: Path, methods: LayerChoice, source: SourceOptions, *, native: bool = False
+    model: str,
+    out: Path,
+    methods: LayerChoice,
+    source: SourceOptions,
+    *,
+    native: bool = False,
+    as_code: bool = False,
 ) -> Description:
     """Write a copy of a model folder that carries a method, and describe it."""
     from rope_ext_hf.hub import foreign_errors, model_folder, model_source
@@ -282,17 +294,22 @@ def write_patched(
         folder = model_folder(model, revision=source.revision)
         is_folder = folder == Path(model_source(model))  # else of the Hub's cache, where it is named after a commit
         with progress_bar("copying", unit="bytes") as bar:
-            save_patched_folder(empty, folder, out, folder.name if is_folder else model, bar.set)
+            save_patched_folder(empty, folder, out, folder.name if is_folder else model, bar.set, as_code)
         return _describe(empty, model, source)
 
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """What a model is, and how it is saved under its name."""
-    from rope_ext_hf.hub import is_adapter
+    from rope_ext_hf.config_keys.keys import text_settings, unread_settings
+    from rope_ext_hf.files import read_json
+    from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
     from rope_ext_hf.patches.describing import describe as describe_model
 
     description = describe_model(empty)
+    config = model_folder(name, revision=source.revision, weights=False) / "config.json"
+    if config.is_file() and (unread := unread_settings(text_settings(read_json(config)))):  # an adapter has none
+        description = replace(description, notes=(*description.notes, unread))
     if description.patched and is_adapter(name, revision=source.revision):
         return replace(description, save_route=SAVE_ROUTE)
     return description

@@ -35,7 +35,7 @@ DEEPSEEK_FAMILIES = frozenset(
 """Families whose model file runs every rope type by the class for DeepSeek's yarn, and takes its softmax scale."""
 INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
 """Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
-_BY_TRANSFORMERS = frozenset(
+RUN_BY_TRANSFORMERS = frozenset(
     {"arcee", "bitnet", "cwm", "diffllama", "flex_olmo", "glm", "gpt_neox", "helium", "hunyuan_v1_dense"}
     | {"hunyuan_v1_moe", "jais2", "mellum", "nanochat", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3"}
     | {"starcoder2", "vaultgemma", "youtu"}
@@ -47,7 +47,7 @@ _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn",
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
 _MROPE_TABLE = 4
 """Its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well."""
-_SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
+SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
 """Families whose model file asks for a table of the original length, where no video tokens are pruned."""
 
 
@@ -164,7 +164,7 @@ class VLLM(OverridingEngine):
     def longrope(self, rope: RopeKeys) -> Computed:
         if rope.model_type in INTERLEAVED_FAMILIES:
             raise ServingError("its longrope class takes half-paired rotation only")
-        if rope.model_type in _BY_TRANSFORMERS and rope.settings["long_factor"] != rope.settings["short_factor"]:
+        if rope.model_type in RUN_BY_TRANSFORMERS and rope.settings["long_factor"] != rope.settings["short_factor"]:
             raise ServingError(
                 f"it runs {rope.model_type} by the class of transformers, whose longrope takes the list of the longest "
                 "input of a batch"
@@ -231,7 +231,7 @@ def _length_stated(kind: str, model_type: str) -> bool:
 
 def _quadruple(settings: Config, model_type: str) -> bool:
     """Whether YaRN's ramp is that of `_MROPE_TABLE` times the original length."""
-    return "mrope_section" in settings and model_type not in _SINGLE_TABLE
+    return "mrope_section" in settings and model_type not in SINGLE_TABLE
 
 
 def _nested(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

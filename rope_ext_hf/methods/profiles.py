@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, is_number
-from rope_ext_hf.methods.guidance import SHORT_INPUTS, Guidance
+from rope_ext_hf.methods.guidance import Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default, Yarn
@@ -29,7 +29,10 @@ class Profiles(RopeMethod):
         frequency: a static frequency method, whose own factor, if it has one, is `factor`; default: yarn.
     """
 
-    guidance = Guidance(purposes=(SHORT_INPUTS,), unmeasured="each length as under the method at its factor")
+    guidance = Guidance(
+        when="a row must keep the frequencies that it began with",
+        unmeasured="each length as under the method at its factor",
+    )
     length_dependent = True
     piecewise_constant = True
     one_per_cache = True

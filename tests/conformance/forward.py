@@ -19,8 +19,8 @@ Weights = dict[str, Array]
 def forward(config: formulas.Json, weights: Weights, ids: list[int]) -> Array:
     """The logits of every token, (tokens, vocabulary)."""
     eps, gemma = config["rms_norm_eps"], config["model_type"] == "gemma3_text"
-    embedding = weights["model.embed_tokens.weight"]
-    x = embedding[ids] * (np.sqrt(config["hidden_size"]) if gemma else 1.0)
+    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    x = weights["model.embed_tokens.weight"][ids] * (np.sqrt(config["hidden_size"]) if gemma else 1.0)
 
     def norm(name: str, values: Array) -> Array:
         scale = weights[f"{name}.weight"] + gemma
@@ -41,7 +41,7 @@ def forward(config: formulas.Json, weights: Weights, ids: list[int]) -> Array:
         x = x + (norm(f"{layer}.{names[1]}", out) if names[1] else out)
         out = network(config, own, norm(f"{layer}.{names[0]}", x))
         x = x + (norm(f"{layer}.{names[2]}", out) if names[2] else out)
-    return norm("model.norm", x) @ embedding.T
+    return norm("model.norm", x) @ (weights if "lm_head.weight" in weights else tied)["lm_head.weight"].T
 
 
 def attention(

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from rope_ext_hf.methods.base import Frequencies, RopeMethod
+from rope_ext_hf.methods.base import Frequencies
 from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.static import Default, Llama3, Yarn
 from rope_ext_hf.patches.config import ConfigRope, softmax_scale
@@ -121,12 +121,15 @@ def rotated(inv_freq: Sequence[float], magnitude: float, width: int) -> Json:
     return result
 
 
-def further_mistakes(method: RopeMethod, described: ConfigRope, config: Any) -> Iterator[tuple[str, Frequencies]]:
+def further_mistakes(described: ConfigRope, config: Any, length: int) -> Iterator[tuple[str, Frequencies]]:
     """Mistakes that ports have made, beside those of check-server."""
-    plain, length = described.plain, described.context_length
+    method, plain = described.method, described.plain
     exact = method.frequencies(plain, length)
     factor: Any = getattr(method, "factor", None)
     width = width_of_head(config, described)
+    if method.depends_on_length(plain):
+        yield "the frequencies of longer inputs", method.frequencies(plain, 4 * described.context_length)
+        yield "the frequencies of shorter inputs", method.frequencies(plain, 1)
     if factor is not None and factor > 1:
         yield "the factor in place of theta", Default().frequencies(replace(plain, theta=float(factor)), length)
     if exact.attention_factor > 1:
@@ -157,7 +160,7 @@ def mistakes(described: ConfigRope, config: Any, layer_type: str | None, length:
     exact = method.frequencies(plain, length)
     others = [(key, rope_of_layers(config, key)) for key in layer_types(config) if key != layer_type]
     wrong = [
-        *further_mistakes(method, described, config),
+        *further_mistakes(described, config, length),
         *different_frequencies(method, plain, length),
         *((f"the settings of {key}", other.method.frequencies(other.plain, length)) for key, other in others),
     ]

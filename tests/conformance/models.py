@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,20 @@ SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "t
 SIZES |= {"rms_norm_eps": 1e-6, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
 LATENT: Json = {"num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
 LATENT |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 32, "first_k_dense_replace": 2, "n_routed_experts": 2}
-LATENT |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+LATENT |= {
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": False,
+}
 WINDOWS: Json = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 FAMILIES: dict[str, Json] = {
     "llama": {},
     "qwen3": {},
     "phi3": {"original_max_position_embeddings": ORIGINAL, "partial_rotary_factor": 0.75, "num_attention_heads": 1},
-    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 64},
-    "glm4": {"partial_rotary_factor": 0.5},
+    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 64, "sliding_window_pattern": 2},
+    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": False, "tie_word_embeddings": False},
     "gpt_oss": WINDOWS | {"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 16},
     "deepseek_v3": LATENT,
 }
@@ -89,10 +96,10 @@ def weights(family: str) -> dict[str, Tensor]:
     """Every parameter, in bfloat16."""
     seed = list(FAMILIES).index(family)
     name = next(name for name, (each, *_) in MODELS.items() if each == family)
-    draws = np.random.RandomState(seed)
+    config, draws = config_json(name), np.random.RandomState(seed)
     made = {}
-    for key, value in sorted(empty_model(config_json(name)).state_dict().items()):
-        if key == "lm_head.weight" or "e_score_correction_bias" in key:
+    for key, value in sorted(empty_model(config).state_dict().items()):
+        if (key == "lm_head.weight" and config["tie_word_embeddings"]) or "e_score_correction_bias" in key:
             continue
         drawn = torch.from_numpy(draws.standard_normal(tuple(value.shape)))
         if "norm" in key:
@@ -150,16 +157,23 @@ def exact(config: Json, dtype: torch.dtype = torch.float64) -> Any:
     return rope.patch(model, "dynamic", factor=scaling["factor"]) if dynamic else rope.patch(model, "default")
 
 
-def wrong(config: Json, ids: list[int], right: Tensor) -> Iterator[Json]:
-    """The log-probabilities of one text under each mistake of check-server that changes them."""
+READS = {"logprobs": whole_logits, "alone": last_logits}
+"""How a text is read: as one, or each prefix by itself."""
+
+
+def wrong(config: Json, ids: list[int], right: dict[str, Tensor]) -> Iterator[Json]:
+    """The log-probabilities under each mistake of check-server that changes them, for each way to read of `right`."""
     model = load(config, torch.float32)
-    for name, mistaken in configurations(model, open_model(model).described.rotary).items():
+    made = [(name, model, each) for name, each in configurations(model, open_model(model).described.rotary).items()]
+    if (config.get("rope_scaling") or {}).get("rope_type") == "dynamic":
+        made.insert(0, ("with no scaling at all", load(config | {"rope_scaling": None}, torch.float32), nullcontext))
+    for name, changed, mistaken in made:
         if name == AS_MEASURED or (" in place of " in name and name.split()[1] not in {*PUBLISHED, "the"}):
             continue
         with mistaken():
-            found = next_logprobs(whole_logits(model, ids), ids)
-        if float((found - right).square().mean().sqrt()) > 0.01:
-            yield {"name": name, "logprobs": [round(float(each), 5) for each in found]}
+            found = {key: next_logprobs(READS[key](changed, ids), ids) for key in right}
+        if any(float((found[key] - right[key]).square().mean().sqrt()) > 0.01 for key in right):
+            yield {"name": name} | {key: [round(float(each), 5) for each in found[key]] for key in found}
 
 
 def model_file(name: str) -> Json:
@@ -167,7 +181,9 @@ def model_file(name: str) -> Json:
     config, ids = config_json(name), tokens(name)
     model = exact(config)
     logits, whole = last_logits(model, ids), whole_logits(model, ids)
-    right = next_logprobs(whole, ids)
+    right = {"logprobs": next_logprobs(whole, ids)}
+    if (MODELS[name][3] or {}).get("rope_type") in ("dynamic", "longrope"):  # which follow the length
+        right["alone"] = next_logprobs(logits, ids)
     rounding = {}
     for dtype in (torch.float16, torch.bfloat16):
         off = last_logits(load(config, dtype), ids) - last_logits(load(config, torch.float32), ids)
@@ -178,7 +194,7 @@ def model_file(name: str) -> Json:
         "logits": [rounded(row) for row in logits],
         "std": rounded([float(logits.std())])[0],
     }
-    made |= {"logprobs": rounded(right), "rounding": rounding, "mistakes": list(wrong(config, ids, right))}
+    made |= {"logprobs": rounded(right["logprobs"]), "rounding": rounding, "mistakes": list(wrong(config, ids, right))}
     return made
 
 
