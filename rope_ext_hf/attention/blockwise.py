@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.attention.kernels import has_kernel, run_backward, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.attention.tile_batches import (
-    KernelCall,
-    MergedSoftmax,
-    Spans,
-    add_to_spans,
-    batch_rows,
-    kernel_calls,
-    turn_back,
-)
+from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zone, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.graphs import graph_break
@@ -148,10 +140,8 @@ class _Attention:
         """
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
             return self._scale_query(self._rotate(rotation, query), m, name)
-        rotations, entry = (
-            self.positions.rotations,
-            (self.rule, self.rotation.table, self.device, "scaled", zones, name),
-        )
+        rotations, table = self.positions.rotations, self.rotation.table
+        entry = (self.rule, table, self.device, "scaled", zones, name)
         # The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
         # rotate (above), it cannot: those have to be scaled as well.
         scaled = rotations.get(entry)
@@ -182,6 +172,13 @@ class _Attention:
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
     @property
+    def _joins(self) -> bool:
+        """Whether tiles of the same queries share calls: in several rows they would be copied, and beside a whole input
+        the results of such calls would take too much memory."""
+        rows, tokens = self.positions.left_padding or (), self.positions.query_positions.shape[-1]
+        return len(rows) == 1 and 2 * tokens <= self._total
+
+    @property
     def _total(self) -> int:
         return int(self.positions.key_positions.shape[-1])
 
@@ -202,7 +199,8 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
-        rule, grid, step = self.rule.for_queries(first, (last - first) * query.shape[1] // key.shape[1])
+        count = (last - first) * query.shape[1] // key.shape[1] if self._joins else 0
+        rule, grid, step = self.rule.for_queries(first, count)
         layer = self if rule is self.rule else replace(self, rule=rule)
         at, place = (lambda: torch.arange(first_key, last, device=key.device)[None]), (first_key, last)
         far_key = layer._far_keys(key, at, place)
@@ -220,55 +218,38 @@ class _Attention:
             block = slice(padded_queries + start - first, padded_queries + stop - first)
             given = query if whole else query[:, :, block], key, far_key, value
             if needs_grad:
-                parts.append(_FusedBlock.apply(layer, start, first_key, *given, sinks))  # type: ignore[no-untyped-call]
+                parts.append(_FusedBlock.apply(layer, start, first_key, sinks, *given))  # type: ignore[no-untyped-call]
             else:
                 part = None if out is None else out[:, :, block]
-                parts.append(layer._fused_block(start, first_key, *given, out=part)[0])
+                parts.append(layer._fused_block(start, first_key, *given, out=part).result)
         if out is None:
             return parts[0] if whole else torch.cat(parts, dim=-2)
         out[:, :, :padded_queries] = 0
         return out
 
-    def _fused_block(
-        self,
-        start: int,
-        first_key: int,
-        query: Tensor,
-        key: Tensor,
-        far_key: Tensor,
-        value: Tensor,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, MergedSoftmax]:
+    def _fused_block(self, start: int, first_key: int, *given: Tensor, out: Tensor | None = None) -> MergedSoftmax:
         """Queries from position `start` on, over keys from position `first_key` on.
 
         Args:
+            given: the queries, keys as stored, for the nearest zone, and where the others see them, and values.
             out: where the result goes; None: it is returned in memory of its own.
-            key: as stored, for the nearest zone.
-            far_key: where the other zones see them.
         """
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
-        merged = MergedSoftmax(query, out)
-        for zone in self._zones(start, first_key, query, key, far_key, value):
+        merged = MergedSoftmax(given[0], out)
+        for zone in self._zones(start, first_key, *given):
             for call in zone.calls:
-                part, part_lse = run_kernel(*zone.rows(call), self.scale, call.mask != "full", call.joint)
-                if zone.backwards:
-                    part, part_lse = (turn_back(x, call.queries.times) for x in (part, part_lse[..., None]))
-                    part_lse = part_lse[..., 0]
-                merged.add(call.queries.after(start), part, part_lse)
-        assert merged.out is not None  # a query sees itself at least
+                merged.add(zone.spans(call)[0], *run_kernel(*zone.rows(call), self.scale, call.mask, call.joint))
         if self.modifiers.sinks is not None:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
             weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
-            merged.out *= weight.to(merged.out.dtype)
-        return merged.out, merged
+            merged.result.mul_(weight.to(merged.result.dtype))
+        return merged
 
-    def _zones(
-        self, start: int, first_key: int, query: Tensor, key: Tensor, far_key: Tensor, value: Tensor
-    ) -> Iterator[_Zone]:
+    def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zone]:
         """The zones that a block sees, nearest first."""
-        rule, device = self.rule, query.device
+        rule, device, (query, key, far_key, value) = self.rule, self.device, given
         stop = start + query.shape[-2]
         # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
         # rotated for it: (rows, kv_heads, window + queries, head_dim).
@@ -279,25 +260,17 @@ class _Attention:
             return torch.arange(start, stop, device=device)[None]
 
         local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
-        # Joint calls return no more than keys and values take. Those of several rows would have to copy their tiles.
-        joined = 2 * key.numel() // (query.shape[1] * key.shape[-1]) if len(query) == 1 else 0
-        for zones, groups in _grouped_calls(rule, start, stop, first_key, joined):
+        joined = int(key.shape[-2]) // 2 if self._joins else 0  # half as many results at a time as there are keys
+        for zones, calls in _calls_by_zones(rule, start, stop, first_key, joined):
             if zones == (0,):
                 rotation, begin = local and local.last(query.shape[-2]), first_local
                 among = slice(first_local - first_key, stop - first_key)
                 keys, values = self._rotate(local, key[:, :, among]), value[:, :, among]
             else:
                 rotation, begin, keys, values = self._rotation_to(zones, m, queries), first_key, far_key, value
-            rows = query.expand(len(zones), -1, -1, -1) if zones[1:] else query
-            zone_query = self._place_query(rotation, rows, m, zones, queries)
-            for calls in groups:
-                if not calls[0].backwards:
-                    yield _Zone(zone_query, keys, values, (start, begin), calls)
-                    continue
-                low, high = min(call.keys.begin for call in calls), max(call.keys.end for call in calls)
-                key_back, value_back = (x[:, :, low - begin : high - begin].flip(-2) for x in (keys, values))
-                query_back = zone_query.flip((0, -2) if zones[1:] else -2)  # rows of several zones, too
-                yield _Zone(query_back, key_back, value_back, (start, low), calls)
+            turned = query.expand(len(zones), -1, -1, -1) if zones[1:] else query
+            turned = self._place_query(rotation, turned, m, zones, queries)
+            yield Zone(turned, keys, values, start, begin, calls)
 
     # --- whole scores
 
@@ -435,87 +408,50 @@ class _Attention:
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
-class _Zone(NamedTuple):
-    """A zone of a block, or several: queries and keys, rotated, values, and kernel calls.
-
-    Attributes:
-        first: positions of the first query and the first key.
-    """
-
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    first: tuple[int, int]
-    calls: list[KernelCall]
-
-    @property
-    def backwards(self) -> bool:
-        """Whether tokens are in the order from the last to the first."""
-        return self.calls[0].backwards
-
-    def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
-        """The queries, keys and values of a call."""
-        queries, keys = call.queries.after(self.first[0]), call.keys.after(self.first[1])
-        if self.backwards:
-            queries, keys = queries.backwards(self.query.shape[-2]), keys.backwards(self.keys.shape[-2])
-        return queries, keys, keys
-
-    def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-        """What the kernel is given."""
-        query, key, value = map(batch_rows, self[:3], self.spans(call))
-        return query, key, value
-
-
 @lru_cache(maxsize=16)  # the layers of a model share them
-def _grouped_calls(
+def _calls_by_zones(
     rule: AttentionRule, start: int, stop: int, low: int, joined: int
-) -> list[tuple[_Zones, list[list[KernelCall]]]]:
-    """The kernel calls of a block, by their zones; of each, those backwards apart. Arguments as in `kernel_calls`."""
-    calls = kernel_calls(rule.tiles(start, stop), low, joined)
-    return [
-        (zones, [list(some) for _, some in groupby(alike, lambda call: call.backwards)])
-        for zones, alike in groupby(calls, lambda call: call.zones)
-    ]
+) -> list[tuple[_Zones, list[KernelCall]]]:
+    """The kernel calls of a block."""
+    calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined)
+    return [(zones, list(alike)) for zones, alike in groupby(calls, lambda call: call.zones)]
 
 
 class _FusedBlock(torch.autograd.Function):
     """`_Attention._fused_block` and its gradients. It keeps its arguments, its result and the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, attention: _Attention, start: int, first_key: int, *given: Any) -> Tensor:
-        *tensors, sinks = given
-        out, merged = attention._fused_block(start, first_key, *(x.detach() for x in tensors))
+    def forward(ctx: Any, attention: _Attention, start: int, first_key: int, sinks: Any, *given: Tensor) -> Tensor:
+        merged = attention._fused_block(start, first_key, *(x.detach() for x in given))
         lse = merged.log_sum_exp()
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
         ctx.asked = attention, start, first_key
-        ctx.save_for_backward(*given, out, lse)
-        return out
+        ctx.save_for_backward(sinks, merged.result, lse, *given)
+        return merged.result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, *place = ctx.asked
-        *leaves, sinks, out, lse = ctx.saved_tensors
+        attention, start, first_key = ctx.asked
+        sinks, out, lse, *given = ctx.saved_tensors
         with torch.enable_grad():  # autograd takes gradients back through the rotations
-            leaves = [x.detach().requires_grad_() for x in leaves]
-            for zone in attention._zones(*place, *leaves):
-                still = _Zone(*(x.detach() for x in zone[:3]), *zone[3:])
+            leaves = [x.detach().requires_grad_() for x in given]
+            for zone in attention._zones(start, first_key, *leaves):
+                still = Zone(*(x.detach() for x in zone[:3]), *zone[3:])
                 sums = [torch.zeros_like(x, dtype=lse.dtype) for x in still[:3]]
-                whole = [x.flip(-2) if zone.backwards else x for x in (grad, out, lse)]
                 for call in zone.calls:
                     spans = zone.spans(call)
-                    grads, outs, logs = (batch_rows(x, spans[0]) for x in whole)
-                    rows, causal = still.rows(call), call.mask != "full"
-                    parts = run_backward((grads, outs, logs), rows, attention.scale, causal)
+                    grads, outs, logs = (batch_rows(x, spans[0]) for x in (grad, out, lse))
+                    parts = run_backward((grads, outs, logs), still.rows(call), attention.scale, call.mask)
                     for total, tokens, part in zip(sums, spans, parts, strict=True):
                         add_to_spans(total, tokens, part)
                 for x, total in zip(zone[:3], sums, strict=True):
-                    x.backward(total.to(out.dtype), retain_graph=True)  # of another mask
+                    x.backward(total.to(out.dtype))
         if sinks is not None:  # its weight is exp(sink - lse), and it has no value
             weight = torch.exp(sinks.to(lse.dtype)[:, None, None] - lse)
             sinks = -(weight * (grad * out).sum(-1, keepdim=True)).sum((0, 2, 3)).to(sinks.dtype)
-        return None, None, None, *(x.grad for x in leaves), sinks
+        return None, None, None, sinks, *(x.grad for x in leaves)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

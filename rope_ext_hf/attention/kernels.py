@@ -122,23 +122,27 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def run_kernel(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, joint: bool = False
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: str, joint: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Run a fused kernel.
 
     Args:
         query: (rows or 1, heads, queries, head_dim).
         key, value: (rows, kv_heads, keys, ...).
-        causal: there are as many keys as queries, and the i-th query sees the first i + 1 keys.
-        joint: the rows are of the same queries, and their softmax is one, (1, heads, queries, ...).
+        mask: "full": every query sees every key; or they are as many, and the i-th query sees the first i + 1 keys
+            ("causal") or all but the first i ("anticausal").
+        joint: all rows are of the same queries, and have one softmax, (1, heads, queries, ...).
 
     Returns:
         (rows, heads, queries, head_dim of value), and the log-sum-exp of the scores, (rows, heads, queries), float32
         or float64.
     """
+    if mask == "anticausal":  # causal, read backwards
+        out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal", joint)
+        return out.flip(-2), lse.flip(-1)
     width, fused = value.shape[-1], KERNELS[query.device.type]
     query, key, value = _pad_head_dims(query, key, value)
-    out, lse = fused.run(query.expand(len(key), -1, -1, -1), key, value, scale, causal)
+    out, lse = fused.run(query.expand(len(key), -1, -1, -1), key, value, scale, mask == "causal")
     if joint:
         # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
         order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
@@ -148,7 +152,7 @@ def run_kernel(
     return out[..., :width], lse
 
 
-def run_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _Three:
+def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three:
     """The gradients of queries, keys and values of a fused kernel through a softmax over these keys and others.
 
     The backward of flash attention computes the weights anew, exp(score - lse), and needs of the other keys nothing but
@@ -158,13 +162,17 @@ def run_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _Th
     Args:
         whole: of the softmax over all keys: the gradient of the output and the output, (rows, heads, queries, head_dim
             of value), and the log-sum-exp, (rows, heads, queries, 1).
-        rows: query, key and value, as in `run_kernel`; where they are joint, those of the softmax are one row.
+        rows: query, key and value, as in `run_kernel`; joint ones of one row of the softmax.
     """
+    if mask == "anticausal":
+        grad, out, lse, query, key, value = (x.flip(-2) for x in (*whole, *rows))
+        dq, dk, dv = run_backward((grad, out, lse), (query, key, value), scale, "causal")
+        return dq.flip(-2), dk.flip(-2), dv.flip(-2)
     widths = [x.shape[-1] for x in rows]
     grad, out, query, key, value = _pad_head_dims(*whole[:2], *rows)
     backward, alone = KERNELS[query.device.type].backward, len(query) < len(key)
     grad, out, lse, query = (x.expand(len(key), -1, -1, -1) for x in (grad, out, whole[2], query))
-    dq, dk, dv = backward((grad, out, lse[..., 0]), (query, key, value), scale, causal)
+    dq, dk, dv = backward((grad, out, lse[..., 0]), (query, key, value), scale, mask == "causal")
     dq = dq.sum(0, keepdim=True) if alone else dq
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
 

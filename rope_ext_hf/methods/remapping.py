@@ -295,7 +295,10 @@ class RemappingMethod(RopeMethod):
         """All keys that the queries first..last see, piece by piece."""
 
     def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
-        """The rule in a form that takes `count` queries from position `first` on with fewer rotations.
+        """The rule in a form in which fewer rotations take the queries from position `first` on.
+
+        Args:
+            count: queries, those of all heads that share a key.
 
         Returns:
             A rule, and where blocks of queries are best begun: a position, and the step from there.

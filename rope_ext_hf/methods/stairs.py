@@ -112,7 +112,7 @@ class Stairs(_TurnedQueries):
         return self.chunk
 
     def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
-        if count < self.band:
+        if count < self.band:  # they are rotated faster than the keys
             return super().for_queries(first, count)
         names = ("window", "start", "chunk", "max_distance", "temperature")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
